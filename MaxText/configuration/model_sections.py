@@ -1,0 +1,255 @@
+"""Keys that choose and size the model. Each class is handed to the part of the model it names."""
+
+from typing import Literal, NamedTuple
+
+from MaxText.configuration.keys import Section, key
+
+Activation = Literal[
+    "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
+    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign",
+]  # fmt: skip
+
+RematPolicy = Literal[
+    "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
+    "save_dot_except_mlp", "save_dot_except_mlpwi", "save_qkv_proj", "save_out_proj",
+    "qkv_proj_offloaded",
+]  # fmt: skip
+
+
+class Dimensions(NamedTuple):
+    """The sizes that parts agree on, after `global_parameter_scale` is applied.
+
+    Letters used in shape comments: B batch, T query length, S key length, D emb_dim, N query
+    heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, L num_layers.
+    """
+
+    emb_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_layers: int
+    vocab_size: int
+    max_target_length: int
+
+
+class Shape(Section):
+    """Sizes of the model."""
+
+    decoder_block: str = key(
+        "llama2",
+        "Family whose part choices are the defaults: a file of configs/decoder_blocks/.",
+    )
+    global_parameter_scale: int = key(
+        1, "Power of two by which the base_* sizes are scaled up to multiply the parameters.", ge=1
+    )
+    base_emb_dim: int = key(2048, "Width of the residual stream before scaling.", ge=1)
+    base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1)
+    base_num_kv_heads: int = key(
+        16, "Key/value heads before scaling; fewer than query heads is grouped-query.", ge=1
+    )
+    base_mlp_dim: int = key(7168, "Hidden width of the feed-forward before scaling.", ge=1)
+    base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1)
+    head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1)
+    vocab_size: int = key(32_000, "Rows of the token table, padding rows included.", ge=1)
+    max_target_length: int = key(2048, "Sequence length of a training window.", unit="tokens", ge=1)
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Sizes after scaling; MaxText's split of a power of two over heads, MLP, width, depth."""
+        log2_scale = self.global_parameter_scale.bit_length() - 1
+        third, rest = divmod(log2_scale, 3)
+        emb_scale = 2 ** (third + (rest > 1))
+        head_scale = mlp_scale = 2 ** (third + (rest > 0))
+        emb_dim = self.base_emb_dim * emb_scale
+        num_query_heads = self.base_num_query_heads * head_scale
+        return Dimensions(
+            emb_dim=emb_dim,
+            num_query_heads=num_query_heads,
+            num_kv_heads=self.base_num_kv_heads * head_scale,
+            head_dim=emb_dim // num_query_heads if self.head_dim == -1 else self.head_dim,
+            mlp_dim=self.base_mlp_dim * mlp_scale,
+            num_layers=self.base_num_decoder_layers * 2**third,
+            vocab_size=self.vocab_size,
+            max_target_length=self.max_target_length,
+        )
+
+
+class Block(Section):
+    """How a layer arranges its mixer and its feed-forward."""
+
+    block_arrangement: Literal["sequential", "parallel"] = key(
+        "sequential",
+        "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
+        "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
+    )
+    normalization_type: Literal["rms_norm", "layer_norm"] = key(
+        "rms_norm", "Norm before each part."
+    )
+    normalization_bias: bool = key(
+        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
+    )
+    normalization_layer_epsilon: float = key(1e-5, "Added to the variance inside norms.", gt=0)
+
+
+class Position(Section):
+    """How the model knows where a token stands."""
+
+    position_embedding: Literal["rotary", "learned", "none"] = key(
+        "rotary", "rotary turns queries and keys; learned adds a table to the embedding."
+    )
+    trainable_position_size: int = key(
+        -1,
+        "Rows of the learned position table; -1 is max_target_length.",
+        unit="tokens",
+        only_if={"position_embedding": ["learned"]},
+        ge=-1,
+    )
+    rope_max_timescale: float = key(
+        10_000.0, "Rotary base (theta).", only_if={"position_embedding": ["rotary"]}, gt=1
+    )
+    rotary_pct: float = key(
+        1.0,
+        "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
+        only_if={"position_embedding": ["rotary"]},
+        gt=0,
+        le=1,
+    )
+
+
+class Attention(Section):
+    """The attention mixer."""
+
+    attention: Literal["autoselected", "dot_product", "blocked"] = key(
+        "autoselected",
+        "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
+    )
+    attention_block_size: int = key(
+        128, "Query rows of a block.", unit="tokens", only_if={"attention": ["autoselected", "blocked"]}, ge=1
+    )  # fmt: skip
+    qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
+    proj_bias: bool = key(False, "Bias on the attention output projection.")
+    use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
+    attn_logits_soft_cap: float = key(
+        0.0, "Caps attention scores at c * tanh(score / c); 0 is off.", ge=0
+    )
+
+
+class FeedForward(Section):
+    """The feed-forward part."""
+
+    mlp_activations: tuple[Activation, ...] = key(
+        ("silu", "linear"),
+        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
+        "gelu is the tanh approximation, gelu_erf the exact one.",
+    )
+    ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
+
+
+class Head(Section):
+    """From the last hidden state to logits."""
+
+    logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
+    normalize_embedding_logits: bool = key(
+        True,
+        "Divide tied logits by sqrt(emb_dim).",
+        only_if={"logits_via_embedding": [True]},
+    )
+    logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
+    final_logits_soft_cap: float = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.", ge=0)
+
+
+class Objective(Section):
+    """What is minimised."""
+
+    z_loss_multiplier: float = key(
+        0.0,
+        "Weight of log(Z)^2, which keeps the logits' normaliser near 1 (PaLM, section 5).",
+        ge=0,
+    )
+    num_vocab_tiling: int = key(
+        1,
+        "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never exists.",
+        ge=1,
+    )
+
+
+class Dropout(Section):
+    """Dropout rates. The three specific ones take dropout_rate where they are null."""
+
+    enable_dropout: bool = key(True, "Master switch; false makes training deterministic.")
+    dropout_rate: float = key(0.0, "Rate for every place that has none of its own.", ge=0, lt=1)
+    embedding_dropout_rate: float | None = key(None, "On the embedding output.", ge=0, lt=1)
+    attention_dropout_rate: float | None = key(None, "On attention probabilities.", ge=0, lt=1)
+    residual_dropout_rate: float | None = key(
+        None, "On what attention and feed-forward add to the residual stream.", ge=0, lt=1
+    )
+
+    def rate(self, place: Literal["embedding", "attention", "residual"]) -> float:
+        """The rate in force at a place; 0 when dropout is switched off."""
+        own: float | None = getattr(self, f"{place}_dropout_rate")
+        return (self.dropout_rate if own is None else own) if self.enable_dropout else 0.0
+
+
+class Initialization(Section):
+    """Starting values of the weights."""
+
+    weight_init: Literal["fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal"] = key(
+        "fan_in",
+        "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
+        "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out).",
+    )
+    init_std: float = key(
+        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal"]}, gt=0
+    )
+    embedding_init_std: float | None = key(
+        None,
+        "Standard deviation of token and position tables; null: 1 with fan_in and xavier, "
+        "else that of weight_init.",
+        gt=0,
+    )
+    init_weights_seed: int = key(0, "Seed of the initial weights and of dropout.", ge=0)
+
+
+class Numerics(Section):
+    """Number formats."""
+
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = key(
+        "auto",
+        "Activations. auto: float32 on CPU, where bfloat16 takes twice the time; else bfloat16.",
+    )
+    weight_dtype: Literal["float32", "bfloat16"] = key("float32", "Parameters.")
+    matmul_precision: Literal["default", "high", "highest"] = key(
+        "default", "Precision of matrix products for float32 inputs on accelerators."
+    )
+
+
+class Memory(Section):
+    """Compile time and memory against speed. No effect on the result."""
+
+    scan_layers: Literal["auto"] | bool = key(
+        "auto",
+        "One compiled layer walked by a scan (true) or all layers written out (false). "
+        "auto: written out for few small layers on CPU, else scanned.",
+    )
+    remat_policy: RematPolicy = key(
+        "auto",
+        "What the backward pass computes again. full: all of a layer; minimal: all but matrix "
+        "products; none: nothing. auto: none for written-out layers on CPU, else full.",
+    )
+
+
+class Model(Section):
+    """Everything about the model."""
+
+    shape: Shape = Shape()
+    block: Block = Block()
+    position: Position = Position()
+    attention: Attention = Attention()
+    feed_forward: FeedForward = FeedForward()
+    head: Head = Head()
+    objective: Objective = Objective()
+    dropout: Dropout = Dropout()
+    initialization: Initialization = Initialization()
+    numerics: Numerics = Numerics()
+    memory: Memory = Memory()

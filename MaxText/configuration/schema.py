@@ -1,0 +1,24 @@
+"""The whole configuration: a tree of sections whose leaves are the flat keys that users type."""
+
+from MaxText.configuration import model_sections, training_sections
+from MaxText.configuration.keys import Section
+
+SCHEMA_VERSION = 1
+
+
+class Config(Section):
+    """A resolved configuration. Each key is owned by exactly one section."""
+
+    run: training_sections.Run = training_sections.Run()
+    model: model_sections.Model = model_sections.Model()
+    batch: training_sections.Batch = training_sections.Batch()
+    data: training_sections.Data = training_sections.Data()
+    preparation: training_sections.Preparation = training_sections.Preparation()
+    optimizer: training_sections.Optimizer = training_sections.Optimizer()
+    schedule: training_sections.Schedule = training_sections.Schedule()
+    mesh: training_sections.Mesh = training_sections.Mesh()
+    checkpoint: training_sections.Checkpoint = training_sections.Checkpoint()
+    evaluation: training_sections.Evaluation = training_sections.Evaluation()
+    sampling: training_sections.Sampling = training_sections.Sampling()
+    monitoring: training_sections.Monitoring = training_sections.Monitoring()
+    guard: training_sections.Guard = training_sections.Guard()

@@ -1,0 +1,297 @@
+"""Keys about data, optimisation, devices, checkpoints and what is written."""
+
+from typing import Literal
+
+from MaxText.configuration.keys import Section, key
+
+
+class Run(Section):
+    """Name, place and length of the run."""
+
+    run_name: str = key(
+        "",
+        "Folder of the run under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, "
+        "else model_name or config name with date and time. May be a whole path.",
+    )
+    base_output_directory: str = key(
+        "", "Root of all outputs, a folder or gs://. Empty: ./maxtext_output."
+    )
+    model_name: str = key("default", "Preset of configs/models/ laid over the config file.")
+    steps: int = key(
+        150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1
+    )
+    hardware: Literal["auto", "cpu", "gpu", "gpu_multiprocess", "tpu"] = key(
+        "auto", "Devices to train on; auto takes the best that jax finds."
+    )
+    jax_cache_dir: str = key("~/jax_cache", "Persistent compilation cache; empty switches it off.")
+    log_config: bool = key(True, "Print every resolved key at start.")
+
+
+class Batch(Section):
+    """How many sequences an update sees: per_device_batch_size x devices x accumulation."""
+
+    per_device_batch_size: float = key(
+        12.0, "Sequences per device and microbatch; may be a fraction.", unit="sequences", gt=0
+    )
+    gradient_accumulation_steps: int = key(
+        1, "Microbatches per update, summed inside one compiled step.", ge=1
+    )
+
+
+class Data(Section):
+    """Where tokens come from."""
+
+    dataset_type: Literal["grain", "synthetic"] = key(
+        "grain", "grain: a prepared folder (dataset_path). synthetic: random tokens."
+    )
+    dataset_path: str = key(
+        "",
+        "Folder that prepare_data.py wrote (manifest.json and token records).",
+        only_if={"dataset_type": ["grain"]},
+    )
+    train_split: str = key("train", "Split to train on.", only_if={"dataset_type": ["grain"]})
+    eval_split: str = key(
+        "validation", "Split to evaluate on.", only_if={"dataset_type": ["grain"]}
+    )
+    enable_data_shuffling: bool = key(
+        True, "Visit windows in a random order, another one each epoch.",
+        only_if={"dataset_type": ["grain"]},
+    )  # fmt: skip
+    data_shuffle_seed: int = key(0, "Seed of the order (and of synthetic tokens).", ge=0)
+    num_epoch: int = key(
+        -1, "Passes over the data after which training stops; -1 repeats until `steps`.", ge=-1,
+        only_if={"dataset_type": ["grain"]},
+    )  # fmt: skip
+    packing: bool = key(
+        True,
+        "Lay documents end to end and cut windows, tails included; false starts each document "
+        "in a window of its own and pads.",
+        only_if={"dataset_type": ["grain"]},
+    )
+    document_mask: bool = key(
+        True,
+        "Keep documents of one window apart: attention, positions and loss do not cross them.",
+        only_if={"dataset_type": ["grain"]},
+    )
+    grain_worker_count: int = key(
+        0, "Reader processes; 0 reads in threads of this process.", ge=0,
+        only_if={"dataset_type": ["grain"]},
+    )  # fmt: skip
+    reuse_example_batch: bool = key(False, "Feed the first batch again and again (benchmarks).")
+
+
+class Preparation(Section):
+    """How text becomes token records (prepare_data.py; train.py when dataset_path is empty yet)."""
+
+    prepare_source: str = key(
+        "",
+        "Text to prepare: files, folders or patterns (.txt, .jsonl, .gz of them ...), comma separated, "
+        "or python_stdlib for the source code of the running interpreter.",
+    )
+    tokenizer_path: str = key(
+        "", "Hugging Face tokenizer: folder, tokenizer.json or hub id. Empty: train a BPE."
+    )
+    tokenizer_vocab_size: int = key(
+        4096, "Ids of the byte-level BPE trained on the text.", only_if={"tokenizer_path": [""]},
+        ge=257,
+    )  # fmt: skip
+    add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
+    add_eos: bool = key(True, "End each document with the end-of-text id.")
+    text_field: str = key("text", "Field of a jsonl row that holds the text.")
+    validation_fraction: float = key(
+        0.01, "Share of documents held out as the validation split.", ge=0, lt=1
+    )
+    prepare_seed: int = key(0, "Seed that chooses held-out documents.", ge=0)
+
+
+class Optimizer(Section):
+    """Update rule."""
+
+    opt_type: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = key("adamw", "Update rule.")
+    adam_b1: float = key(
+        0.9,
+        "Decay of the first moment.",
+        only_if={"opt_type": ["adamw", "lion", "muon"]},
+        ge=0,
+        lt=1,
+    )
+    adam_b2: float = key(
+        0.95, "Decay of the second moment.", only_if={"opt_type": ["adamw", "lion", "muon"]},
+        ge=0, lt=1,
+    )  # fmt: skip
+    adam_eps: float = key(
+        1e-8, "Added outside the root.", only_if={"opt_type": ["adamw", "muon"]}, ge=0
+    )
+    adam_eps_root: float = key(
+        0.0, "Added inside the root.", only_if={"opt_type": ["adamw", "muon"]}, ge=0
+    )
+    adam_weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
+    adamw_mask: tuple[str, ...] = key(
+        (), "Regular expressions of parameter names without decay; empty decays all."
+    )
+    weight_decay_overrides: tuple[tuple[str, float], ...] = key(
+        (), "Pairs [name regex, decay] that replace adam_weight_decay; the first match counts."
+    )
+    learning_rate_overrides: tuple[tuple[str, float], ...] = key(
+        (), "Pairs [name regex, multiplier] of the learning rate; the first match counts."
+    )
+    trainable_parameters_mask: tuple[str, ...] = key(
+        (), "Train only parameters whose name matches one of these expressions; empty trains all."
+    )
+    mu_dtype: Literal["", "float32", "bfloat16"] = key(
+        "", "Format of the first moment; empty is weight_dtype.",
+        only_if={"opt_type": ["adamw", "lion", "muon"]},
+    )  # fmt: skip
+    muon_beta: float = key(0.95, "Momentum of Muon.", only_if={"opt_type": ["muon"]}, ge=0, lt=1)
+    momentum: float = key(0.9, "Momentum of SGD.", only_if={"opt_type": ["sgd"]}, ge=0, lt=1)
+    nesterov: bool = key(
+        True, "Nesterov's form of momentum.", only_if={"opt_type": ["sgd", "muon"]}
+    )
+    gradient_clipping_threshold: float = key(1.0, "Bound on the gradient; 0 is off.", ge=0)
+    gradient_clipping_type: Literal["global_norm", "value"] = key(
+        "global_norm", "Whether the bound is on the global norm or on each element."
+    )
+
+
+class Schedule(Section):
+    """Learning rate over time: warm-up, body, then 0 after learning_rate_schedule_steps."""
+
+    learning_rate: float = key(3e-5, "Peak.", gt=0)
+    lr_schedule_type: Literal["cosine", "linear", "wsd", "constant"] = key(
+        "cosine", "Body of the schedule; wsd is warm-up, stable, decay."
+    )
+    learning_rate_schedule_steps: int = key(
+        -1, "Length of the schedule; -1 is `steps`.", unit="steps", ge=-1
+    )
+    warmup_steps_fraction: float = key(0.1, "Share of the schedule spent warming up.", ge=0, le=1)
+    learning_rate_final_fraction: float = key(
+        0.1, "Last learning rate over the peak.", ge=0, le=1,
+        only_if={"lr_schedule_type": ["cosine", "linear", "wsd"]},
+    )  # fmt: skip
+    wsd_decay_steps_fraction: float = key(
+        0.1, "Share of the schedule spent decaying.", ge=0, le=1,
+        only_if={"lr_schedule_type": ["wsd"]},
+    )  # fmt: skip
+
+
+# Base rules: logical name -> mesh axes. Weights first, then activations. A name may appear again:
+# the later entry is used where a mesh axis of the earlier one is already taken in that array.
+LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("activation_batch", ("data", "fsdp")),
+    ("activation_heads", ("tensor",)),
+    ("activation_kv_heads", ("tensor",)),
+    ("activation_mlp", ("tensor",)),
+    ("activation_vocab", ("tensor",)),
+    ("activation_length", ()),
+    ("activation_embed", ()),
+    ("activation_kv", ()),
+    ("vocab", ("tensor",)),
+    ("embed", ("fsdp",)),
+    ("mlp", ("tensor",)),
+    ("q_heads", ("tensor",)),
+    ("kv_heads", ("tensor",)),
+    ("kv", ()),
+    ("norm", ()),
+    ("position", ()),
+    ("layers", ()),
+)
+
+
+class Mesh(Section):
+    """How devices are arranged and what is split over them."""
+
+    ici_data_parallelism: int = key(1, "Copies of the model; -1 fills.", ge=-1)
+    ici_fsdp_parallelism: int = key(
+        -1, "Devices over which weights and batch are split; -1 fills.", ge=-1
+    )
+    ici_tensor_parallelism: int = key(1, "Devices over which heads and MLP are split.", ge=-1)
+    logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
+        LOGICAL_AXIS_RULES,
+        "Pairs [logical name, mesh axes]. Names given replace the base rules of those names.",
+    )
+    override_logical_axis_rules: bool = key(False, "Drop the base rules instead of merging.")
+    sharding_tolerance: float = key(
+        0.02, "Share of the parameters that may stay whole on every device.", ge=0, le=1
+    )
+
+
+class Checkpoint(Section):
+    """What is saved, how often, and what to start from."""
+
+    enable_checkpointing: bool = key(True, "Save and resume.")
+    async_checkpointing: bool = key(
+        True, "Write in the background.", only_if={"enable_checkpointing": [True]}
+    )
+    checkpoint_period: int = key(
+        10_000, "Steps between saves.", unit="steps", ge=1, only_if={"enable_checkpointing": [True]}
+    )
+    save_checkpoint_on_start: bool = key(
+        True, "Save after the first step (step 0).", only_if={"enable_checkpointing": [True]}
+    )
+    save_checkpoint_on_completion: bool = key(
+        True, "Save after the last step.", only_if={"enable_checkpointing": [True]}
+    )
+    max_to_keep: int | None = key(
+        None, "Newest checkpoints to keep; null keeps all.", ge=1,
+        only_if={"enable_checkpointing": [True]},
+    )  # fmt: skip
+    keep_period: int | None = key(
+        None, "Steps divisible by this are never deleted.", unit="steps", ge=1,
+        only_if={"enable_checkpointing": [True]},
+    )  # fmt: skip
+    load_parameters_path: str = key(
+        "", "Start from these parameters only: a run, a step folder, or its items/."
+    )
+    load_full_state_path: str = key(
+        "", "Start from this parameters, optimizer state and step, of another run."
+    )
+
+
+class Evaluation(Section):
+    """Loss on held-out data."""
+
+    eval_interval: int = key(-1, "Steps between evaluations; -1 is never.", unit="steps", ge=-1)
+    eval_steps: int = key(
+        -1, "Batches of an evaluation; -1 is the whole split.", unit="batches", ge=-1
+    )
+    eval_per_device_batch_size: float = key(
+        0.0, "Sequences per device; 0 takes per_device_batch_size.", unit="sequences", ge=0
+    )
+    target_eval_loss: float = key(0.0, "Stop when the evaluation loss is below; 0 is never.", ge=0)
+
+
+class Sampling(Section):
+    """Text written at the end of training."""
+
+    prompt: str = key("I love to", "Text that the sample continues.")
+    sample_tokens: int = key(0, "Tokens to write after training; 0 writes none.", ge=0)
+    decode_sampling_temperature: float = key(1.0, "0 takes the likeliest token.", ge=0)
+    decode_seed: int = key(0, "Seed of the sample.", ge=0)
+
+
+class Monitoring(Section):
+    """What is printed and recorded."""
+
+    step_log_period: int = key(
+        1, "Steps between `completed step` lines and metric rows.", unit="steps", ge=1
+    )
+    log_period: int = key(
+        100, "Steps between flushes of TensorBoard and metrics.", unit="steps", ge=1
+    )
+    enable_tensorboard: bool = key(True, "Write TensorBoard events.")
+    metrics_file: str = key(
+        "", "Where metric rows (JSON lines) go. Empty: metrics.jsonl in the run."
+    )
+    loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
+    profiler: Literal["", "xplane"] = key("", "Record a trace of some steps for TensorBoard.")
+    skip_first_n_steps_for_profiler: int = key(
+        1, "Steps before the trace starts.", ge=0, only_if={"profiler": ["xplane"]}
+    )
+    profiler_steps: int = key(5, "Steps in the trace.", ge=1, only_if={"profiler": ["xplane"]})
+
+
+class Guard(Section):
+    """When to stop a run that has gone wrong."""
+
+    abort_on_nan_loss: bool = key(True, "Exit with code 1 when a logged loss is NaN.")
+    abort_on_inf_loss: bool = key(True, "Exit with code 1 when a logged loss is infinite.")

@@ -1,0 +1,30 @@
+"""What the input pipeline yields and the model reads.
+
+Legend: B sequences, T tokens of a window.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One batch of windows; NumPy arrays on the host, jax arrays on devices.
+
+    Attributes:
+      tokens_BT: int32 input ids.
+      targets_BT: int32 ids to predict at each place.
+      weights_BT: float32, 1 where the target counts in the loss, 0 at padding and boundaries.
+      positions_BT: int32 place within the document, or None for 0..T-1.
+      segments_BT: int32 number of the document within the window from 1, 0 is padding; None when
+        a window is one document. Attention stays within a segment.
+    """
+
+    tokens_BT: Any
+    targets_BT: Any
+    weights_BT: Any
+    positions_BT: Any = None
+    segments_BT: Any = None
