@@ -1,0 +1,78 @@
+"""The attention mixer: projections, position form, core, output projection.
+
+Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim.
+"""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText.configuration.model_sections import Attention as AttentionSection
+from MaxText.layers.attention_core import causal_attention
+from MaxText.layers.building import Building
+from MaxText.layers.context import Context
+from MaxText.layers.dense import Dense
+from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.rotary import rotate
+from MaxText.parallelism.constraints import constrain
+
+Scalars = dict[str, jax.Array]
+
+
+class Attention(nnx.Module):
+    """Multi-head or grouped-query causal attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
+
+    def __init__(
+        self,
+        section: AttentionSection,
+        epsilon: float,
+        dropout_rate: float,
+        building: Building,
+        rngs: nnx.Rngs,
+    ):
+        D, N, K, H = building.dimensions[:4]
+        init = building.initializers
+        self.section = section
+        self.dropout_rate = dropout_rate
+        self.precision = building.precision
+        bias = {"use_bias": section.qkv_bias}
+        q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
+        self.query = Dense((D,), (N, H), q_axes, init.kernel, building, rngs, **bias)
+        self.key = Dense((D,), (K, H), kv_axes, init.kernel, building, rngs, **bias)
+        self.value = Dense((D,), (K, H), kv_axes, init.kernel, building, rngs, **bias)
+        self.out = Dense(
+            (N, H), (D,), ("q_heads", "kv", "embed"), init.output, building, rngs,
+            use_bias=section.proj_bias,
+        )  # fmt: skip
+        norm = section.use_qk_norm
+        self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
+        self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        """Returns y_BTD and scalars to be summed over layers (none here)."""
+        q_BTNH = checkpoint_name(self.query(x_BTD), "query_proj")
+        k_BTKH = checkpoint_name(self.key(x_BTD), "key_proj")
+        v_BTKH = checkpoint_name(self.value(x_BTD), "value_proj")
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if context.rotary is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, context.rotary), rotate(k_BTKH, context.rotary)
+        batch, length = "activation_batch", "activation_length"
+        q_BTNH = constrain(q_BTNH, batch, length, "activation_heads", "activation_kv")
+        k_BTKH = constrain(k_BTKH, batch, length, "activation_kv_heads", "activation_kv")
+        v_BTKH = constrain(v_BTKH, batch, length, "activation_kv_heads", "activation_kv")
+        blocked = self.section.attention != "dot_product"
+        o_BTNH = causal_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            segments_BT=context.segments_BT,
+            block_size=self.section.attention_block_size if blocked else None,
+            soft_cap=self.section.attn_logits_soft_cap,
+            dropout_rate=self.dropout_rate,
+            dropout_key=context.key_for(0),
+            precision=self.precision,
+        )
+        o_BTNH = constrain(o_BTNH, batch, length, "activation_heads", "activation_kv")
+        o_BTNH = checkpoint_name(o_BTNH, "context")
+        return checkpoint_name(self.out(o_BTNH), "out_proj"), {}

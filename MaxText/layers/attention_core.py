@@ -1,0 +1,73 @@
+"""Causal attention from projected queries, keys and values.
+
+Legend: B sequences, T query tokens, S key tokens, K key/value heads, G query heads per key/value
+head, N = K * G query heads, H head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from MaxText.layers.dropout import dropout
+
+# Unrolled query blocks cost compile time; past this many they grow instead.
+MAX_BLOCKS = 16
+
+
+def causal_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    block_size: int | None = None,
+    soft_cap: float = 0.0,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    precision: str | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(H), causal and within segments) v.
+
+    Query head n reads key/value head n // G. Scores, softmax and its sums are float32.
+
+    Args:
+      segments_BT: tokens attend only to tokens with the same number; None is one segment.
+      block_size: query rows of a block. A block multiplies only the keys up to its last row, so
+        that about half the products of the full square are skipped. None is one block.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    q_BKGTH = (
+        (q_BTNH * head_dim**-0.5)
+        .reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        .transpose(0, 2, 3, 1, 4)
+    )
+    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    block = length if block_size is None else max(block_size, -(-length // MAX_BLOCKS))
+    places = jnp.arange(length)
+    outputs = []
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        scores_BKGTS = jnp.einsum(
+            "bkgth,bksh->bkgts",
+            q_BKGTH[:, :, :, start:end],
+            k_BKSH[:, :, :end],
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        if soft_cap:
+            scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
+        mask = (places[start:end, None] >= places[None, :end])[None]
+        if segments_BT is not None:
+            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
+        scores_BKGTS = jnp.where(mask[:, None, None], scores_BKGTS, -jnp.inf)
+        probabilities = jax.nn.softmax(scores_BKGTS, axis=-1)
+        key = None if dropout_key is None else jax.random.fold_in(dropout_key, start)
+        probabilities = dropout(probabilities, dropout_rate, key).astype(v_BSKH.dtype)
+        outputs.append(
+            jnp.einsum("bkgts,bksh->bkgth", probabilities, v_BKSH[:, :, :end], precision=precision)
+        )
+    o_BKGTH = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)

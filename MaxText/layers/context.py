@@ -1,0 +1,35 @@
+"""What any part may read besides its input. Built once per forward pass.
+
+Legend: B sequences, T tokens, R turned dimensions of a head.
+"""
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Facts about the batch that several parts need.
+
+    Attributes:
+      positions_BT: place of each token in its document; None means 0..T-1.
+      segments_BT: document number of each token, 0 is padding; None means one document.
+      rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
+      dropout_key: None switches dropout off.
+    """
+
+    positions_BT: jax.Array | None = None
+    segments_BT: jax.Array | None = None
+    rotary: tuple[jax.Array, jax.Array] | None = None
+    dropout_key: jax.Array | None = None
+
+    def for_layer(self, index: jax.Array | int) -> "Context":
+        """This context with the random key of layer `index`."""
+        if self.dropout_key is None:
+            return self
+        return dataclasses.replace(self, dropout_key=jax.random.fold_in(self.dropout_key, index))
+
+    def key_for(self, place: int) -> jax.Array | None:
+        """The random key of one place within a layer; places are numbered by the caller."""
+        return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, place)

@@ -1,0 +1,123 @@
+"""The decoder: embedding, a stack of blocks, final norm, head.
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.block import Block
+from MaxText.layers.building import Building
+from MaxText.layers.context import Context
+from MaxText.layers.dense import Dense
+from MaxText.layers.dropout import dropout
+from MaxText.layers.embedding import Embedding
+from MaxText.layers.normalization import normalization
+from MaxText.layers.rotary import rotary_table
+from MaxText.layers.stack import stack, walk
+from MaxText.layers.weights import initializers
+from MaxText.parallelism.constraints import constrain
+
+
+class Decoder(nnx.Module):
+    """A causal language model composed of the parts that the configuration names."""
+
+    def __init__(self, section: ModelSection, rngs: nnx.Rngs):
+        assert section.numerics.dtype != "auto", "resolve backend defaults first"
+        assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
+        dimensions = section.shape.dimensions
+        precision = section.numerics.matmul_precision
+        building = Building(
+            dimensions=dimensions,
+            initializers=initializers(section.initialization, dimensions),
+            dtype=jnp.dtype(section.numerics.dtype),
+            weight_dtype=jnp.dtype(section.numerics.weight_dtype),
+            precision=None if precision == "default" else precision,
+        )
+        D, V = dimensions.emb_dim, dimensions.vocab_size
+        self.section = section
+        self.dtype = building.dtype
+        self.token_embedder = Embedding(V, "vocab", building, rngs)
+        if section.position.position_embedding != "learned":
+            self.position_embedder = None
+        else:
+            num_positions = section.position.trainable_position_size
+            if num_positions == -1:
+                num_positions = dimensions.max_target_length
+            self.position_embedder = Embedding(num_positions, "position", building, rngs)
+        self.layers = stack(
+            lambda rngs: Block(section, building, rngs), dimensions.num_layers, rngs
+        )
+        self.decoder_norm = normalization(section.block, building, rngs)
+        if section.head.logits_via_embedding:
+            self.logits_dense = None
+        else:
+            self.logits_dense = Dense(
+                (D,), (V,), ("embed", "vocab"), building.initializers.kernel, building, rngs
+            )
+
+    def hidden(
+        self, batch: Batch, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """From tokens to the last normalised hidden state.
+
+        Args:
+          batch: reads tokens, positions and segments.
+          dropout_key: None switches dropout off.
+
+        Returns:
+          h_BTD and the scalars of all layers, summed.
+        """
+        section = self.section
+        positions_BT = batch.positions_BT
+        if positions_BT is None:
+            positions_BT = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)[None]
+        x_BTD = self.token_embedder(batch.tokens_BT)
+        if self.position_embedder is not None:
+            x_BTD = x_BTD + self.position_embedder(positions_BT)
+        x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
+        context = Context(
+            positions_BT=batch.positions_BT,
+            segments_BT=batch.segments_BT,
+            rotary=self._rotary(positions_BT),
+            dropout_key=dropout_key,
+        )
+        # Layers are numbered from 0, so the stem takes a number that no layer can have.
+        stem_key = context.for_layer(2**31 - 1).dropout_key
+        x_BTD = dropout(x_BTD, section.dropout.rate("embedding"), stem_key)
+        x_BTD, scalars = walk(
+            self.layers,
+            x_BTD,
+            lambda layer, x_BTD, index: layer(x_BTD, context.for_layer(index)),
+            scan=section.memory.scan_layers is True,
+            policy=section.memory.remat_policy,
+        )
+        return self.decoder_norm(x_BTD), scalars
+
+    def logits(self, h_BTD: jax.Array) -> jax.Array:
+        """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence."""
+        head = self.section.head
+        dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else self.dtype
+        if self.logits_dense is None:
+            logits_BTV = self.token_embedder.attend(h_BTD, dtype)
+            if head.normalize_embedding_logits:
+                logits_BTV = logits_BTV / math.sqrt(h_BTD.shape[-1])
+        else:
+            logits_BTV = self.logits_dense(h_BTD, dtype)
+        logits_BTV = logits_BTV.astype(jnp.float32)
+        if head.final_logits_soft_cap:
+            cap = head.final_logits_soft_cap
+            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        return constrain(logits_BTV, "activation_batch", "activation_length", "activation_vocab")
+
+    def _rotary(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        position = self.section.position
+        if position.position_embedding != "rotary":
+            return None
+        num_dims = int(self.section.shape.dimensions.head_dim * position.rotary_pct)
+        return rotary_table(positions_BT, num_dims, position.rope_max_timescale)

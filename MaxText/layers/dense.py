@@ -1,0 +1,52 @@
+"""A matrix product over any number of dimensions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.layers.building import Building
+from MaxText.layers.weights import Initializer, Shape, weight, zeros
+
+Axes = tuple[str | None, ...]
+
+
+class Dense(nnx.Module):
+    """y[..., outputs] = x[..., inputs] kernel[inputs, outputs] (+ bias[outputs])."""
+
+    def __init__(
+        self,
+        inputs: Shape,
+        outputs: Shape,
+        axes: Axes,
+        initializer: Initializer,
+        building: Building,
+        rngs: nnx.Rngs,
+        *,
+        use_bias: bool = False,
+    ):
+        """`axes` names the dimensions of the kernel, inputs first."""
+        self.num_in_dims = len(inputs)
+        self.dtype = building.dtype
+        self.precision = building.precision
+        dtype = building.weight_dtype
+        self.kernel = weight(
+            rngs, inputs + outputs, axes, initializer, dtype=dtype, num_in_dims=len(inputs)
+        )
+        self.bias = (
+            weight(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
+        )
+
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """The product, computed in `dtype` (the activations' format when None)."""
+        dtype = dtype or self.dtype
+        n = self.num_in_dims
+        contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+        y = jax.lax.dot_general(
+            x.astype(dtype),
+            self.kernel[...].astype(dtype),
+            (contracted, ((), ())),
+            precision=self.precision,
+        )
+        if self.bias is not None:
+            y = y + self.bias[...].astype(dtype)
+        return y

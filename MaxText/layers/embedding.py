@@ -1,0 +1,33 @@
+"""Token and position tables.
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size, P positions.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.layers.building import Building
+from MaxText.layers.weights import weight
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, read by id; for tokens also the tied output head."""
+
+    def __init__(self, num_rows: int, row_axis: str, building: Building, rngs: nnx.Rngs):
+        D = building.dimensions.emb_dim
+        self.dtype = building.dtype
+        self.precision = building.precision
+        self.embedding = weight(
+            rngs, (num_rows, D), (row_axis, "embed"), building.initializers.embedding,
+            dtype=building.weight_dtype,
+        )  # fmt: skip
+
+    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        """Rows of the table, [B, T, D]."""
+        return jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
+
+    def attend(self, x_BTD: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Products of x with every row, [B, T, V], computed in `dtype`."""
+        table = self.embedding[...].astype(dtype)
+        return jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)

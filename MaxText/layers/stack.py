@@ -1,0 +1,130 @@
+"""A stack of equal layers: weights with a leading `layers` dimension, walked by a scan or a loop.
+
+The weights are stacked whether or not the walk is a scan, so checkpoints do not depend on it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.configuration.model_sections import RematPolicy
+
+Layer = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj")
+# Policy -> names of intermediate values (checkpoint_name in the parts) that are kept.
+_SAVED: dict[str, tuple[str, ...]] = {
+    "minimal": (*_PROJECTIONS, "out_proj", "mlpwi", "mlpwo"),
+    "minimal_with_context": (*_PROJECTIONS, "context", "out_proj", "mlpwi", "mlpwo"),
+    "save_dot_except_mlp": (*_PROJECTIONS, "out_proj"),
+    "save_dot_except_mlpwi": (*_PROJECTIONS, "out_proj", "mlpwo"),
+    "save_qkv_proj": _PROJECTIONS,
+    "save_out_proj": ("out_proj",),
+}
+_OFFLOADED: dict[str, tuple[str, ...]] = {
+    "minimal_offloaded": (*_PROJECTIONS, "out_proj", "mlpwi", "mlpwo"),
+    "qkv_proj_offloaded": _PROJECTIONS,
+}
+
+
+def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
+    """`function` whose backward pass computes again what `policy` does not keep."""
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        return function
+    if policy == "full":
+        keep = policies.nothing_saveable
+    elif policy in _SAVED:
+        keep = policies.save_only_these_names(*_SAVED[policy])
+    else:
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(_OFFLOADED[policy]),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    # Inside a scan the loop itself keeps XLA from merging the two computations.
+    return jax.checkpoint(function, policy=keep, prevent_cse=not in_scan)
+
+
+def stack(make_layer: Callable[[nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs) -> Any:
+    """A module like one of make_layer's, whose weights have a leading dimension of `num_layers`.
+
+    The weights are drawn by one vmap over keys: initialising layer by layer inside a jit costs
+    seconds to compile for deep models.
+    """
+
+    def draw(key: jax.Array) -> dict:
+        return nnx.to_pure_dict(nnx.state(make_layer(nnx.Rngs(params=key))))
+
+    abstract = nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0)))
+    graphdef = nnx.graphdef(abstract)
+    layers = nnx.merge(graphdef, jax.vmap(draw)(jax.random.split(rngs.params(), num_layers)))
+    for _, parameter in nnx.to_flat_state(nnx.state(layers)):
+        axes = parameter.get_metadata()["logical_axes"]
+        parameter.set_metadata(logical_axes=("layers", *axes))
+    return layers
+
+
+@jax.custom_vjp
+def _unstacked(stacked: Any) -> list[Any]:
+    """A stacked tree as a list of one tree per layer.
+
+    Its gradient is one concatenation. Plain slices would each give a gradient of the whole
+    stacked size, and adding those up costs more than the layers themselves on CPU.
+    """
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    return [jax.tree.map(lambda leaf: leaf[i], stacked) for i in range(num_layers)]  # noqa: B023
+
+
+def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
+    return _unstacked(stacked), None
+
+
+def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
+    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
+
+
+_unstacked.defvjp(_unstacked_forward, _unstacked_backward)
+
+
+def walk(
+    layers: Any,
+    x_BTD: jax.Array,
+    apply: Callable[[Any, jax.Array, jax.Array | int], tuple[jax.Array, dict[str, jax.Array]]],
+    *,
+    scan: bool,
+    policy: RematPolicy,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sends `x_BTD` through all layers of a stacked module.
+
+    Args:
+      layers: what `stack` returned.
+      apply: (layer, x, index) -> (y, scalars).
+      scan: one compiled layer in a loop, or all layers written out.
+      policy: what each layer's backward pass computes again.
+
+    Returns:
+      The last output, and each scalar summed over layers.
+    """
+    graphdef, state = nnx.split(layers)
+    stacked = nnx.to_pure_dict(state)
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+
+    def one_layer(x_BTD, weights, index):
+        return apply(nnx.merge(graphdef, weights), x_BTD, index)
+
+    one_layer = rematerialized(one_layer, policy, in_scan=scan)
+    if scan:
+        x_BTD, scalars = jax.lax.scan(
+            lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, jnp.arange(num_layers))
+        )
+        return x_BTD, jax.tree.map(jnp.sum, scalars)
+    totals: dict[str, jax.Array] = {}
+    for index, weights in enumerate(_unstacked(stacked)):
+        x_BTD, scalars = one_layer(x_BTD, weights, index)
+        totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
+    return x_BTD, totals

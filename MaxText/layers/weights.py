@@ -1,0 +1,122 @@
+"""How a part declares a weight: shape, logical axes and initialiser, on one line.
+
+The logical axes travel as metadata of the nnx.Param under our own key, so that building a model
+needs no mesh and the abstract model can tell everybody what each dimension means.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.configuration.model_sections import Dimensions, Initialization
+
+Shape = tuple[int, ...]
+# (key, shape, number of leading dimensions that are inputs, dtype) -> array
+Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
+
+
+class ParameterInfo(NamedTuple):
+    """What the abstract model knows about one parameter."""
+
+    shape: Shape
+    dtype: jnp.dtype
+    logical_axes: tuple[str | None, ...]
+    num_in_dims: int  # leading dimensions contracted with the input, after `layers`
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def weight(
+    rngs: nnx.Rngs,
+    shape: Shape,
+    logical_axes: tuple[str | None, ...],
+    initializer: Initializer,
+    *,
+    dtype: jnp.dtype,
+    num_in_dims: int = 0,
+) -> nnx.Param:
+    """A parameter. `num_in_dims` > 0 marks a matrix [inputs..., outputs...] of a product."""
+    assert len(shape) == len(logical_axes), (shape, logical_axes)
+    value = initializer(rngs.params(), shape, num_in_dims, dtype)
+    return nnx.Param(value, logical_axes=logical_axes, num_in_dims=num_in_dims)
+
+
+def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
+    """For biases."""
+    return jnp.zeros(shape, dtype)
+
+
+def ones(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
+    """For the scales of norms."""
+    return jnp.ones(shape, dtype)
+
+
+def _normal(std: float) -> Initializer:
+    def initialize(key, shape, num_in_dims, dtype):
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return initialize
+
+
+def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
+    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+
+
+def _truncated_fan_in(key, shape, num_in_dims, dtype):
+    fan_in, _ = _fans(shape, num_in_dims)
+    # 0.8796 is the deviation of a unit normal cut at two sigma, so that the result has 1/fan_in.
+    std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
+    return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
+
+
+def _xavier(uniform: bool) -> Initializer:
+    def initialize(key, shape, num_in_dims, dtype):
+        fan_in, fan_out = _fans(shape, num_in_dims)
+        variance = 2.0 / (fan_in + fan_out)  # Glorot and Bengio 2010, equation 16
+        if uniform:
+            bound = math.sqrt(3 * variance)
+            return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+        return (math.sqrt(variance) * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return initialize
+
+
+class Initializers(NamedTuple):
+    """The initialisers that parts ask for by role."""
+
+    kernel: Initializer  # into a part: query, key, value, feed-forward in, head
+    output: Initializer  # out of a part, back to the residual stream
+    embedding: Initializer  # token and position tables
+
+
+def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
+    """Initialisers by name.
+
+    gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual
+    additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs
+    of Wang and Komatsuzaki 2021).
+    """
+    depth, width = dimensions.num_layers, dimensions.emb_dim
+    if section.weight_init == "gpt2":
+        std = section.init_std
+        kernel, output, table = _normal(std), _normal(std / math.sqrt(2 * depth)), std
+    elif section.weight_init == "neox":
+        std = math.sqrt(2 / (5 * width))
+        kernel, output, table = _normal(std), _normal(2 / (depth * math.sqrt(width))), std
+    elif section.weight_init == "normal":
+        kernel = output = _normal(section.init_std)
+        table = section.init_std
+    elif section.weight_init == "fan_in":
+        kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
+    else:
+        kernel = output = _xavier(uniform=section.weight_init == "xavier_uniform")
+        table = 1.0
+    if section.embedding_init_std is not None:
+        table = section.embedding_init_std
+    return Initializers(kernel, output, _normal(table))

@@ -1,0 +1,70 @@
+"""Where activations get their sharding: one function, `constrain`, and the rules in force.
+
+Parts name the axes of what they hand on; the rules say which mesh axes those names mean. Without a
+mesh in force (tests, conversion, one device) the names are only comments.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = Sequence[tuple[str, Sequence[str]]]
+
+_in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(
+    "axis_rules", default=None
+)
+
+
+@contextlib.contextmanager
+def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """Puts a mesh and its rules in force for what is traced inside."""
+    token = _in_force.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def partition_spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of each dimension of an array whose dimensions carry logical `names`.
+
+    A name may stand in several rules: the first is taken whose mesh axes no other dimension of
+    this array uses yet. When all of them are in use the dimension stays whole.
+
+    Raises:
+      KeyError: a name stands in no rule (a bug in a part, or a rule that was removed).
+    """
+    taken: set[str] = set()
+    spec: list[tuple[str, ...] | None] = []
+    for name in names:
+        if name is None:
+            spec.append(None)
+            continue
+        candidates = [axes for rule_name, axes in rules if rule_name == name]
+        if not candidates:
+            raise KeyError(f"logical axis {name!r} has no entry in logical_axis_rules")
+        axes: tuple[str, ...] = ()
+        for candidate in candidates:
+            present = tuple(axis for axis in candidate if mesh.shape.get(axis, 1) > 1)
+            if not taken.intersection(present):
+                axes = present
+                break
+        taken.update(axes)
+        spec.append(axes or None)
+    return PartitionSpec(*spec)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Asks the compiler to lay out `x` as the rules in force say for its dimensions' names."""
+    assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
+    in_force = _in_force.get()
+    if in_force is None:
+        return x
+    mesh, rules = in_force
+    if mesh.size == 1:
+        return x
+    sharding = NamedSharding(mesh, partition_spec(names, rules, mesh))
+    return jax.lax.with_sharding_constraint(x, sharding)

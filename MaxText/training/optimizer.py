@@ -1,0 +1,152 @@
+"""Update rules from optax, with decay and learning rate chosen per parameter by name."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from MaxText.configuration.training_sections import Optimizer
+from MaxText.layers.weights import ParameterInfo
+
+Names = Mapping[str, ParameterInfo]
+
+
+def make_optimizer(
+    section: Optimizer, schedule: optax.Schedule, parameters: Names
+) -> optax.GradientTransformation:
+    """Clipping, then the rule's direction, then decoupled decay, then the learning rate.
+
+    Args:
+      parameters: name -> facts, of the model to train; regular expressions are matched anywhere
+        in the name ("layers/mlp/wo/kernel").
+
+    Raises:
+      ValueError: trainable_parameters_mask matches no parameter.
+    """
+    decay_of = per_parameter(parameters, lambda name: _decay(section, name))
+    multiplier_of = per_parameter(
+        parameters, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
+    )
+    steps = [_clipping(section), _direction(section, parameters)]
+    if any(jax.tree.leaves(decay_of)):
+        steps.append(_add_scaled_parameters(decay_of))
+    if section.learning_rate_overrides:
+        steps.append(
+            optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of))
+        )
+    steps.append(optax.scale_by_learning_rate(schedule))
+    optimizer = optax.chain(*steps)
+    patterns = section.trainable_parameters_mask
+    if not patterns:
+        return optimizer
+    if not any(_matches(patterns, name) for name in parameters):
+        raise ValueError(
+            f"trainable_parameters_mask={list(patterns)} matches none of: {', '.join(parameters)}"
+        )
+    labels = per_parameter(
+        parameters, lambda name: "trained" if _matches(patterns, name) else "frozen"
+    )
+    return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+
+
+def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:
+    """A nested dict like the parameters, with `value_of(name)` at each leaf."""
+    tree: dict = {}
+    for name in parameters:
+        *folders, leaf = name.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[leaf] = value_of(name)
+    return tree
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) -> float:
+    return next((value for pattern, value in pairs if re.search(pattern, name)), default)
+
+
+def _decay(section: Optimizer, name: str) -> float:
+    default = 0.0 if _matches(section.adamw_mask, name) else section.adam_weight_decay
+    return _first_match(section.weight_decay_overrides, name, default)
+
+
+def _add_scaled_parameters(scales: dict) -> optax.GradientTransformation:
+    """Adds scale * parameter to each update (Loshchilov and Hutter 2019, with the rate outside)."""
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda update, parameter, scale: update + scale * parameter if scale else update,
+            updates,
+            params,
+            scales,
+        )
+    )
+
+
+def _clipping(section: Optimizer) -> optax.GradientTransformation:
+    bound = section.gradient_clipping_threshold
+    if bound == 0:
+        return optax.identity()
+    if section.gradient_clipping_type == "value":
+        return optax.clip(bound)
+    return optax.clip_by_global_norm(bound)
+
+
+def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+    """The rule without its learning rate and decay; a gradient descent direction, sign kept."""
+    mu_dtype = section.mu_dtype or None
+    if section.opt_type == "adamw":
+        return optax.scale_by_adam(
+            b1=section.adam_b1,
+            b2=section.adam_b2,
+            eps=section.adam_eps,
+            eps_root=section.adam_eps_root,
+            mu_dtype=mu_dtype,
+        )
+    if section.opt_type == "lion":
+        return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
+    if section.opt_type == "sgd":
+        return optax.trace(decay=section.momentum, nesterov=section.nesterov)
+    if section.opt_type == "adafactor":
+        # Shazeer and Stern 2018, algorithm 4, without momentum; the learning rate is relative.
+        return optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        )
+    # A learning rate of -1 makes optax's complete rule hand over its direction unchanged.
+    return optax.contrib.muon(
+        learning_rate=-1.0,
+        beta=section.muon_beta,
+        eps=section.adam_eps,
+        mu_dtype=mu_dtype,
+        nesterov=section.nesterov,
+        adam_b1=section.adam_b1,
+        adam_b2=section.adam_b2,
+        adam_eps_root=section.adam_eps_root,
+        muon_weight_dimension_numbers=per_parameter(
+            parameters, lambda name: _muon_dimensions(name, parameters[name])
+        ),
+        # Updates with the size of Adam's (Liu et al. 2025, equation 4), so that one learning rate
+        # serves the matrices and what Adam trains beside them.
+        consistent_rms=0.2,
+    )
+
+
+def _muon_dimensions(name: str, info: ParameterInfo) -> Any:
+    """Which dimensions form the matrix; None leaves a parameter to Adam.
+
+    Adam trains tables, norms, biases and the head (Jordan et al. 2024).
+    """
+    if not info.num_in_dims or "vocab" in info.logical_axes:
+        return None
+    first = 1 if info.logical_axes[0] == "layers" else 0
+    inputs = tuple(range(first, first + info.num_in_dims))
+    outputs = tuple(range(first + info.num_in_dims, len(info.shape)))
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

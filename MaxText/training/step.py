@@ -1,0 +1,103 @@
+"""The pure functions that are compiled: one train step, one evaluation step.
+
+Legend: B sequences of a global batch, A microbatches of it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from MaxText.configuration.model_sections import Objective
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.parallelism.constraints import constrain
+from MaxText.training.objective import loss_sums
+from MaxText.training.state import TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    model: Model,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    num_microbatches: int,
+    dropout_seed: int | None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The train step as a pure function of state and batch.
+
+    Losses are means over the targets of the whole global batch, so that the number of
+    microbatches changes memory and nothing else.
+
+    Args:
+      num_microbatches: parts of the batch whose gradients are summed one after another.
+      dropout_seed: None switches dropout off.
+    """
+
+    def loss_and_gradients(params, batch: Batch, total_weight, dropout_key):
+        def loss_function(params):
+            loss, metrics = loss_sums(model.merge(params), batch, objective, dropout_key)
+            return loss / total_weight, metrics
+
+        (_, metrics), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        return metrics, gradients
+
+    def accumulated(params, batch: Batch, total_weight, dropout_key):
+        def add_microbatch(sums, microbatch_and_index):
+            microbatch, index = microbatch_and_index
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+            new = loss_and_gradients(params, microbatch, total_weight, key)
+            return jax.tree.map(jnp.add, sums, new), None
+
+        microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
+        first = jax.tree.map(lambda x: x[0], microbatches)
+        shapes = jax.eval_shape(loss_and_gradients, params, first, total_weight, dropout_key)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        indices = jnp.arange(num_microbatches)
+        return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        dropout_key = None
+        if dropout_seed is not None:
+            dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+        total_weight = jnp.sum(batch.weights_BT)
+        # A batch of padding only has loss 0 and no gradient.
+        divisor = jnp.maximum(total_weight, 1.0)
+        compute = loss_and_gradients if num_microbatches == 1 else accumulated
+        sums, gradients = compute(state.params, batch, divisor, dropout_key)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        means = {name: value / divisor for name, value in sums.items()}
+        metrics = means | {
+            "loss": means["lm_loss"] + means["z_loss"],
+            "total_weights": total_weight,
+            "grad_norm": optax.global_norm(gradients),
+            "param_norm": optax.global_norm(params),
+            "learning_rate": schedule(state.step),
+        }
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    return train_step
+
+
+def make_eval_step(model: Model, objective: Objective) -> Callable[[dict, Batch], Metrics]:
+    """Sums of loss and weight over one batch, to be added up over a split."""
+
+    def eval_step(params, batch: Batch) -> Metrics:
+        _, sums = loss_sums(model.merge(params), batch, objective)
+        return sums | {"total_weights": jnp.sum(batch.weights_BT)}
+
+    return eval_step
+
+
+def split_rows(x: jax.Array, num_parts: int) -> jax.Array:
+    """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
+
+    Rows of a part come from every device's share of the batch, so that no row moves.
+    """
+    x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+    return constrain(x, None, "activation_batch", *[None] * (x.ndim - 2))
