@@ -1,4 +1,4 @@
-"""How a configuration key is declared: type, default, one line of meaning, bounds, and when it matters.
+"""How a configuration key is declared: type, default, meaning, bounds, and when it matters.
 
 A section is a frozen pydantic model whose fields are the flat keys that users type. The extra
 facts (unit, what must hold for the key to have an effect) travel in the field's
@@ -40,7 +40,7 @@ def key(
     return Field(
         default,
         description=meaning,
-        json_schema_extra={"unit": unit, "only_if": conditions},
+        json_schema_extra={"unit": unit, "only_if": conditions},  # type: ignore[arg-type]
         validate_default=True,
         **bounds,  # type: ignore[arg-type]
     )

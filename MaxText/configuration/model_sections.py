@@ -125,7 +125,8 @@ class Attention(Section):
         "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
     )
     attention_block_size: int = key(
-        128, "Query rows of a block.", unit="tokens", only_if={"attention": ["autoselected", "blocked"]}, ge=1
+        128, "Query rows of a block.", unit="tokens", ge=1,
+        only_if={"attention": ["autoselected", "blocked"]},
     )  # fmt: skip
     qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
     proj_bias: bool = key(False, "Bias on the attention output projection.")
@@ -169,9 +170,13 @@ class Objective(Section):
     )
     num_vocab_tiling: int = key(
         1,
-        "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never exists.",
+        "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never "
+        "exists.",
         ge=1,
     )
+
+
+DROPOUT_PLACES = ("embedding", "attention", "residual")
 
 
 class Dropout(Section):
@@ -185,8 +190,8 @@ class Dropout(Section):
         None, "On what attention and feed-forward add to the residual stream.", ge=0, lt=1
     )
 
-    def rate(self, place: Literal["embedding", "attention", "residual"]) -> float:
-        """The rate in force at a place; 0 when dropout is switched off."""
+    def rate(self, place: str) -> float:
+        """The rate in force at one of DROPOUT_PLACES; 0 when dropout is switched off."""
         own: float | None = getattr(self, f"{place}_dropout_rate")
         return (self.dropout_rate if own is None else own) if self.enable_dropout else 0.0
 

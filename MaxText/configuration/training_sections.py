@@ -10,8 +10,8 @@ class Run(Section):
 
     run_name: str = key(
         "",
-        "Folder of the run under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, "
-        "else model_name or config name with date and time. May be a whole path.",
+        "Folder of the run under base_output_directory; the same name resumes. Empty: "
+        "$JOBSET_NAME, else model_name or config name with date and time. May be a whole path.",
     )
     base_output_directory: str = key(
         "", "Root of all outputs, a folder or gs://. Empty: ./maxtext_output."
@@ -85,8 +85,8 @@ class Preparation(Section):
 
     prepare_source: str = key(
         "",
-        "Text to prepare: files, folders or patterns (.txt, .jsonl, .gz of them ...), comma separated, "
-        "or python_stdlib for the source code of the running interpreter.",
+        "Text to prepare: files, folders or patterns (.txt, .jsonl, .gz of them ...), comma "
+        "separated, or python_stdlib for the source code of the running interpreter.",
     )
     tokenizer_path: str = key(
         "", "Hugging Face tokenizer: folder, tokenizer.json or hub id. Empty: train a BPE."

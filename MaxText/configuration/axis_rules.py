@@ -1,0 +1,57 @@
+"""Logical axis rules: MaxText's list format, and merging by name."""
+
+from typing import Any
+
+from MaxText.configuration import values
+from MaxText.configuration.problems import nearest
+from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
+
+MESH_AXES = ("data", "fsdp", "tensor")
+LOGICAL_NAMES = tuple(dict.fromkeys(name for name, _ in LOGICAL_AXIS_RULES))
+KNOWN = f"axes are {', '.join(MESH_AXES)}"
+
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def parse(value: Any) -> Rules:
+    """Rules from MaxText's format: a list of [name, axis], [name, [axes]], [name, null].
+
+    Raises:
+      values.WrongValue: another form, an unknown logical name or mesh axis, or an axis twice.
+    """
+    if values.is_null(value):
+        return ()
+    if not isinstance(value, list | tuple):
+        raise values.WrongValue(f"{values.show(value)} is not a list of [name, axes] pairs")
+    return tuple(_rule(item) for item in value)
+
+
+def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
+    if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
+        raise values.WrongValue(f"{values.show(item)} is not a pair [name, axes]")
+    name, given = str(item[0]), item[1]
+    if name not in LOGICAL_NAMES:
+        close = nearest(name, LOGICAL_NAMES) or LOGICAL_NAMES
+        raise values.WrongValue(f"unknown logical name {name!r}; nearest: {', '.join(close)}")
+    if values.is_null(given) or given == "":
+        given = []
+    axes = [given] if isinstance(given, str) else given
+    if not isinstance(axes, list | tuple):
+        raise values.WrongValue(
+            f"{name}: {values.show(given)} is not a mesh axis or a list of them"
+        )
+    for axis in axes:
+        if axis not in MESH_AXES:
+            known = ", ".join(MESH_AXES)
+            raise values.WrongValue(
+                f"{name}: unknown mesh axis {values.show(axis)}; known: {known}"
+            )
+    if len(set(axes)) != len(axes):
+        raise values.WrongValue(f"{name}: a mesh axis is named twice in {values.show(axes)}")
+    return name, tuple(str(axis) for axis in axes)
+
+
+def merge(base: Rules, given: Rules) -> Rules:
+    """`base` without the names that `given` has, then `given`."""
+    replaced = {name for name, _ in given}
+    return tuple(rule for rule in base if rule[0] not in replaced) + given

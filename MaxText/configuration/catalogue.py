@@ -1,0 +1,142 @@
+"""All keys of the schema in one table; help, documentation, checks and loading derive from it."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from MaxText.configuration.keys import Section
+from MaxText.configuration.schema import Config
+
+_BOUNDS = {
+    "ge": (operator.ge, ">="),
+    "gt": (operator.gt, ">"),
+    "le": (operator.le, "<="),
+    "lt": (operator.lt, "<"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of the schema.
+
+    Attributes:
+      name: what users type.
+      section: path of the section that owns it, for example ("model", "attention").
+      title: first sentence of the section's docstring.
+      annotation: Python type of the value.
+      default: value when nobody sets it.
+      meaning: one line.
+      unit: for example "steps", or empty.
+      bounds: pairs of "ge", "gt", "le" or "lt" and a number.
+      only_if: other keys and the values under which this one has an effect.
+    """
+
+    name: str
+    section: tuple[str, ...]
+    title: str
+    annotation: Any
+    default: Any
+    meaning: str
+    unit: str
+    bounds: tuple[tuple[str, float], ...]
+    only_if: dict[str, list[Any]]
+
+    def out_of_bounds(self, value: Any) -> bool:
+        """Whether a value of the right type lies outside the bounds."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return not all(_BOUNDS[kind][0](value, bound) for kind, bound in self.bounds)
+
+    @property
+    def bounds_text(self) -> str:
+        """For example ">= 0 and < 1"; empty without bounds."""
+        return " and ".join(f"{_BOUNDS[kind][1]} {bound:g}" for kind, bound in self.bounds)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values a Literal key, or an element of a list of Literals, may take."""
+        return tuple(_choices(self.annotation))
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+        return
+    for part in get_args(annotation):
+        yield from _choices(part)
+
+
+def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> Key:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), f"{name} is not declared with key()"
+    bounds = tuple(
+        (kind, getattr(constraint, kind))
+        for constraint in field.metadata
+        for kind in _BOUNDS
+        if hasattr(constraint, kind)
+    )
+    return Key(
+        name=name,
+        section=section,
+        title=title,
+        annotation=field.annotation,
+        default=field.default,
+        meaning=field.description or "",
+        unit=str(extra["unit"]),
+        bounds=bounds,
+        only_if=extra["only_if"],  # type: ignore[arg-type]
+    )
+
+
+def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
+    title = (section.__doc__ or "").strip().splitlines()[0]
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _walk(field.annotation, (*path, name))
+        else:
+            yield _key(name, field, path, title)
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Every key by name, in the order of the schema."""
+    keys: dict[str, Key] = {}
+    for key in _walk(Config, ()):
+        assert key.name not in keys, f"two sections own {key.name}"
+        keys[key.name] = key
+    return keys
+
+
+def by_section() -> dict[tuple[str, ...], list[Key]]:
+    """Keys grouped by the section that owns them, in the order of the schema."""
+    groups: dict[tuple[str, ...], list[Key]] = {}
+    for key in all_keys().values():
+        groups.setdefault(key.section, []).append(key)
+    return groups
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """All values of a configuration by key."""
+    values = {}
+    for key in all_keys().values():
+        section: Any = config
+        for name in key.section:
+            section = getattr(section, name)
+        values[key.name] = getattr(section, key.name)
+    return values
+
+
+def build(values: dict[str, Any]) -> Config:
+    """The tree of sections from flat values; keys that are absent keep their default."""
+    keys = all_keys()
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        branch = tree
+        for part in keys[name].section:
+            branch = branch.setdefault(part, {})
+        branch[name] = value
+    return Config.model_validate(tree)

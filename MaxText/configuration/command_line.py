@@ -1,0 +1,172 @@
+"""What every program does with its command line: help, --show-config, --why, and mistakes."""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from MaxText.configuration import maxtext_report, saved, values
+from MaxText.configuration.catalogue import Key, all_keys, by_section
+from MaxText.configuration.config_files import FileProblem
+from MaxText.configuration.layering import Layer, Setting
+from MaxText.configuration.loading import Loaded, accepted, load
+from MaxText.configuration.maxtext_keys import ALIASES, absent
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.errors import UserError
+
+_OPTIONS = """
+options:
+  --help [KEY]          this text, or everything about one key
+  --show-config         print the resolved configuration as YAML and exit
+  --why KEY             print a value, where it was set and what it beat, and exit
+  --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
+
+Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<decoder_block>.yml,
+base_config files, the config file, configs/models/<model_name>.yml, environment variables
+M_<KEY>, key=value arguments.
+"""
+
+
+def parse(program: str, arguments: Sequence[str], usage: str) -> Loaded:
+    """Resolves the command line of a program, or answers it and exits.
+
+    Args:
+      program: name as typed, for example "train.py"; its stem selects the rules of that program.
+      arguments: what follows the program's name.
+      usage: what the program does and an example, shown by --help.
+
+    Returns:
+      The configuration, when the program shall run.
+
+    Raises:
+      SystemExit: 0 after an option was answered, 2 after mistakes were printed on stderr.
+    """
+    remaining = list(arguments)
+    try:
+        if answer := _answer(program, remaining, usage):
+            sys.stdout.write(answer)
+            raise SystemExit(0)
+        return load(remaining, program)
+    except UserError as error:
+        fail(error)
+    except FileProblem as error:
+        fail(ConfigurationError([error.problem]))
+
+
+def fail(error: UserError) -> NoReturn:
+    """Prints a mistake of the user without traceback and exits with its code."""
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(error.exit_code)
+
+
+def _answer(program: str, remaining: list[str], usage: str) -> str:
+    """Text that an option asks for; empty without option. Takes the option out of `remaining`."""
+    for index, argument in enumerate(remaining):
+        if argument in ("-h", "--help"):
+            name = _operand(remaining, index)
+            return _help_key(name, remaining) if name else _help(program, usage)
+        if argument == "--show-config":
+            del remaining[index]
+            return _show_config(load(remaining))
+        if argument in ("--why", "--from-maxtext"):
+            name = _operand(remaining, index)
+            if not name:
+                what = "a key" if argument == "--why" else "a YAML file"
+                raise UserError(f"{argument} needs {what} after it")
+            if argument == "--from-maxtext":
+                return maxtext_report.report(name)
+            key = _known(name)
+            return why(load(remaining), key.name)
+    return ""
+
+
+def _operand(remaining: list[str], index: int) -> str:
+    """Takes the option at `index` and the word after it, if it has one, out of the list."""
+    following = remaining[index + 1 : index + 2]
+    # After --help and --why a YAML file is the configuration, not the key.
+    wants_file = remaining[index] == "--from-maxtext"
+    operands = [
+        word
+        for word in following
+        if wants_file or not (word.endswith((".yml", ".yaml")) or "=" in word or word[:1] == "-")
+    ]
+    del remaining[index : index + 1 + len(operands)]
+    return operands[0] if operands else ""
+
+
+def _known(name: str) -> Key:
+    keys = all_keys()
+    name = ALIASES.get(name, name)
+    if name in keys:
+        return keys[name]
+    close = nearest(name, keys)
+    if reason := absent(name, tuple(close)):
+        raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
+    facts = (("nearest", ", ".join(close)),) if close else ()
+    raise ConfigurationError([Problem(f"{name}: unknown key", facts=facts)])
+
+
+def _help(program: str, usage: str) -> str:
+    lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
+    for section, keys in by_section().items():
+        lines.append(f"{'.'.join(section)}: {keys[0].title}")
+        lines += [f"  {key.name}={values.to_yaml(key.default)}" for key in keys if _short(key)]
+        lines += [f"  {key.name}=[...]" for key in keys if not _short(key)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _short(key: Key) -> bool:
+    return len(values.to_yaml(key.default)) < 60
+
+
+def _help_key(name: str, remaining: list[str]) -> str:
+    key = _known(name)
+    lines = [key.name, f"  {key.meaning}", f"  section:  {'.'.join(key.section)}"]
+    lines.append(f"  accepted: {accepted(key)}")
+    facts: list[tuple[str, str]] = [
+        ("unit", key.unit),
+        ("default", values.to_yaml(key.default)),
+    ]
+    for other, effective in key.only_if.items():
+        wanted = " or ".join(values.to_yaml(value) for value in effective)
+        facts.append(("only if", f"{other}={wanted}"))
+    lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
+    try:
+        loaded = load(remaining)
+    except UserError:
+        # The command line has mistakes; they are no reason to withhold the help that mends them.
+        return "\n".join(lines) + "\n"
+    origin = loaded.origins[key.name]
+    value = values.to_yaml(saved.flat(loaded.config)[key.name])
+    lines.append(f"  now:      {value} ({origin.place})")
+    return "\n".join(lines) + "\n"
+
+
+def _show_config(loaded: Loaded) -> str:
+    def comment(key: Key) -> str:
+        origin = loaded.origins[key.name]
+        return "" if origin.layer is Layer.DEFAULT else origin.place
+
+    return saved.resolved_yaml(loaded.config, comment)
+
+
+def why(loaded: Loaded, name: str) -> str:
+    """The value of a key, the place that set it, and the places it beat, strongest first."""
+    key = all_keys()[name]
+    origin = loaded.origins[name]
+    default = f"{Layer.DEFAULT.value}, {values.to_yaml(key.default)}"
+    places = [_described(setting) for setting in loaded.settings if setting.name == name]
+    places = [default, *places]
+    if origin.layer is Layer.DERIVED:
+        places.append(f"{origin.place}")
+    winner, *beaten = reversed(places)
+    value = values.to_yaml(saved.flat(loaded.config)[name])
+    lines = [f"{name}={value}", f"  set by: {winner}"]
+    lines += [f"  over:   {place}" for place in beaten]
+    return "\n".join(lines) + "\n"
+
+
+def _described(setting: Setting) -> str:
+    if setting.origin.file is None:
+        return setting.place
+    return f"{setting.origin.layer.value}, {setting.place}"

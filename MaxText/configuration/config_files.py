@@ -1,0 +1,149 @@
+"""Finding and reading YAML files: a safe loader that keeps line numbers and refuses double keys."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from MaxText.configuration import values
+from MaxText.configuration.problems import Problem, nearest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = REPOSITORY / "configs"
+BASE_YML = SHIPPED / "base.yml"
+MODELS = SHIPPED / "models"
+DECODER_BLOCKS = SHIPPED / "decoder_blocks"
+
+# What may stand before "configs/" in a path for it to mean the shipped configs.
+_BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One top-level `key: value` of a file."""
+
+    name: str
+    value: Any
+    raw: str
+    line: int
+
+
+class FileProblem(Exception):
+    """A file that cannot be used."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.what)
+        self.problem = problem
+
+
+def display(path: Path) -> str:
+    """A path as short as it stays unambiguous."""
+    for root in (Path.cwd(), REPOSITORY):
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return str(path)
+
+
+def shipped_names(folder: Path = SHIPPED) -> list[str]:
+    """Paths of the shipped configs below a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yml"))
+
+
+def preset_names(folder: Path) -> list[str]:
+    """Names (without .yml) of the files of configs/models or configs/decoder_blocks."""
+    return sorted(path.stem for path in folder.glob("*.yml"))
+
+
+def find(name: str | Path, beside: Path | None = None) -> Path:
+    """The file a user means.
+
+    Looked up next to the file that names it, then as given, then by its name among the shipped
+    configs, so that configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
+
+    Args:
+      name: a path.
+      beside: folder of the file that refers to it, if any.
+
+    Raises:
+      FileProblem: there is no such file.
+    """
+    given = Path(name).expanduser()
+    candidates = [beside / given] if beside else []
+    candidates.append(given)
+    if (inside := _inside_shipped(given)) is not None:
+        candidates.append(SHIPPED / inside)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    known = shipped_names()
+    if given.parent == Path("."):
+        same_name = [path for path in known if Path(path).name == given.name]
+        if len(same_name) == 1:
+            return SHIPPED / same_name[0]
+    facts = [("looked in", ", ".join(str(candidate) for candidate in candidates))]
+    # Compare with the whole path and with the bare name: users type either.
+    short = {Path(path).name: path for path in known}
+    close = nearest(given.name, short)
+    if close:
+        facts.append(("nearest", ", ".join(f"configs/{short[found]}" for found in close)))
+    raise FileProblem(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
+
+
+def _inside_shipped(given: Path) -> Path | None:
+    if given.is_absolute():
+        if not given.is_relative_to(REPOSITORY):
+            return None
+        given = given.relative_to(REPOSITORY)
+    parts = given.parts
+    if "configs" in parts:
+        place = parts.index("configs")
+        return Path(*parts[place + 1 :]) if set(parts[:place]) <= _BEFORE_CONFIGS else None
+    return given
+
+
+def read(path: Path) -> tuple[list[Entry], list[Problem]]:
+    """The top-level entries of a YAML file, in order.
+
+    Returns:
+      Entries, and problems that concern single keys (given twice, nested too deep).
+
+    Raises:
+      FileProblem: the file is not readable as a YAML mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileProblem(Problem(f"{display(path)} cannot be read: {error}")) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{display(path)}:{mark.line + 1}" if mark else display(path)
+        reason = getattr(error, "problem", None) or str(error)
+        raise FileProblem(Problem(f"{place} is not valid YAML: {reason}")) from error
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        raise FileProblem(Problem(f"{display(path)} must be a list of `key: value` lines"))
+    return _entries(root, text, path)
+
+
+def _entries(root: yaml.MappingNode, text: str, path: Path) -> tuple[list[Entry], list[Problem]]:
+    entries: list[Entry] = []
+    problems: list[Problem] = []
+    first_line: dict[str, int] = {}
+    for name_node, value_node in root.value:
+        line = name_node.start_mark.line + 1
+        place = f"{display(path)}:{line}"
+        name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
+        if name in first_line:
+            what = f"{name}: given twice in one file, first on line {first_line[name]}"
+            problems.append(Problem(what, (place,)))
+            continue
+        first_line[name] = line
+        raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
+        try:
+            entries.append(Entry(name, values.from_node(value_node), raw, line))
+        except values.WrongValue as error:
+            problems.append(Problem(f"{name}: {error}", (place,)))
+    return entries, problems

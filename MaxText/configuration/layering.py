@@ -1,0 +1,324 @@
+"""The layers a value may come from, gathered in the order in which later ones win."""
+
+import dataclasses
+import enum
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.configuration import config_files, values
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.config_files import FileProblem, display
+from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE
+from MaxText.configuration.problems import Problem, nearest
+from MaxText.configuration.schema import SCHEMA_VERSION
+
+# Keys that a file may hold besides those of the schema.
+FILE_KEYS = ("base_config", "schema_version")
+
+_ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
+
+
+class Layer(enum.Enum):
+    """Where a value comes from, weakest first. DERIVED values are computed from the others."""
+
+    DEFAULT = "schema default"
+    DECODER_BLOCK = "decoder_block"
+    BASE_CONFIG = "base_config"
+    SAVED_CONFIG = "saved config"
+    CONFIG_FILE = "config file"
+    PRESET = "model_name preset"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+    ARGUMENT = "argument of configure()"
+    DERIVED = "derived"
+
+    @property
+    def rank(self) -> int:
+        """Larger wins."""
+        return list(Layer).index(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a value was set.
+
+    Attributes:
+      layer: the layer.
+      file: YAML file, or None.
+      line: line in that file, or None.
+      raw: the value as it was written.
+      note: environment variable, or how a derived value came about.
+    """
+
+    layer: Layer
+    file: Path | None = None
+    line: int | None = None
+    raw: str = ""
+    note: str = ""
+
+    @property
+    def place(self) -> str:
+        """The place in words, for example "configs/gpt2.yml:12"."""
+        if self.file is not None:
+            return f"{display(self.file)}:{self.line}"
+        if self.layer is Layer.ENVIRONMENT:
+            return f"environment variable {self.note}"
+        return f"{self.layer.value} {self.note}" if self.note else self.layer.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One `key = value` with its origin. `name` is ours; `written` is what the user wrote."""
+
+    name: str
+    value: Any
+    origin: Origin
+    written: str
+
+    @property
+    def place(self) -> str:
+        """Origin and what was written there."""
+        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
+        if self.origin.layer is Layer.ENVIRONMENT:
+            return f"{self.origin.place}={raw}"
+        between = ": " if self.origin.file else "="
+        return f"{self.origin.place}, {self.written}{between}{raw}"
+
+
+@dataclasses.dataclass
+class Gathered:
+    """Everything that was set, weakest first, before types are known to be right."""
+
+    settings: list[Setting] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    config_path: Path | None = None
+    notices: list[str] = dataclasses.field(default_factory=list)
+
+    def last(self, name: str) -> Setting | None:
+        """The setting of a key that wins."""
+        return next((s for s in reversed(self.settings) if s.name == name), None)
+
+
+def gather(
+    arguments: Sequence[str],
+    overrides: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+) -> Gathered:
+    """All settings of all layers.
+
+    Args:
+      arguments: an optional config path, then key=value.
+      overrides: Python values that beat everything (of configure()).
+      environment: where M_<KEY> variables are read.
+    """
+    result = Gathered()
+    path, typed = _read_arguments(arguments, result)
+    typed += _distinct(
+        [
+            Setting(name, value, Origin(Layer.ARGUMENT, raw=values.show(value)), name)
+            for name, value in overrides.items()
+        ],
+        result,
+    )
+    environment_settings = _read_environment(environment, result)
+    if path is not None:
+        try:
+            result.config_path = config_files.find(path)
+            result.settings += _read_chain(result.config_path, Layer.CONFIG_FILE, result)
+        except FileProblem as error:
+            result.problems.append(error.problem)
+
+    upper = environment_settings + typed
+    result.settings += upper
+    preset = _read_named("model_name", config_files.MODELS, Layer.PRESET, result)
+    result.settings[len(result.settings) - len(upper) :] = preset + upper
+    bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Layer.DECODER_BLOCK, result)
+    result.settings[:0] = bundle
+    return result
+
+
+def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[str | None, list[Setting]]:
+    path = None
+    settings = []
+    for argument in _join_dashed(arguments):
+        if match := _ARGUMENT.fullmatch(argument):
+            name, text = match.groups()
+            origin = Origin(Layer.COMMAND_LINE, raw=text)
+            settings.append(Setting(name, values.from_text(text), origin, name))
+        elif argument.startswith("-"):
+            result.problems.append(_dashed(argument))
+        elif not _YAML_PATH.fullmatch(argument):
+            what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
+            close = nearest(argument, all_keys())
+            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
+            result.problems.append(Problem(what, ("command line",), facts))
+        elif path is None:
+            path = argument
+        else:
+            what = f"argument {argument!r}: there is already a config file, {path}"
+            facts = (("instead", "name one file in the other by `base_config:`"),)
+            result.problems.append(Problem(what, ("command line",), facts))
+    return path, _distinct(settings, result)
+
+
+def _join_dashed(arguments: Sequence[str]) -> list[str]:
+    """`--key value` as one argument, so that it gives one message and not two."""
+    joined: list[str] = []
+    for argument in arguments:
+        before = joined[-1] if joined else ""
+        is_value = (
+            "=" not in argument and argument[:1] != "-" and not _YAML_PATH.fullmatch(argument)
+        )
+        if before.startswith("-") and " " not in before and "=" not in before and is_value:
+            joined[-1] = f"{before} {argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _dashed(argument: str) -> Problem:
+    name, separator, text = argument.lstrip("-").partition("=" if "=" in argument else " ")
+    name = name.replace("-", "_")
+    if name not in all_keys():
+        name = next(iter(nearest(name, all_keys())), name)
+    return Problem(
+        f"argument {argument!r}: keys are written without dashes, as key=value",
+        ("command line",),
+        (("write", f"{name}={text if separator else 'VALUE'}"),),
+    )
+
+
+def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[Setting]:
+    by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
+    settings = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith("M_"):
+            continue
+        if name := by_variable.get(variable):
+            origin = Origin(Layer.ENVIRONMENT, raw=text, note=variable)
+            settings.append(Setting(name, values.from_text(text), origin, name))
+        elif reason := UNAVAILABLE.get(variable[2:].lower()):
+            result.notices.append(f"warning: {variable} has no effect: {reason.sentence}")
+        elif close := nearest(variable[2:], all_keys(), count=1):
+            name = f"M_{close[0].upper()}"
+            result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
+    return _distinct(settings, result)
+
+
+def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
+    """Settings of a file and of the files it is based on, the deepest first."""
+    chain: list[list[Setting]] = []
+    seen: list[Path] = []
+    here = layer
+    while True:
+        seen.append(path)
+        entries, problems = config_files.read(path)
+        result.problems += problems
+        special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
+        if "schema_version" in special:
+            _check_version(special["schema_version"], path, result)
+            here = Layer.SAVED_CONFIG if layer is Layer.CONFIG_FILE else here
+        settings = [
+            Setting(e.name, e.value, Origin(here, path, e.line, e.raw), e.name)
+            for e in entries
+            if e.name not in FILE_KEYS
+        ]
+        chain.append(_distinct(settings, result))
+        base = special.get("base_config")
+        if base is None or values.is_null(base.value):
+            break
+        place = f"{display(path)}:{base.line}, base_config: {base.raw}"
+        try:
+            if not isinstance(base.value, str):
+                what = f"base_config: {base.raw} is not the path of one YAML file"
+                raise FileProblem(Problem(what))
+            path = config_files.find(base.value, beside=path.parent)
+            if path in seen:
+                way = " -> ".join(display(step) for step in (*seen[seen.index(path) :], path))
+                raise FileProblem(Problem(f"base_config: files refer to each other: {way}"))
+        except FileProblem as error:
+            result.problems.append(dataclasses.replace(error.problem, where=(place,)))
+            break
+        if layer is Layer.CONFIG_FILE:
+            here = Layer.BASE_CONFIG
+    return [setting for settings in reversed(chain) for setting in settings]
+
+
+def _check_version(entry: config_files.Entry, path: Path, result: Gathered) -> None:
+    place = f"{display(path)}:{entry.line}, schema_version: {entry.raw}"
+    try:
+        version = values.convert(entry.value, int)
+    except values.WrongValue as error:
+        result.problems.append(Problem(f"schema_version: {error}", (place,)))
+        return
+    if version > SCHEMA_VERSION:
+        what = (
+            f"schema_version: {version} was written by a newer version of this program, "
+            f"which reads up to {SCHEMA_VERSION}"
+        )
+        result.problems.append(Problem(what, (place,), (("instead", "update the program"),)))
+
+
+def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list[Setting]:
+    """Settings of the preset or bundle that the winning value of `name` asks for."""
+    setting = result.last(name)
+    default = all_keys()[name].default
+    chosen = default if setting is None else setting.value
+    if setting is not None and not isinstance(chosen, str):
+        chosen = setting.origin.raw
+    # A saved configuration already holds what its preset gave, and what beat it.
+    if layer is Layer.PRESET and setting and setting.origin.layer is Layer.SAVED_CONFIG:
+        return []
+    if layer is Layer.PRESET and (chosen in ("", default) or values.is_null(chosen)):
+        return []
+    known = config_files.preset_names(folder)
+    place = (setting.place,) if setting else ()
+    if chosen not in known:
+        close = nearest(str(chosen), known)
+        facts = [("nearest", ", ".join(close))] if close else []
+        facts += [("known", ", ".join(known)), ("default", default)]
+        what = f"{name}: there is no {display(folder)}/{chosen}.yml"
+        result.problems.append(Problem(what, place, tuple(facts)))
+        return []
+    try:
+        settings = _read_chain(folder / f"{chosen}.yml", layer, result)
+    except FileProblem as error:
+        result.problems.append(dataclasses.replace(error.problem, where=place))
+        return []
+    kept = []
+    for inner in settings:
+        if inner.name == "model_name" and inner.value != chosen:
+            what = f"model_name: a file of {display(folder)} cannot choose another preset"
+            result.problems.append(Problem(what, (inner.place,)))
+        elif inner.name not in ("model_name", name):
+            kept.append(inner)
+    return kept
+
+
+def _distinct(settings: list[Setting], result: Gathered) -> list[Setting]:
+    """Settings of one source under our names; the same key with two values is a problem."""
+    kept: dict[str, Setting] = {}
+    for setting in settings:
+        name = ALIASES.get(setting.name, setting.name)
+        if name != setting.name:
+            result.notices.append(f"note: {setting.name} is called {name} here")
+        setting = dataclasses.replace(setting, name=name)
+        earlier = kept.get(name)
+        if earlier is not None and earlier.value != setting.value:
+            what = f"{name}: given twice with different values"
+            result.problems.append(Problem(what, (earlier.place, setting.place)))
+            continue
+        kept[name] = setting
+    return list(kept.values())
+
+
+def announce(notices: Sequence[str]) -> None:
+    """Writes each notice once on stderr."""
+    for notice in dict.fromkeys(notices):
+        sys.stderr.write(notice + "\n")

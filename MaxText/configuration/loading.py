@@ -1,0 +1,275 @@
+"""From files, environment and command line to one checked configuration.
+
+Order, last wins: schema default, bundle of the decoder_block, base_config chain, config file,
+preset of model_name, environment (M_<KEY>), command line. Nothing here imports jax, so that a
+mistake is reported in a fraction of a second.
+"""
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.configuration import axis_rules, config_files, layering, values
+from MaxText.configuration.catalogue import Key, all_keys, build
+from MaxText.configuration.layering import Gathered, Layer, Origin, Setting
+from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.configuration.rules import RULES, Rule
+from MaxText.configuration.schema import Config
+from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
+
+__all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A configuration and where its values come from.
+
+    Attributes:
+      config: resolved: every default filled in, every -1 and empty name that another key decides.
+      origins: by key.
+      config_path: the config file that was named, or None.
+      settings: everything that was set, weakest first, beaten values included.
+    """
+
+    config: Config
+    origins: dict[str, Origin]
+    config_path: Path | None
+    settings: tuple[Setting, ...]
+
+
+def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
+    """Resolves a command line.
+
+    Args:
+      arguments: what follows the program's name: an optional config path, then key=value.
+      program: for example "train.py"; adds the rules that hold only for that program.
+
+    Raises:
+      ConfigurationError: a UserError that lists every problem.
+    """
+    return _resolve(layering.gather(arguments, {}, os.environ), program)
+
+
+def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
+    """The configuration of a config file and Python values, checked as `load` does.
+
+    Args:
+      config_file: a path, or the name of a shipped config.
+      **overrides: values by key; they beat everything else.
+
+    Raises:
+      ConfigurationError: a UserError that lists every problem.
+    """
+    arguments = [] if config_file is None else [str(config_file)]
+    return _resolve(layering.gather(arguments, overrides, os.environ), None).config
+
+
+def _resolve(gathered: Gathered, program: str | None) -> Loaded:
+    layering.announce(gathered.notices)
+    problems = list(gathered.problems)
+    typed, origins, kept, wrong = _winners(gathered.settings, problems)
+    _derive(typed, origins, gathered.config_path)
+    problems += _without_effect(typed, origins, kept, wrong)
+    problems += _inert_family(origins, kept)
+    config = build({name: value for name, value in typed.items() if name not in wrong})
+    problems += _broken_rules(config, origins, kept, wrong, program)
+    if problems:
+        raise ConfigurationError(problems)
+    return Loaded(config, origins, gathered.config_path, tuple(kept))
+
+
+def _winners(
+    settings: Sequence[Setting], problems: list[Problem]
+) -> tuple[dict[str, Any], dict[str, Origin], list[Setting], set[str]]:
+    """Typed values and origins by key, the settings that took part, and keys with a problem."""
+    keys = all_keys()
+    typed = {name: key.default for name, key in keys.items()}
+    origins = {name: Origin(Layer.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
+    typed["logical_axis_rules"] = ()
+    kept: list[Setting] = []
+    wrong: set[str] = set()
+    for setting in settings:
+        key = keys.get(setting.name)
+        if key is None:
+            problems.append(_unknown(setting))
+            continue
+        try:
+            value = _typed(setting, key)
+        except values.WrongValue as error:
+            problems.append(_wrong(setting, key, str(error)))
+            wrong.add(key.name)
+            continue
+        # configs/base.yml lists every key so that people can read it. Its values are the schema's
+        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
+        if setting.origin.file == config_files.BASE_YML and value == key.default:
+            continue
+        if setting.name == "logical_axis_rules":
+            value = axis_rules.merge(typed["logical_axis_rules"], value)
+        typed[setting.name] = value
+        origins[setting.name] = setting.origin
+        kept.append(setting)
+    if not typed["override_logical_axis_rules"]:
+        typed["logical_axis_rules"] = axis_rules.merge(
+            LOGICAL_AXIS_RULES, typed["logical_axis_rules"]
+        )
+    return typed, origins, kept, wrong
+
+
+def _typed(setting: Setting, key: Key) -> Any:
+    value = setting.value
+    if key.name == "logical_axis_rules":
+        return axis_rules.parse(value)
+    # A text key takes what was typed as it is: prompt=[hello] is no list.
+    from_shell = setting.origin.layer in (Layer.COMMAND_LINE, Layer.ENVIRONMENT)
+    if key.annotation is str and from_shell and not isinstance(value, str):
+        value = values.Plain(setting.origin.raw)
+    converted = values.convert(value, key.annotation)
+    if key.out_of_bounds(converted):
+        raise values.WrongValue(f"{values.show(converted)} is not {key.bounds_text}")
+    return converted
+
+
+def _unknown(setting: Setting) -> Problem:
+    name = setting.written
+    if name in layering.FILE_KEYS:
+        return Problem(f"{name}: only a YAML file can set it", (setting.place,))
+    close = nearest(name, all_keys())
+    if reason := absent(name, tuple(close)):
+        return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
+    facts = [("nearest", ", ".join(close))] if close else []
+    facts.append(("all keys", "configs/base.yml, or --help"))
+    return Problem(f"{name}: unknown key", (setting.place,), tuple(facts))
+
+
+def accepted(key: Key) -> str:
+    """The values a key takes, in words."""
+    if key.name == "logical_axis_rules":
+        return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
+    bounds = f", {key.bounds_text}" if key.bounds_text else ""
+    return values.describe(key.annotation) + bounds
+
+
+def _wrong(setting: Setting, key: Key, message: str) -> Problem:
+    facts = [("accepted", accepted(key))]
+    if key.choices and isinstance(setting.value, str):
+        if close := nearest(setting.value, [str(choice) for choice in key.choices if choice]):
+            facts.append(("nearest", ", ".join(close)))
+        if note := VALUE_NOTES.get((key.name, setting.value)):
+            facts.append(("note", note))
+    if key.name != "logical_axis_rules":
+        facts.append(("default", values.to_yaml(key.default)))
+    return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))
+
+
+def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
+    """Fills in what other keys decide."""
+
+    def set_derived(name: str, value: Any, note: str) -> None:
+        typed[name] = value
+        origins[name] = Origin(Layer.DERIVED, raw=values.to_yaml(value), note=note)
+
+    if typed["steps"] == -1 and typed["learning_rate_schedule_steps"] != -1:
+        set_derived(
+            "steps", typed["learning_rate_schedule_steps"], "from learning_rate_schedule_steps"
+        )
+    elif typed["learning_rate_schedule_steps"] == -1:
+        set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
+
+    if not typed["run_name"]:
+        if job := os.environ.get("JOBSET_NAME"):
+            set_derived("run_name", job, "from $JOBSET_NAME")
+        else:
+            chosen = typed["model_name"] if typed["model_name"] != "default" else ""
+            stem = chosen or (config_path.stem if config_path else "run")
+            time = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
+            source = "model_name" if chosen else "the config file's name" if config_path else "run"
+            set_derived("run_name", f"{stem}_{time}", f"from {source} and time of start")
+    if not typed["base_output_directory"]:
+        parent, slash, name = typed["run_name"].rstrip("/").rpartition("/")
+        if slash:
+            set_derived("base_output_directory", parent or "/", "from run_name, a whole path")
+            set_derived("run_name", name, "from the last part of the path given as run_name")
+        else:
+            set_derived("base_output_directory", "./maxtext_output", "because it is empty")
+
+
+def _without_effect(
+    typed: Mapping[str, Any],
+    origins: Mapping[str, Origin],
+    kept: Sequence[Setting],
+    wrong: set[str],
+) -> list[Problem]:
+    """Keys that were set on purpose and change nothing under the chosen parts.
+
+    A value that a preset, a bundle or a base file brings along is silently inert, and so is one
+    of the config file when a stronger layer made the choice that switches it off: whoever writes
+    `file.yml dataset_type=synthetic` does not have to empty dataset_path as well.
+    """
+    deliberate = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+    last = {setting.name: setting for setting in kept}
+    problems = []
+    for name, key in all_keys().items():
+        layer = origins[name].layer
+        if layer not in deliberate or name in wrong or typed[name] == key.default:
+            continue
+        for other, effective in key.only_if.items():
+            if other in wrong or typed[other] in effective:
+                continue
+            chosen_by = origins[other].layer
+            if chosen_by is not Layer.DERIVED and chosen_by.rank > layer.rank:
+                continue
+            needed = " or ".join(values.to_yaml(value) for value in effective)
+            what = f"{name}: has no effect with {other}={values.to_yaml(typed[other])}"
+            places = [last[name].place]
+            places.append(last[other].place if other in last else f"{other} is the default")
+            facts = (("needs", f"{other}={needed}"), ("default", values.to_yaml(key.default)))
+            problems.append(Problem(what, tuple(places), facts))
+    return problems
+
+
+def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> list[Problem]:
+    """A decoder_block chosen over a saved configuration, which sets every part itself."""
+    saved = [s for s in kept if s.origin.layer is Layer.SAVED_CONFIG and s.name == "decoder_block"]
+    if not saved or origins["decoder_block"].layer is Layer.SAVED_CONFIG:
+        return []
+    chosen = [setting for setting in kept if setting.name == "decoder_block"][-1]
+    if chosen.value == saved[-1].value or chosen.origin.layer is Layer.PRESET:
+        return []
+    what = "decoder_block: has no effect over a saved configuration, which sets every part"
+    facts = (("instead", "start from a config file that is not saved, or set the parts"),)
+    return [Problem(what, (chosen.place, saved[-1].place), facts)]
+
+
+def _broken_rules(
+    config: Config,
+    origins: Mapping[str, Origin],
+    kept: Sequence[Setting],
+    wrong: set[str],
+    program: str | None,
+) -> list[Problem]:
+    last = {setting.name: setting for setting in kept}
+    stem = Path(program).stem if program else None
+    problems = []
+    for rule in RULES:
+        if wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
+            continue
+        # A derived value is only as wrong as the key it comes from, which has a rule of its own.
+        if len(rule.keys) == 1 and origins[rule.keys[0]].layer is Layer.DERIVED:
+            continue
+        if message := rule.check(config):
+            places = [last[name].place for name in rule.keys if name in last]
+            what, *remedies = message.splitlines()
+            facts = tuple(("try", remedy) for remedy in remedies) + _rule_facts(rule, origins)
+            problems.append(Problem(what, tuple(places), facts))
+    return problems
+
+
+def _rule_facts(rule: Rule, origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
+    defaults = [
+        f"{name}={origins[name].raw}" for name in rule.keys if origins[name].layer is Layer.DEFAULT
+    ]
+    return (("default", ", ".join(defaults)),) if defaults else ()

@@ -1,0 +1,203 @@
+"""What became of MaxText's keys: other names for ours, and keys that are not here.
+
+People come with command lines and YAML files of MaxText and its forks. A key that means exactly
+what one of ours means is accepted under its old name; any other is refused with one sentence that
+says why it is not here and what to use.
+"""
+
+from typing import NamedTuple
+
+# Old name -> ours, where both mean exactly the same.
+ALIASES: dict[str, str] = {
+    "max_num_checkpoints_to_keep": "max_to_keep",
+    "params_sharded_tolerance": "sharding_tolerance",
+    "packing_train": "packing",
+    "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
+}
+
+
+class Absent(NamedTuple):
+    """Why a key is not here, and the key of ours that serves its purpose, if one does."""
+
+    why: str
+    instead: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Both in one line."""
+        return f"{self.why}; use {self.instead}" if self.instead else self.why
+
+
+_NOT_YET = "not available yet"
+_PREPARE = "prepare the text once with prepare_data.py and name its folder"
+_MOE = "mixture-of-experts layers are not available yet"
+_KERNEL = "kernels are not tuned by keys"
+_FLOAT32 = "always on: attention scores and softmax accumulate in float32"
+_TIERS = "checkpoints of several tiers are not available yet"
+_EXPORT = "ahead-of-time compilation is not available yet"
+_GOODPUT = "goodput upload is not available; the time of every step is in metrics.jsonl"
+_SPIKES = "skipping updates on loss spikes is not available yet"
+_QUANTIZE = "quantized training is not available yet"
+_OFFLOAD = "offloading to host memory is not available yet"
+
+UNAVAILABLE: dict[str, Absent] = {
+    # Run and output
+    "override_model_config": Absent("not needed: the command line always wins over the preset"),
+    "save_config_to_gcs": Absent("config.yml is always saved in the folder of the run"),
+    "gcs_metrics": Absent(
+        "metrics.jsonl always lies in the folder of the run, which may be gs://",
+        "base_output_directory",
+    ),
+    "enable_wandb": Absent("Weights & Biases is not available yet", "enable_tensorboard"),
+    # Model
+    "cast_logits_to_fp32": Absent("always on: the loss is computed in float32"),
+    "fused_qkv": Absent("always off: query, key and value projections are separate weights"),
+    "fused_mlp": Absent("always off: the projections of a gated MLP are separate weights"),
+    "rope_type": Absent("only the plain rotary form is available yet", "rope_max_timescale"),
+    "rope_min_timescale": Absent("always 1", "rope_max_timescale"),
+    "use_iota_embed": Absent("the form of the token lookup is chosen by the program"),
+    "num_experts": Absent(_MOE),
+    "num_experts_per_tok": Absent(_MOE),
+    "capacity_factor": Absent(_MOE),
+    "load_balance_loss_weight": Absent(_MOE),
+    "megablox": Absent(_MOE),
+    "sparse_matmul": Absent(_MOE),
+    "mtp_num_layers": Absent("multi-token prediction is not available yet"),
+    # Precision, memory, kernels
+    "grad_dtype": Absent("gradients have the format of the parameters", "weight_dtype"),
+    "quantization": Absent(_QUANTIZE),
+    "use_qwix_quantization": Absent(_QUANTIZE),
+    "param_scan_axis": Absent("layers are always stacked on axis 0 on disk"),
+    "optimizer_memory_host_offload": Absent(_OFFLOAD),
+    "parameter_memory_host_offload": Absent(_OFFLOAD),
+    "attention_type": Absent("only global causal attention is available yet"),
+    "sliding_window_size": Absent("only global causal attention is available yet"),
+    "sa_block_q": Absent(_KERNEL, "attention_block_size"),
+    "use_tokamax_splash": Absent(_KERNEL, "attention"),
+    "float32_qk_product": Absent(_FLOAT32),
+    "float32_logits": Absent(_FLOAT32),
+    # Parallelism
+    "mesh_axes": Absent("the mesh axes are always data, fsdp and tensor", "logical_axis_rules"),
+    "data_sharding": Absent("follows from the rule of activation_batch", "logical_axis_rules"),
+    "ici_context_parallelism": Absent("splitting the sequence over devices is not available yet"),
+    "ici_expert_parallelism": Absent(_MOE),
+    "ici_pipeline_parallelism": Absent("pipeline stages are not available yet"),
+    "ici_fsdp_transpose_parallelism": Absent("there is one fsdp axis", "ici_fsdp_parallelism"),
+    "ici_tensor_sequence_parallelism": Absent(
+        "splitting the sequence over devices is not available yet", "ici_tensor_parallelism"
+    ),
+    "ici_autoregressive_parallelism": Absent(
+        "decoding has no mesh axis of its own", "ici_tensor_parallelism"
+    ),
+    "dcn_data_parallelism": Absent(
+        "the mesh covers the devices of all hosts by one set of sizes", "ici_data_parallelism"
+    ),
+    "dcn_fsdp_parallelism": Absent(
+        "the mesh covers the devices of all hosts by one set of sizes", "ici_fsdp_parallelism"
+    ),
+    "dcn_pipeline_parallelism": Absent("pipeline stages are not available yet"),
+    "num_pipeline_microbatches": Absent("pipeline stages are not available yet"),
+    "num_slices": Absent("not needed: the devices are counted at start"),
+    "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
+    "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),
+    "shard_optimizer_over_data": Absent(
+        "the optimizer state is split as the parameters are", "ici_fsdp_parallelism"
+    ),
+    "allow_split_physical_axes": Absent("jax arranges the devices by its own default"),
+    "context_parallel_strategy": Absent("splitting the sequence over devices is not available yet"),
+    "shardy": Absent("jax's default partitioner is used"),
+    # Batch, data, tokenizer
+    "enable_rampup_batch_size": Absent(_NOT_YET, "gradient_accumulation_steps"),
+    "dataset_name": Absent(_PREPARE, "dataset_path"),
+    "eval_dataset_name": Absent(_PREPARE, "dataset_path"),
+    "hf_path": Absent(_PREPARE, "dataset_path"),
+    "hf_data_dir": Absent(_PREPARE, "dataset_path"),
+    "hf_train_files": Absent(_PREPARE, "dataset_path"),
+    "hf_eval_files": Absent(_PREPARE, "dataset_path"),
+    "hf_access_token": Absent(
+        "a token belongs in the environment variable HF_TOKEN, where no log can show it"
+    ),
+    "grain_train_files": Absent(_PREPARE, "dataset_path"),
+    "grain_eval_files": Absent("the held-out split lies in the same prepared folder", "eval_split"),
+    "grain_train_mixture_config_path": Absent("mixtures of data sets are not available yet"),
+    "grain_file_type": Absent("the format is read from the prepared folder's manifest.json"),
+    "grain_packing_type": Absent("documents are laid end to end and cut", "packing"),
+    "max_segments_per_seq": Absent("a window may hold any number of documents", "packing"),
+    "tokenizer_type": Absent("found out from the files", "tokenizer_path"),
+    "tokenize_train_data": Absent(_PREPARE, "dataset_path"),
+    "tokenize_eval_data": Absent(_PREPARE, "dataset_path"),
+    "expansion_factor_real_data": Absent(
+        "not needed: the order of the data does not depend on the number of hosts"
+    ),
+    "generate_padding_batch_train": Absent("not needed: all hosts have the same number of batches"),
+    # Optimizer
+    "skip_step_on_spikes": Absent(_SPIKES, "abort_on_nan_loss"),
+    "skip_step_interval": Absent(_SPIKES),
+    "skip_step_scaling_factor": Absent(_SPIKES),
+    # Checkpoints
+    "enable_autocheckpoint": Absent("saving on SIGTERM is not available yet", "checkpoint_period"),
+    "enable_emergency_checkpoint": Absent(_TIERS, "checkpoint_period"),
+    "enable_multi_tier_checkpointing": Absent(_TIERS, "checkpoint_period"),
+    "local_checkpoint_directory": Absent(_TIERS, "base_output_directory"),
+    "local_checkpoint_period": Absent(_TIERS, "checkpoint_period"),
+    "enable_single_replica_ckpt_restoring": Absent("every host reads its own part"),
+    "force_unroll": Absent("not needed: checkpoints look the same with any scan_layers"),
+    "checkpoint_storage_use_ocdbt": Absent("the storage format is chosen by the program"),
+    "checkpoint_storage_use_zarr3": Absent("the storage format is chosen by the program"),
+    # Evaluation, decoding, profiling, compilation
+    "max_prefill_predict_length": Absent("a prompt may have any length that fits the window"),
+    "decode_sampling_strategy": Absent(
+        "0 is greedy, above 0 is weighted", "decode_sampling_temperature"
+    ),
+    "decode_sampling_top_k": Absent(_NOT_YET, "decode_sampling_temperature"),
+    "decode_sampling_nucleus_p": Absent(_NOT_YET, "decode_sampling_temperature"),
+    "autoregressive_decode_assert": Absent("compare the written sample instead"),
+    "profile_periodically_period": Absent("one trace is recorded", "profiler_steps"),
+    "dump_hlo": Absent("set the environment variable XLA_FLAGS=--xla_dump_to=FOLDER"),
+    "compile_topology": Absent(_EXPORT),
+    "compile_topology_num_slices": Absent(_EXPORT),
+    "compiled_trainstep_file": Absent(_EXPORT, "jax_cache_dir"),
+    "enable_goodput_recording": Absent(_GOODPUT),
+    "monitor_goodput": Absent(_GOODPUT),
+    "elastic_enabled": Absent("not available: restart with the devices that are left"),
+    "enable_diloco": Absent("not available: every step synchronises all devices"),
+    "use_sft": Absent("not available: this program pre-trains"),
+    "use_dpo": Absent("not available: this program pre-trains"),
+}
+
+# Families too large to list; the first prefix that fits counts.
+_FAMILIES: dict[str, Absent] = {
+    "sa_": Absent(_KERNEL, "attention_block_size"),
+    "hf_": Absent(_PREPARE, "dataset_path"),
+    "grain_": Absent(_PREPARE, "dataset_path"),
+    "dcn_": Absent("the mesh covers the devices of all hosts by one set of sizes"),
+    "ici_": Absent("the mesh axes are data, fsdp and tensor", "logical_axis_rules"),
+    "lora.": Absent("not available: this program pre-trains"),
+    "rl.": Absent("not available: this program pre-trains"),
+}
+
+# (key, value) -> what to choose for a value of MaxText that is not among ours.
+VALUE_NOTES: dict[tuple[str, str], str] = {
+    ("dataset_type", "tfds"): f"{_PREPARE} in dataset_path",
+    ("dataset_type", "hf"): f"{_PREPARE} in dataset_path",
+    ("dataset_type", "olmo_grain"): f"{_PREPARE} in dataset_path",
+    ("attention", "flash"): "autoselected takes the best form that is available",
+    ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
+    ("opt_type", "adam_pax"): "adamw is the same update rule",
+    ("profiler", "nsys"): "start the program under nsys itself",
+    ("remat_policy", "custom"): "choose one of the named policies",
+}
+
+
+def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
+    """What to say about a key of MaxText that is not here; None for any other name.
+
+    Args:
+      name: what the user wrote.
+      known: names close to it among our keys; a near miss of ours is no member of a family.
+    """
+    if name in UNAVAILABLE:
+        return UNAVAILABLE[name]
+    if known:
+        return None
+    return next((reason for prefix, reason in _FAMILIES.items() if name.startswith(prefix)), None)

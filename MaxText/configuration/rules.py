@@ -1,0 +1,257 @@
+"""Combinations of keys that cannot work: one row and one small function each.
+
+A rule is skipped when one of its keys already has a problem of its own. What needs the number of
+devices (batch sizes, mesh sizes) is checked where the devices are known.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from MaxText.configuration.schema import Config
+
+
+class Rule(NamedTuple):
+    """One impossible combination.
+
+    Attributes:
+      keys: the keys to blame; messages name the place each was set.
+      check: gives what is wrong, or None; further lines say what to try instead.
+      programs: scripts (without .py) for which the rule holds; empty is all.
+    """
+
+    keys: tuple[str, ...]
+    check: Callable[[Config], str | None]
+    programs: tuple[str, ...] = ()
+
+
+def _not_zero(section: str, name: str, otherwise: str) -> Rule:
+    """-1 has a meaning and 1 upwards are counts, which a lower bound alone cannot say."""
+
+    def check(config: Config) -> str | None:
+        if getattr(getattr(config, section), name) == 0:
+            return f"{name}: 0 is not possible; use 1 or more, or {otherwise}"
+        return None
+
+    return Rule((name,), check)
+
+
+def _compiles(section: str, name: str) -> Rule:
+    def check(config: Config) -> str | None:
+        for item in getattr(getattr(config, section), name):
+            pattern = item if isinstance(item, str) else item[0]
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                return f"{name}: {pattern!r} is not a regular expression: {error}"
+        return None
+
+    return Rule((name,), check)
+
+
+def _no_negative_factor(name: str) -> Rule:
+    def check(config: Config) -> str | None:
+        for pattern, number in getattr(config.optimizer, name):
+            if number < 0:
+                return f"{name}: {number:g} for {pattern!r} is negative"
+        return None
+
+    return Rule((name,), check)
+
+
+def _kv_heads(config: Config) -> str | None:
+    query, kv = config.model.shape.base_num_query_heads, config.model.shape.base_num_kv_heads
+    if query % kv:
+        return f"base_num_query_heads={query} is not a multiple of base_num_kv_heads={kv}"
+    return None
+
+
+def _head_dim(config: Config) -> str | None:
+    shape = config.model.shape
+    if shape.head_dim == 0:
+        return "head_dim: 0 is not possible; use 1 or more, or -1 for emb_dim / query heads"
+    emb, heads = shape.dimensions.emb_dim, shape.dimensions.num_query_heads
+    if shape.head_dim == -1 and emb % heads:
+        return (
+            f"head_dim=-1 divides the width by the query heads, but {emb} / {heads} is no integer"
+        )
+    return None
+
+
+def _rotary(config: Config) -> str | None:
+    position, dimensions = config.model.position, config.model.shape.dimensions
+    if position.position_embedding != "rotary" or dimensions.head_dim < 1:
+        return None
+    turned = int(dimensions.head_dim * position.rotary_pct)
+    if turned < 2 or turned % 2:
+        return (
+            f"rotary turns pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
+            f"{position.rotary_pct:g} gives {turned}, not an even number from 2"
+        )
+    return None
+
+
+def _scale(config: Config) -> str | None:
+    scale = config.model.shape.global_parameter_scale
+    if scale & (scale - 1):
+        return f"global_parameter_scale={scale} is not a power of two (1, 2, 4, ...)"
+    return None
+
+
+def _learned_positions(config: Config) -> str | None:
+    position, length = config.model.position, config.model.shape.max_target_length
+    rows = position.trainable_position_size
+    if position.position_embedding == "learned" and rows != -1 and rows < length:
+        return (
+            f"trainable_position_size={rows} has no row for every place of a window of "
+            f"max_target_length={length} tokens"
+        )
+    return None
+
+
+def _activations(config: Config) -> str | None:
+    if not config.model.feed_forward.mlp_activations:
+        return "mlp_activations: the list is empty; name at least one, for example [gelu]"
+    return None
+
+
+def _loss_chunks(config: Config) -> str | None:
+    chunks = config.model.objective.num_vocab_tiling
+    length = config.model.shape.max_target_length
+    if length % chunks:
+        return f"num_vocab_tiling={chunks} does not divide max_target_length={length}"
+    return None
+
+
+def _tokenizer_fits(config: Config) -> str | None:
+    preparation, rows = config.preparation, config.model.shape.vocab_size
+    trained = preparation.prepare_source and not preparation.tokenizer_path
+    if trained and preparation.tokenizer_vocab_size > rows:
+        return (
+            f"tokenizer_vocab_size={preparation.tokenizer_vocab_size} makes ids that "
+            f"vocab_size={rows} has no row for"
+        )
+    return None
+
+
+def _length(config: Config) -> str | None:
+    if config.run.steps == -1:
+        return "steps=-1 and learning_rate_schedule_steps=-1 refer to each other; set one of them"
+    return None
+
+
+def _schedule(config: Config) -> str | None:
+    schedule = config.schedule
+    total = schedule.warmup_steps_fraction + schedule.wsd_decay_steps_fraction
+    if schedule.lr_schedule_type == "wsd" and total > 1 + 1e-9:
+        return (
+            f"warmup_steps_fraction={schedule.warmup_steps_fraction:g} and "
+            f"wsd_decay_steps_fraction={schedule.wsd_decay_steps_fraction:g} are more than 1 "
+            "together"
+        )
+    return None
+
+
+def _needs_dataset(config: Config) -> str | None:
+    if config.data.dataset_type == "grain" and not config.data.dataset_path:
+        return (
+            "dataset_path: no data set is named\n"
+            "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
+            "dataset_path=FOLDER, which prepare_data.py wrote\n"
+            "dataset_type=synthetic (random tokens, to measure speed)"
+        )
+    return None
+
+
+def _one_start(config: Config) -> str | None:
+    if config.checkpoint.load_parameters_path and config.checkpoint.load_full_state_path:
+        return "load_parameters_path and load_full_state_path: only one can be the start"
+    return None
+
+
+_MESH_SIZES = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+
+
+def _mesh(config: Config) -> str | None:
+    sizes = {name: getattr(config.mesh, name) for name in _MESH_SIZES}
+    if zero := [name for name, size in sizes.items() if size == 0]:
+        return f"{zero[0]}: 0 is not possible; use 1 or more, or -1 to fill"
+    filling = [name for name, size in sizes.items() if size == -1]
+    if len(filling) > 1:
+        return f"only one of {' and '.join(filling)} can be -1 (fill the remaining devices)"
+    return None
+
+
+def _prompt(config: Config) -> str | None:
+    if config.sampling.sample_tokens and not config.sampling.prompt:
+        return "prompt is empty, but sample_tokens asks for text that continues it"
+    return None
+
+
+def _target_loss(config: Config) -> str | None:
+    if config.evaluation.target_eval_loss and config.evaluation.eval_interval == -1:
+        return "target_eval_loss can never be seen: eval_interval=-1 evaluates never"
+    return None
+
+
+def _profile(config: Config) -> str | None:
+    steps, monitoring = config.run.steps, config.monitoring
+    if monitoring.profiler and 0 < steps <= monitoring.skip_first_n_steps_for_profiler:
+        return (
+            f"the profiler waits {monitoring.skip_first_n_steps_for_profiler} steps, "
+            f"but the run has steps={steps}"
+        )
+    return None
+
+
+def _run_name(config: Config) -> str | None:
+    name = config.run.run_name
+    parts = name.split("/")
+    if name.startswith("/") or "://" in name:
+        return (
+            f"run_name={name} is a whole path, but base_output_directory="
+            f"{config.run.base_output_directory} is set as well; leave one of them out"
+        )
+    if config.run.base_output_directory.endswith(":/"):
+        return (
+            f"run_name={config.run.base_output_directory}/{name} is a bucket without a folder in it"
+        )
+    if any(part in ("", ".", "..") for part in parts):
+        return f"run_name={name!r} is not the name of a folder"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("base_num_query_heads", "base_num_kv_heads"), _kv_heads),
+    Rule(("head_dim", "base_emb_dim", "base_num_query_heads"), _head_dim),
+    Rule(("head_dim", "rotary_pct", "base_emb_dim", "base_num_query_heads"), _rotary),
+    Rule(("global_parameter_scale",), _scale),
+    Rule(("trainable_position_size", "max_target_length"), _learned_positions),
+    Rule(("mlp_activations",), _activations),
+    Rule(("num_vocab_tiling", "max_target_length"), _loss_chunks),
+    Rule(("tokenizer_vocab_size", "vocab_size"), _tokenizer_fits),
+    _not_zero("run", "steps", "-1 for learning_rate_schedule_steps"),
+    _not_zero("schedule", "learning_rate_schedule_steps", "-1 for steps"),
+    Rule(("steps", "learning_rate_schedule_steps"), _length),
+    Rule(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
+    Rule(
+        ("dataset_path", "dataset_type"),
+        _needs_dataset,
+        ("train", "eval", "compare", "inspect_data"),
+    ),
+    _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
+    Rule(("load_parameters_path", "load_full_state_path"), _one_start),
+    Rule(_MESH_SIZES, _mesh),
+    _not_zero("evaluation", "eval_interval", "-1 for never"),
+    _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
+    Rule(("target_eval_loss", "eval_interval"), _target_loss),
+    Rule(("prompt", "sample_tokens"), _prompt),
+    Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile),
+    Rule(("run_name", "base_output_directory"), _run_name),
+    _compiles("optimizer", "adamw_mask"),
+    _compiles("optimizer", "weight_decay_overrides"),
+    _compiles("optimizer", "learning_rate_overrides"),
+    _compiles("optimizer", "trainable_parameters_mask"),
+    _no_negative_factor("weight_decay_overrides"),
+    _no_negative_factor("learning_rate_overrides"),
+)

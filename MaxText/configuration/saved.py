@@ -1,0 +1,54 @@
+"""A resolved configuration as flat YAML, and the differences between two of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from MaxText.configuration.catalogue import Key, by_section, flat
+from MaxText.configuration.schema import SCHEMA_VERSION, Config
+from MaxText.configuration.values import to_yaml
+
+__all__ = ["differences", "flat", "resolved_yaml"]
+
+_LINE = 100
+
+
+def resolved_yaml(config: Config, comment: Callable[[Key], str] | None = None) -> str:
+    """All keys by section; loading it as the config file gives the same configuration.
+
+    `schema_version` marks it as resolved, so that the preset it was made with is not laid over it
+    a second time.
+
+    Args:
+      config: what to write.
+      comment: gives a comment for the end of a key's line, or an empty string.
+    """
+    values = flat(config)
+    lines = [f"schema_version: {SCHEMA_VERSION}"]
+    for section, keys in by_section().items():
+        lines += ["", f"# {'.'.join(section)}"]
+        for key in keys:
+            lines += entry_lines(key.name, values[key.name], comment(key) if comment else "")
+    return "\n".join(lines) + "\n"
+
+
+def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
+    """The YAML lines of one key; a list of pairs that is too long for one line takes one each."""
+    line = f"{name}: {to_yaml(value)}"
+    end = f"  # {comment}" if comment else ""
+    if len(line) <= _LINE or not isinstance(value, tuple | list):
+        return [line + end]
+    return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed between two flat configurations, as lines `key: old -> new`.
+
+    A list equals a tuple of the same items, because storage turns one into the other.
+    """
+    lines = []
+    for name in dict.fromkeys([*new, *old]):
+        before = to_yaml(old[name]) if name in old else "(no such key)"
+        after = to_yaml(new[name]) if name in new else "(no such key)"
+        if before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines

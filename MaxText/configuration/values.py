@@ -1,0 +1,220 @@
+"""Text and YAML nodes to typed values, and typed values back to YAML text.
+
+A plain (unquoted) YAML scalar is kept as its own text, `Plain`, until the type of the key is known:
+only then is it clear whether `yes` is a word or a boolean, and `none` a choice or nothing. Quoted
+scalars are ordinary strings and never read as numbers, booleans or null.
+"""
+
+import math
+import re
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+_NULL = {"none", "null", "~", ""}
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+_SIMPLE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+# No key needs more; a bound also ends YAML aliases that refer to themselves.
+_MAX_DEPTH = 4
+
+
+class Plain(str):
+    """Text of an unquoted scalar, whose type is not decided yet."""
+
+    __slots__ = ()
+
+
+class WrongValue(ValueError):
+    """A value that does not fit its key; the message completes 'key: ...'."""
+
+
+def from_node(node: yaml.Node, depth: int = 0) -> Any:
+    """A YAML node as Plain, str, lists and dicts of these."""
+    if depth > _MAX_DEPTH:
+        raise WrongValue(f"is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value) if node.style in ("'", '"', "|", ">") else Plain(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return [from_node(item, depth + 1) for item in node.value]
+    return {
+        str(from_node(name, depth + 1)): from_node(item, depth + 1) for name, item in node.value
+    }
+
+
+def from_text(text: str) -> Any:
+    """What `key=<text>` on the command line or in the environment means, before its type is known.
+
+    The empty text is the empty string, not null. Text that is no YAML (a glob, a sentence with a
+    colon) stays text.
+    """
+    if not text:
+        return ""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return Plain(text)
+    if isinstance(node, yaml.SequenceNode):
+        return from_node(node)
+    if isinstance(node, yaml.ScalarNode) and node.style in ("'", '"'):
+        return str(node.value)
+    return Plain(text)
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """A value of the given type.
+
+    Args:
+      value: from from_node, from_text, or an ordinary Python value.
+      annotation: bool, int, float, str, a Literal, a tuple or a union of these.
+
+    Raises:
+      WrongValue: the value has another type or is not among the choices.
+    """
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(annotation))
+    if origin is Literal:
+        return _convert_choice(value, get_args(annotation))
+    if origin is tuple:
+        return _convert_list(value, get_args(annotation))
+    return _SCALARS[annotation](value)
+
+
+def _convert_union(value: Any, parts: tuple[Any, ...]) -> Any:
+    if type(None) in parts and is_null(value):
+        return None
+    for part in parts:
+        if part is not type(None):
+            try:
+                return convert(value, part)
+            except WrongValue:
+                continue
+    raise WrongValue(f"{show(value)} is not {describe(Union[parts])}")  # noqa: UP007
+
+
+def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    if is_null(value):
+        for nothing in ("none", ""):
+            if nothing in choices:
+                return nothing
+    if isinstance(value, str) and value in choices:
+        return str(value)
+    raise WrongValue(f"{show(value)} is not among the choices")
+
+
+def _convert_list(value: Any, parts: tuple[Any, ...]) -> Any:
+    if is_null(value) or (isinstance(value, str) and not value):
+        value = []
+    if not isinstance(value, list | tuple):
+        raise WrongValue(f"{show(value)} is not a list; lists are written [a,b]")
+    if len(parts) == 2 and parts[1] is Ellipsis:
+        return tuple(convert(item, parts[0]) for item in value)
+    if len(value) != len(parts):
+        raise WrongValue(f"{show(value)} has {len(value)} parts, {len(parts)} are needed")
+    return tuple(convert(item, part) for item, part in zip(value, parts, strict=True))
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Plain) and value.lower() in _TRUE | _FALSE:
+        return value.lower() in _TRUE
+    raise WrongValue(f"{show(value)} is not true or false")
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return value
+    if not isinstance(value, Plain):
+        return None
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            continue
+    return None
+
+
+def _to_int(value: Any) -> int:
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number != int(number):
+        raise WrongValue(f"{show(value)} is not an integer")
+    return int(number)
+
+
+def _to_float(value: Any) -> float:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        raise WrongValue(f"{show(value)} is not a finite number")
+    return float(number)
+
+
+def _to_str(value: Any) -> str:
+    if is_null(value):
+        return ""
+    if isinstance(value, str):
+        return str(value)
+    raise WrongValue(f"{show(value)} is not text")
+
+
+_SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
+
+
+def is_null(value: Any) -> bool:
+    """Whether a value was written as nothing: null, none, ~ or an empty YAML value."""
+    return value is None or (isinstance(value, Plain) and value.lower() in _NULL)
+
+
+def describe(annotation: Any) -> str:
+    """A type in words."""
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in parts)
+    if origin is Literal:
+        return "one of " + ", ".join(choice or '"" (empty)' for choice in parts)
+    if origin is tuple and len(parts) == 2 and parts[1] is Ellipsis:
+        return f"a list [...], each: {describe(parts[0])}"
+    if origin is tuple:
+        return "[" + ", ".join(describe(part) for part in parts) + "]"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    return names.get(annotation, "null")
+
+
+def show(value: Any) -> str:
+    """A value as messages print it."""
+    if isinstance(value, str):
+        return repr(str(value))
+    return "null" if value is None else to_yaml(value)
+
+
+def to_yaml(value: Any) -> str:
+    """A typed value as flow YAML that `convert` reads back to the same value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return _float_text(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_yaml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{to_yaml(k)}: {to_yaml(v)}" for k, v in value.items()) + "}"
+    text = str(value)
+    if _SIMPLE_TEXT.fullmatch(text) and text.lower() not in _NULL | _TRUE | _FALSE:
+        return text
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).strip()
+
+
+def _float_text(value: float) -> str:
+    # PyYAML and other YAML 1.1 readers take "3e-05" for text: they want a point in the mantissa.
+    mantissa, exponent, power = repr(value).partition("e")
+    if exponent and "." not in mantissa:
+        mantissa += ".0"
+    return mantissa + exponent + power

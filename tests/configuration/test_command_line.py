@@ -1,0 +1,140 @@
+"""Options, messages and exit codes, in this process and in one of its own."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from MaxText.configuration import config_files
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.command_line import parse
+from MaxText.configuration.loading import load
+
+USAGE = "Trains a model."
+
+
+def answer(capsys, *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse("train.py", arguments, USAGE)
+    assert caught.value.code == code
+    streams = capsys.readouterr()
+    assert "Traceback" not in streams.err
+    return streams.err if code else streams.out
+
+
+def test_parse_returns_what_load_does():
+    arguments = ["dataset_type=synthetic", "steps=3"]
+    loaded = parse("MaxText/train.py", arguments, USAGE)
+    assert loaded.config.run.steps == load(arguments).config.run.steps == 3
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_every_key(option, capsys):
+    text = answer(capsys, option)
+    assert USAGE in text
+    for name in all_keys():
+        assert f"\n  {name}=" in text
+    assert answer(capsys, "gpt2.yml", option, "steps=x") == text
+
+
+def test_help_of_a_key(capsys):
+    text = answer(capsys, "--help", "rotary_pct", "decoder_block=gpt_neox")
+    for part in ("> 0 and <= 1", "default:  1.0", "position_embedding=rotary", "a number", "0.25"):
+        assert part in text
+    assert "configs/decoder_blocks/gpt_neox.yml:" in text
+    assert "unit:     steps" in answer(capsys, "--help", "steps")
+    assert "bfloat16" in answer(capsys, "--help", "dtype")
+    assert "default:  null" in answer(capsys, "--help", "max_num_checkpoints_to_keep")
+    assert "now:" not in answer(capsys, "--help", "steps", "stepz=1")
+
+
+def test_help_and_why_of_an_unknown_key(capsys):
+    assert "nearest:  steps" in answer(capsys, "--help", "stepz", code=2)
+    assert "nearest:  steps" in answer(capsys, "--why", "stepz", code=2)
+    assert "always in the folder" not in answer(capsys, "--why", "gcs_metrics", code=2)
+    assert "needs a key" in answer(capsys, "--why", code=2)
+    assert "needs a YAML file" in answer(capsys, "--from-maxtext", code=2)
+
+
+def test_why_names_the_winner_and_what_it_beat(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yml").write_text("base_config: gpt2.yml\n\nlearning_rate: 1.0e-3\n")
+    monkeypatch.setenv("M_LEARNING_RATE", "2e-3")
+    shipped = (config_files.SHIPPED / "gpt2.yml").read_text()
+    line = next(
+        number
+        for number, text in enumerate(shipped.splitlines(), start=1)
+        if text.startswith("learning_rate")
+    )
+    text = answer(capsys, "mine.yml", "learning_rate=3e-3", "--why", "learning_rate")
+    assert text.splitlines() == [
+        "learning_rate=0.003",
+        "  set by: command line, learning_rate=3e-3",
+        "  over:   environment variable M_LEARNING_RATE=2e-3",
+        "  over:   config file, mine.yml:3, learning_rate: 1.0e-3",
+        f"  over:   base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4",
+        "  over:   schema default, 3.0e-05",
+    ]
+    text = answer(capsys, "--why", "steps", "steps=-1", "learning_rate_schedule_steps=9")
+    assert text.splitlines()[:2] == [
+        "steps=9",
+        "  set by: derived from learning_rate_schedule_steps",
+    ]
+
+
+def test_show_config_can_be_fed_back(capsys, write):
+    arguments = ["model_name=gpt2-124m", "base_emb_dim=1536", "dataset_path=d", "run_name=r"]
+    text = answer(capsys, "--show-config", *arguments)
+    assert "base_emb_dim: 1536  # command line" in text
+    assert "# configs/models/gpt2-124m.yml:" in text
+    assert load([write(text)]).config == load(arguments).config
+
+
+def test_from_maxtext(capsys, write):
+    path = write(
+        "steps: 5\nmax_num_checkpoints_to_keep: 2\nenable_wandb: false\ndataset_type: tfds\n"
+        "stepz: 1\nlogical_axis_rules: [[embed, fsdp_transpose]]\ndropout_rate: 3\n"
+    )
+    text = answer(capsys, "--from-maxtext", path)
+    understood, changed, refused, ignored, unknown = text.split("\n\n")[1:]
+    assert "  steps: 5" in understood
+    assert "  max_num_checkpoints_to_keep: max_to_keep: 2" in changed
+    assert "dataset_type: 'tfds'" in refused
+    assert "fsdp_transpose" in refused
+    assert "dropout_rate: 3 is not" in refused
+    assert "enable_wandb: Weights & Biases" in ignored
+    assert "stepz: nearest: steps" in unknown
+    assert "not found" in answer(capsys, "--from-maxtext", "nowhere.yml", code=2)
+
+
+def test_a_newcomer_without_arguments_learns_what_to_type(capsys):
+    text = answer(capsys, code=2)
+    assert "python MaxText/train.py configs/quickstart.yml" in text
+    assert text.startswith("error: 1 problem in the configuration")
+
+
+def test_a_typo_exits_with_2_before_jax_is_imported(tmp_path):
+    program = f"""
+import json, sys
+sys.path.insert(0, {str(config_files.REPOSITORY)!r})
+from MaxText.configuration.command_line import parse
+try:
+    parse("train.py", ["gpt2.yml", "dataset_path=x", "lerning_rate=1"], "")
+finally:
+    heavy = {{"jax", "jaxlib", "numpy", "flax", "grain", "orbax"}}
+    print(json.dumps(sorted(heavy & set(sys.modules))))
+"""
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    seconds = time.perf_counter() - start
+    assert done.returncode == 2
+    assert json.loads(done.stdout) == []
+    assert "lerning_rate: unknown key" in done.stderr
+    assert "nearest:  learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    # 0.3 s on an idle core; the bound leaves room for a busy one.
+    assert seconds < 3

@@ -1,0 +1,59 @@
+"""Generated files are up to date, and the set of public keys changes only on purpose.
+
+After a change of the schema: `python -m MaxText.configuration.documentation`, and
+`UPDATE_RESOLVED=1 python -m pytest tests/configuration` for public_keys.txt and resolved/.
+"""
+
+import os
+from pathlib import Path
+
+from MaxText.configuration import documentation
+from MaxText.configuration.catalogue import all_keys, flat
+from MaxText.configuration.config_files import BASE_YML, read
+from MaxText.configuration.loading import configure
+from MaxText.configuration.schema import Config
+
+PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
+
+
+def test_base_yml_is_up_to_date():
+    assert BASE_YML.read_text(encoding="utf-8") == documentation.base_yml()
+
+
+def test_configuration_md_is_up_to_date():
+    text = documentation.CONFIGURATION_MD.read_text(encoding="utf-8")
+    assert text == documentation.configuration_md()
+
+
+def test_base_yml_holds_exactly_the_defaults(write):
+    entries, problems = read(BASE_YML)
+    assert not problems
+    assert [entry.name for entry in entries] == list(all_keys())
+    assert configure("base.yml", run_name="r") == configure(run_name="r")
+    # A copy under another name is an ordinary config file: every value counts, and is the default.
+    copy = write(BASE_YML.read_text(encoding="utf-8"), "copy.yml")
+    assert configure(copy, run_name="r") == configure(run_name="r")
+
+
+def test_the_default_configuration_is_the_schema():
+    defaults = flat(Config())
+    derived = ("run_name", "base_output_directory", "learning_rate_schedule_steps")
+    assert {k: v for k, v in flat(configure()).items() if k not in derived} == {
+        k: v for k, v in defaults.items() if k not in derived
+    }
+
+
+def test_public_keys():
+    names = "".join(f"{name}\n" for name in sorted(all_keys()))
+    if os.environ.get("UPDATE_RESOLVED"):
+        PUBLIC_KEYS.write_text(names, encoding="utf-8")
+    assert PUBLIC_KEYS.read_text(encoding="utf-8") == names
+
+
+def test_every_key_is_documented():
+    for key in all_keys().values():
+        assert key.meaning, key.name
+        assert key.meaning.endswith("."), key.name
+        for other, effective in key.only_if.items():
+            assert other in all_keys(), f"{key.name} depends on the unknown key {other}"
+            assert effective, key.name

@@ -1,0 +1,235 @@
+"""The order of layers, inheritance, and where values are said to come from."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from MaxText.configuration import config_files
+from MaxText.configuration.catalogue import flat
+from MaxText.configuration.loading import Layer, configure, load
+from MaxText.configuration.problems import ConfigurationError
+
+
+def test_each_layer_beats_the_one_before(write, monkeypatch):
+    write("rope_max_timescale: 2\nrotary_pct: 0.5\nsteps: 2\nwarmup_steps_fraction: 0.2\n", "b.yml")
+    path = write(
+        "base_config: b.yml\ndecoder_block: gpt_neox\nsteps: 3\nbase_emb_dim: 8\n"
+        "rope_max_timescale: 3\n"
+    )
+    arguments = [path, "model_name=pythia-70m"]
+    loaded = load(arguments)
+    config = loaded.config
+    assert config.model.block.block_arrangement == "parallel"  # decoder_block over default
+    assert config.model.position.rotary_pct == 0.5  # base_config over decoder_block
+    assert config.run.steps == 3  # file over base_config
+    assert config.schedule.warmup_steps_fraction == 0.2
+    assert config.model.shape.base_emb_dim == 512  # preset over file
+    layers = {name: origin.layer for name, origin in loaded.origins.items()}
+    assert layers["block_arrangement"] is Layer.DECODER_BLOCK
+    assert layers["rotary_pct"] is Layer.BASE_CONFIG
+    assert layers["steps"] is Layer.CONFIG_FILE
+    assert layers["base_emb_dim"] is Layer.PRESET
+    assert layers["learning_rate"] is Layer.DEFAULT
+    assert loaded.origins["steps"].line == 3
+    assert loaded.origins["steps"].place.endswith("config.yml:3")
+
+    monkeypatch.setenv("M_BASE_EMB_DIM", "1024")
+    loaded = load(arguments)
+    assert loaded.config.model.shape.base_emb_dim == 1024
+    assert loaded.origins["base_emb_dim"].place == "environment variable M_BASE_EMB_DIM"
+    loaded = load([*arguments, "base_emb_dim=2048"])
+    assert loaded.config.model.shape.base_emb_dim == 2048
+    assert loaded.origins["base_emb_dim"].layer is Layer.COMMAND_LINE
+
+
+def test_decoder_block_may_come_from_any_layer(write, monkeypatch):
+    assert configure("gpt2-124m.yml").model.position.position_embedding == "learned"
+    assert configure(model_name="gpt2-124m").model.position.position_embedding == "learned"
+    assert configure(decoder_block="gpt_neox").model.block.block_arrangement == "parallel"
+    monkeypatch.setenv("M_DECODER_BLOCK", "gpt_neox")
+    assert load([]).config.model.block.block_arrangement == "parallel"
+
+
+@pytest.mark.parametrize("place", ["file", "environment", "command line"])
+def test_model_name_may_come_from_any_layer(place, write, monkeypatch):
+    arguments = {
+        "file": [write("model_name: pythia-70m\n")],
+        "environment": [],
+        "command line": ["model_name=pythia-70m"],
+    }[place]
+    if place == "environment":
+        monkeypatch.setenv("M_MODEL_NAME", "pythia-70m")
+    assert load(arguments).config.model.shape.base_emb_dim == 512
+
+
+def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
+    monkeypatch.setenv("M_MLP_ACTIVATIONS", "[gelu]")
+    monkeypatch.setenv("M_LERNING_RATE", "1")
+    monkeypatch.setenv("M_ENABLE_WANDB", "1")
+    monkeypatch.setenv("M_XQZ", "1")
+    monkeypatch.setenv("HARDWARE", "tpu")
+    config = load([]).config
+    assert config.model.feed_forward.mlp_activations == ("gelu",)
+    assert config.run.hardware == "auto"
+    warnings = capsys.readouterr().err
+    assert "M_LERNING_RATE has no effect; did you mean M_LEARNING_RATE?" in warnings
+    assert "M_ENABLE_WANDB has no effect" in warnings
+    assert "XQZ" not in warnings
+
+
+def test_inheritance_is_recursive_and_looks_beside_the_file_first(write):
+    write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
+    write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
+    path = write("base_config: a/middle.yml\neval_steps: 3\n")
+    config = configure(path)
+    found = (config.run.steps, config.monitoring.log_period, config.evaluation.eval_steps)
+    assert found == (1, 2, 3)
+    config = configure(write("base_config: gpt2.yml\nsteps: 7\n", "b/own.yml"))
+    assert config.model.shape.decoder_block == "gpt3"
+
+
+def test_a_cycle_is_an_error(write):
+    path = write("base_config: b.yml\n", "a.yml")
+    write("base_config: a.yml\n", "b.yml")
+    with pytest.raises(ConfigurationError, match=r"a\.yml -> .*b\.yml -> .*a\.yml"):
+        configure(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2.yml",
+        "configs/gpt2.yml",
+        "MaxText/configs/gpt2.yml",
+        "./configs/gpt2.yml",
+        "configs/models/gpt2-124m.yml",
+        "models/gpt2-124m.yml",
+        "gpt2-124m.yml",
+    ],
+)
+def test_shipped_configs_are_found_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = load([name]).config_path
+    assert path is not None
+    assert path.is_relative_to(config_files.SHIPPED)
+    assert path.name == Path(name).name
+
+
+def test_a_given_path_comes_before_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2.yml").write_text("steps: 5\n")
+    assert load(["gpt2.yml"]).config.run.steps == 5
+
+
+@pytest.mark.parametrize("name", ["gpt22.yml", "mine/gpt2.yml", "/nowhere/configs/gpt2.yml"])
+def test_a_missing_config_names_near_ones(name):
+    with pytest.raises(ConfigurationError, match=r"(?s)not found.*configs/gpt2\.yml"):
+        load([name])
+
+
+def test_unknown_presets_name_near_ones():
+    with pytest.raises(ConfigurationError, match=r"(?s)model_name: .*nearest: +gpt2-124m"):
+        load(["model_name=gpt2-125m"])
+    with pytest.raises(ConfigurationError, match=r"(?s)decoder_block: .*nearest: +llama2"):
+        load(["decoder_block=llama"])
+    for wrong in (
+        "model_name=../gpt2",
+        "model_name=[gpt2-124m]",
+        "decoder_block=",
+        "decoder_block=[a]",
+    ):
+        with pytest.raises(ConfigurationError, match=r"there is no configs/"):
+            load([wrong])
+    for nothing in ("model_name=", "model_name=none", "model_name=default"):
+        assert load([nothing]).config.model == configure().model
+
+
+def test_a_preset_may_inherit_but_not_choose_another(write, monkeypatch, tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(config_files.MODELS, models)
+    monkeypatch.setattr(config_files, "MODELS", models)
+    (models / "small.yml").write_text("base_config: pythia-70m.yml\nbase_emb_dim: 256\n")
+    (models / "odd.yml").write_text("model_name: pythia-70m\n")
+    config = configure(write("base_emb_dim: 8\n"), model_name="small")
+    assert config.model.shape.base_emb_dim == 256
+    assert config.model.block.block_arrangement == "parallel"
+    with pytest.raises(ConfigurationError, match="cannot choose another preset"):
+        configure(model_name="odd")
+
+
+@pytest.mark.parametrize("use", ["file", "base_config"])
+def test_base_yml_does_not_beat_a_decoder_block(use, write):
+    path = "base.yml" if use == "file" else write("base_config: base.yml\n")
+    config = configure(path, decoder_block="gpt_neox")
+    assert config.model.position.rotary_pct == 0.25
+    assert config.model.block.normalization_type == "layer_norm"
+
+
+def test_aliases_are_accepted_with_a_notice(capsys):
+    assert load(["max_num_checkpoints_to_keep=3"]).config.checkpoint.max_to_keep == 3
+    assert "max_num_checkpoints_to_keep is called max_to_keep here" in capsys.readouterr().err
+    assert load(["packing_train=false", "packing=false"]).config.data.packing is False
+    with pytest.raises(ConfigurationError, match=r"(?s)given twice.*packing=true.*packing_train="):
+        load(["packing=true", "packing_train=false"])
+
+
+def test_derived_values(monkeypatch):
+    assert configure(steps=10).schedule.learning_rate_schedule_steps == 10
+    loaded = load(["steps=-1", "learning_rate_schedule_steps=20"])
+    assert loaded.config.run.steps == 20
+    assert loaded.origins["steps"].place == "derived from learning_rate_schedule_steps"
+
+    config = configure(run_name="x")
+    assert config.run.base_output_directory == "./maxtext_output"
+    for whole, folder in (("gs://b/o/x", "gs://b/o"), ("/tmp/o/x", "/tmp/o"), ("o/x/", "o")):
+        run = configure(run_name=whole).run
+        assert (run.base_output_directory, run.run_name) == (folder, "x")
+    run = configure(run_name="group/x", base_output_directory="out").run
+    assert (run.base_output_directory, run.run_name) == ("out", "group/x")
+
+    assert configure("gpt2.yml").run.run_name.startswith("gpt2_20")
+    assert configure("gpt2.yml", model_name="llama2-7b").run.run_name.startswith("llama2-7b_20")
+    monkeypatch.setitem(os.environ, "JOBSET_NAME", "job")
+    loaded = load([])
+    assert loaded.config.run.run_name == "job"
+    assert "$JOBSET_NAME" in loaded.origins["run_name"].place
+
+
+def test_axis_rules_merge_by_name(write):
+    base = dict(configure().mesh.logical_axis_rules)
+    path = write("logical_axis_rules: [[vocab, [fsdp, tensor]], [kv, tensor], [kv, []]]\n")
+    rules = configure(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
+    assert rules[-4:] == (
+        ("vocab", ("fsdp", "tensor")),
+        ("kv", ("tensor",)),
+        ("kv", ()),
+        ("embed", ()),
+    )
+    assert dict(rules)["mlp"] == base["mlp"]
+    assert [name for name, _ in rules].count("vocab") == 1
+    replaced = load(["logical_axis_rules=[[embed,fsdp]]", "override_logical_axis_rules=true"])
+    assert replaced.config.mesh.logical_axis_rules == (("embed", ("fsdp",)),)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("[[embd,fsdp]]", "unknown logical name 'embd'; nearest: embed"),
+        ("[[embed,context]]", "unknown mesh axis 'context'; known: data, fsdp, tensor"),
+        ("[[embed,[fsdp,fsdp]]]", "named twice"),
+        ("[embed]", "not a pair"),
+        ("[[embed,[[fsdp]]]]", "unknown mesh axis"),
+        ("embed", "not a list"),
+    ],
+)
+def test_wrong_axis_rules(rules, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load([f"logical_axis_rules={rules}"])
+
+
+def test_flat_holds_every_value():
+    config = configure(steps=3)
+    assert flat(config)["steps"] == 3
+    assert flat(config)["vocab_size"] == config.model.shape.vocab_size

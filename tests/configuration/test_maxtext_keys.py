@@ -1,0 +1,52 @@
+"""Every key that MaxText documents as much used is a key here, an alias, or explained."""
+
+from pathlib import Path
+
+import pytest
+
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.loading import load
+from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE, VALUE_NOTES, absent
+from MaxText.configuration.problems import ConfigurationError
+
+# The keys that MaxText's base.yml and its documentation lead people to use, one per line.
+MUCH_USED = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8").split()
+
+
+@pytest.mark.parametrize("name", MUCH_USED)
+def test_known_one_way_or_another(name):
+    assert (name in all_keys()) + (name in ALIASES) + (name in UNAVAILABLE) == 1
+
+
+def test_aliases_lead_to_keys():
+    for old, new in ALIASES.items():
+        assert new in all_keys()
+        assert old not in all_keys()
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_absent_keys_are_explained(name):
+    reason = UNAVAILABLE[name]
+    assert name not in all_keys(), f"{name} is a key now: remove it from UNAVAILABLE"
+    assert reason.why
+    assert not reason.instead or reason.instead in all_keys()
+    with pytest.raises(ConfigurationError) as caught:
+        load([f"{name}=1"])
+    assert reason.sentence in str(caught.value)
+
+
+def test_families():
+    found = absent("sa_block_kv_dq")
+    assert found is not None
+    assert found.instead == "attention_block_size"
+    assert absent("lerning_rate") is None
+    # A near miss of one of our keys is a typing mistake, not a member of a family.
+    with pytest.raises(ConfigurationError, match=r"nearest: +ici_fsdp_parallelism"):
+        load(["ici_fsdp_paralelism=2"])
+
+
+def test_values_with_a_note_are_not_accepted():
+    for (name, value), note in VALUE_NOTES.items():
+        with pytest.raises(ConfigurationError) as caught:
+            load([f"{name}={value}"])
+        assert note in str(caught.value)

@@ -1,0 +1,213 @@
+"""Every kind of mistake, all in one message, with place and remedy."""
+
+import contextlib
+
+import pytest
+
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.loading import configure, load
+from MaxText.configuration.problems import ConfigurationError, nearest
+from MaxText.configuration.rules import RULES
+from MaxText.errors import UserError
+
+
+def test_all_problems_are_said_at_once(write, monkeypatch):
+    path = write("steps: ten\n\nlearning_rat: 1\n")
+    monkeypatch.setenv("M_VOCAB_SIZE", "many")
+    with pytest.raises(UserError) as caught:
+        load([path, "dtype=bf16", "quantization=int8", "base_num_kv_heads=5", "--x=1", "y"])
+    message = str(caught.value)
+    assert message.startswith("8 problems in the configuration")
+    for part in (
+        "config.yml:1, steps: ten",
+        "config.yml:3, learning_rat: 1",
+        "environment variable M_VOCAB_SIZE=many",
+        "command line, dtype=bf16",
+        "quantization: not a key here: quantized training is not available yet",
+        "base_num_query_heads=16 is not a multiple of base_num_kv_heads=5",
+        "argument '--x=1'",
+        "argument 'y'",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lerning_rate", "learning_rate"),
+        ("rate_learning", "learning_rate"),
+        ("batch_size_per_device", "per_device_batch_size"),
+        ("Steps", "steps"),
+        ("checkpointing_enable", "enable_checkpointing"),
+        ("num_query_heads", "base_num_query_heads"),
+    ],
+)
+def test_nearest_names(typed, meant):
+    assert nearest(typed, all_keys())[0] == meant
+    with pytest.raises(ConfigurationError, match=f"nearest: +{meant}"):
+        load([f"{typed}=1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning-rate", "3"], "learning_rate=3"),
+        (["--steps=3"], "write: +steps=3"),
+        (["--stepz=3"], "write: +steps=3"),
+        (["--flag"], "without dashes"),
+        (["steps"], "neither key=value nor a config file"),
+        (["gpt2.yml", "base.yml"], "already a config file"),
+        (["steps=1", "steps=2"], "given twice with different values"),
+        (["base_config=base.yml"], "only a YAML file"),
+        (["sa_block_kv=1"], "not a key here"),
+        (["grain_train_file=x"], "unknown key|not a key here"),
+    ],
+)
+def test_malformed_arguments(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load(arguments)
+
+
+def test_the_same_value_twice_is_fine():
+    assert load(["steps=3", "steps=3"]).config.run.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 1\nrun_name: a\nsteps: 2\n", r"steps: given twice in one file, first on line 1"),
+        ("steps: [1\n", r"config\.yml:\d+ is not valid YAML"),
+        ("- steps\n", "must be a list of `key: value` lines"),
+        ("steps: 1\n---\nsteps: 2\n", "is not valid YAML"),
+        ("base_config: [a, b]\n", "not the path of one YAML file"),
+        ("base_config: nowhere.yml\n", r"(?s)not found.*config\.yml:1"),
+        ("schema_version: 999\n", "newer version"),
+        ("schema_version: x\n", "schema_version: 'x' is not an integer"),
+        ("lora: {rank: 3}\n", "lora: unknown key"),
+    ],
+)
+def test_bad_files(text, message, write):
+    with pytest.raises(ConfigurationError, match=message):
+        configure(write(text))
+
+
+def test_yaml_runs_no_code(write):
+    path = write("run_name: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ConfigurationError, match=r"run_name: \[\] is not text"):
+        configure(path)
+
+
+def test_an_empty_file_gives_the_defaults(write):
+    assert configure(write("# nothing\n"), run_name="r") == configure(run_name="r")
+
+
+class TestKeysWithoutEffect:
+    """Only what was set on purpose, and not overruled by a stronger choice, is an error."""
+
+    @pytest.mark.parametrize("layer", ["command line", "environment", "file", "argument"])
+    def test_set_on_purpose(self, layer, write, monkeypatch):
+        arguments, overrides = [], {}
+        if layer == "command line":
+            arguments = ["rotary_pct=0.5", "position_embedding=none"]
+        elif layer == "environment":
+            monkeypatch.setenv("M_ROTARY_PCT", "0.5")
+            monkeypatch.setenv("M_POSITION_EMBEDDING", "none")
+        elif layer == "file":
+            arguments = [write("rotary_pct: 0.5\nposition_embedding: none\n")]
+        else:
+            overrides = {"rotary_pct": 0.5, "position_embedding": "none"}
+        with pytest.raises(ConfigurationError, match="rotary_pct: has no effect with position_emb"):
+            configure(**overrides) if overrides else load(arguments)
+
+    def test_against_a_default(self):
+        with pytest.raises(
+            ConfigurationError, match="muon_beta: has no effect with opt_type=adamw"
+        ):
+            load(["muon_beta=0.9"])
+
+    def test_the_default_value_is_no_mistake(self):
+        load(["rotary_pct=1", "position_embedding=none"])
+
+    def test_inherited_values_are_inert(self, write):
+        write("muon_beta: 0.9\n", "b.yml")
+        configure(write("base_config: b.yml\n"))
+        configure(model_name="pythia-70m", position_embedding="none")
+
+    def test_a_stronger_choice_makes_the_file_inert(self, write):
+        path = write("dataset_path: folder\n")
+        load([path, "dataset_type=synthetic"])
+        with pytest.raises(ConfigurationError, match="dataset_path: has no effect"):
+            load([path, "dataset_type=synthetic", "dataset_path=other"])
+
+
+BROKEN = [
+    ("base_num_query_heads=16 base_num_kv_heads=3", "not a multiple"),
+    ("head_dim=-1 base_emb_dim=100", "is no integer"),
+    ("head_dim=0", "head_dim: 0"),
+    ("rotary_pct=0.01", "not an even number from 2"),
+    ("head_dim=6 rotary_pct=0.5", "gives 3"),
+    ("global_parameter_scale=3", "power of two"),
+    ("decoder_block=gpt2 trainable_position_size=10", "no row for every place"),
+    ("mlp_activations=[]", "the list is empty"),
+    ("num_vocab_tiling=3", "does not divide"),
+    ("prepare_source=x tokenizer_vocab_size=50000", "no row for"),
+    ("steps=0", "steps: 0 is not possible"),
+    ("learning_rate_schedule_steps=0", "learning_rate_schedule_steps: 0"),
+    ("steps=-1", "refer to each other"),
+    ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "more than 1"),
+    ("num_epoch=0", "num_epoch: 0"),
+    ("load_parameters_path=a load_full_state_path=b", "only one"),
+    ("ici_data_parallelism=-1", "only one of ici_data_parallelism and ici_fsdp_parallelism"),
+    ("ici_tensor_parallelism=0", "ici_tensor_parallelism: 0"),
+    ("eval_interval=0", "eval_interval: 0"),
+    ("eval_steps=0", "eval_steps: 0"),
+    ("target_eval_loss=2", "can never be seen"),
+    ("prompt= sample_tokens=3", "prompt is empty"),
+    ("profiler=xplane steps=1", "the profiler waits 1 steps"),
+    ("run_name=/a/b base_output_directory=out", "whole path"),
+    ("run_name=gs://bucket", "bucket without a folder"),
+    ("run_name=..", "not the name of a folder"),
+    ("adamw_mask=['(']", "not a regular expression"),
+    ("weight_decay_overrides=[['(',1]]", "not a regular expression"),
+    ("learning_rate_overrides=[['(',1]]", "not a regular expression"),
+    ("trainable_parameters_mask=['[']", "not a regular expression"),
+    ("weight_decay_overrides=[[a,-1]]", "is negative"),
+    ("learning_rate_overrides=[[a,-1]]", "is negative"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BROKEN)
+def test_impossible_combinations(line, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        load(line.split(" "))
+    assert len(caught.value.problems) == 1
+    assert "command line, " in str(caught.value)
+
+
+def test_every_rule_is_tested():
+    blamed = {name for line, _ in BROKEN for name in (a.split("=")[0] for a in line.split(" "))}
+    for rule in RULES:
+        assert rule.programs or blamed.intersection(rule.keys), rule.keys
+
+
+def test_a_program_that_reads_data_needs_some():
+    with pytest.raises(ConfigurationError, match=r"(?s)quickstart\.yml.*prepare_data.*synthetic"):
+        load([], "MaxText/train.py")
+    load([], "plan.py")
+    load(["dataset_type=synthetic"], "train.py")
+    load(["dataset_path=folder"], "train.py")
+
+
+def test_near_misses_of_possible_combinations_pass():
+    configure(base_num_kv_heads=4)
+    configure(head_dim=-1)
+    configure(decoder_block="gpt2", trainable_position_size=4096)
+    configure(lr_schedule_type="wsd", warmup_steps_fraction=0.9, wsd_decay_steps_fraction=0.1)
+    configure(ici_data_parallelism=-1, ici_fsdp_parallelism=1)
+
+
+@pytest.mark.parametrize("raw", ["", "[", "{a: b}", "[[a,1]]", "&a", "9" * 5000, "[" * 30, "\x00"])
+def test_no_value_of_any_key_makes_a_traceback(raw):
+    for name in all_keys():
+        with contextlib.suppress(UserError):
+            load([f"{name}={raw}"])
