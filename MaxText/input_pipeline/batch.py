@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -28,3 +29,15 @@ class Batch:
     weights_BT: Any
     positions_BT: Any = None
     segments_BT: Any = None
+
+
+def batch_shapes(num_rows: int, length: int, with_documents: bool) -> Batch:
+    """Shapes of a batch, to compile for it before it is read.
+
+    Args:
+      with_documents: whether positions and segments are given (data key document_mask).
+    """
+    ids = jax.ShapeDtypeStruct((num_rows, length), np.int32)
+    weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
+    documents = ids if with_documents else None
+    return Batch(ids, ids, weights, documents, documents)

@@ -1,0 +1,105 @@
+"""Where checkpoints lie: `<run>/checkpoints/<step>/{items,iter,metadata}`, and how to find them.
+
+Listing needs no Orbax, whose import costs a third of a second.
+"""
+
+import dataclasses
+
+from etils import epath
+
+from MaxText.errors import UserError
+
+CHECKPOINTS = "checkpoints"
+ITEMS = "items"  # the train state, an Orbax PyTree
+POSITION = "iter"  # JSON: where the data pipeline stands
+METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
+
+# Written last by Orbax where a folder cannot be renamed in one go.
+_COMMITTED = "commit_success.txt"
+_ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One checkpoint on disk.
+
+    Attributes:
+      items: the folder with the arrays.
+      step: the update it was saved after, or None for an `items` folder that was moved away.
+    """
+
+    items: epath.Path
+    step: int | None
+
+    @property
+    def folder(self) -> epath.Path:
+        """The step folder, which also holds `iter` and `metadata`."""
+        return self.items.parent
+
+    def __str__(self) -> str:
+        return str(self.folder if self.step is not None else self.items)
+
+
+def checkpoints_folder(run_folder: str | epath.Path) -> epath.Path:
+    """Where a run keeps its checkpoints."""
+    return epath.Path(run_folder) / CHECKPOINTS
+
+
+def complete_steps(folder: epath.Path) -> list[int]:
+    """Steps under a `checkpoints` folder whose saving was finished, ascending.
+
+    Orbax writes into `<step>.orbax-checkpoint-tmp` and renames at the end; in object stores,
+    which cannot rename, it writes a marker last. A save that was killed is therefore not listed.
+    """
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(child.name) for child in folder.iterdir() if child.name.isdigit() and _complete(child)
+    )
+
+
+def _complete(step_folder: epath.Path) -> bool:
+    if not (step_folder / ITEMS).is_dir():
+        return False
+    return not str(step_folder).startswith("gs://") or (step_folder / _COMMITTED).exists()
+
+
+def find(path: str, key: str) -> Stored:
+    """The checkpoint that a user's path means.
+
+    Args:
+      path: a run folder or its `checkpoints` (the newest complete step is taken), a step folder,
+        or its `items`.
+      key: the configuration key that holds the path, for the message.
+
+    Raises:
+      UserError: nothing there; says what was looked for and which steps exist nearby.
+    """
+    given = epath.Path(path).expanduser()
+    if any((given / name).exists() for name in _ITEMS_FILES):
+        name = given.parent.name
+        return Stored(given, int(name) if name.isdigit() else None)
+    if any((given / ITEMS / name).exists() for name in _ITEMS_FILES):
+        return Stored(given / ITEMS, int(given.name) if given.name.isdigit() else None)
+    for folder in (given / CHECKPOINTS, given):
+        if steps := complete_steps(folder):
+            return Stored(folder / str(steps[-1]) / ITEMS, steps[-1])
+    raise UserError(_nothing_found(given, key))
+
+
+def _nothing_found(given: epath.Path, key: str) -> str:
+    lines = [
+        f"{key}: no checkpoint at {given}"
+        + ("" if given.exists() else ", which does not exist")
+        + ".",
+        "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
+        "step folder, or its items.",
+    ]
+    # A mistyped step is the common case: list its neighbours.
+    for folder in (given.parent, given.parent.parent):
+        if steps := complete_steps(folder):
+            shown = ", ".join(map(str, steps[-10:]))
+            more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
+            lines.append(f"  Steps in {folder}: {shown}{more}.")
+            break
+    return "\n".join(lines)

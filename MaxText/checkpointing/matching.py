@@ -1,0 +1,172 @@
+"""Whether a stored state fits the one that a configuration asks for; no array is read for it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.schema import SCHEMA_VERSION
+from MaxText.errors import UserError
+
+_MOST_LINES = 20
+# Sections whose keys decide the names and shapes of parameters and optimizer state.
+_SHAPING_SECTIONS = ("model", "optimizer")
+
+
+class ConfigHint(NamedTuple):
+    """The flat configuration stored with the checkpoint (None if unknown) and the current one."""
+
+    stored: Mapping[str, Any] | None
+    current: Mapping[str, Any]
+
+
+class Leaf(NamedTuple):
+    """Shape and format of one array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+class Cast(NamedTuple):
+    """An array that changes its format while it is loaded."""
+
+    path: str
+    stored: np.dtype
+    wanted: np.dtype
+
+
+def leaves_by_path(tree: Any) -> dict[str, Leaf]:
+    """Arrays of a tree by path, such as "opt_state/1/0/mu/decoder/wi"."""
+    return {
+        "/".join(_name(part) for part in path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _name(part: Any) -> str:
+    # Orbax stores named tuples under their field names and tuples under their indices, as here.
+    for attribute in ("key", "name", "idx"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    raise AssertionError(f"a key of a kind that checkpoints do not have: {part!r}")
+
+
+def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint) -> list[Cast]:
+    """Compares names, shapes and formats.
+
+    Args:
+      stored_tree: what the checkpoint's own description says; leaves have .shape and .dtype.
+      abstract_tree: what is wanted, such as a dict of jax.ShapeDtypeStruct.
+      config_hint: to name the keys responsible.
+
+    Returns:
+      The floating point arrays whose format differs; they are cast on load.
+
+    Raises:
+      UserError: arrays are missing, extra, or of another shape or kind of number.
+    """
+    stored, wanted = leaves_by_path(stored_tree), leaves_by_path(abstract_tree)
+    problems = [
+        f"missing     {path}: the checkpoint has none, wanted {leaf}"
+        for path, leaf in wanted.items()
+        if path not in stored
+    ]
+    problems += [
+        f"extra       {path}: stored {leaf}, unknown to this model"
+        for path, leaf in stored.items()
+        if path not in wanted
+    ]
+    casts = []
+    for path, leaf in wanted.items():
+        found = stored.get(path, leaf)
+        if found.shape != leaf.shape:
+            problems.append(f"other shape {path}: stored {found}, wanted {leaf}")
+        elif found.dtype != leaf.dtype:
+            if jax.numpy.issubdtype(found.dtype, jax.numpy.floating) and jax.numpy.issubdtype(
+                leaf.dtype, jax.numpy.floating
+            ):
+                casts.append(Cast(path, found.dtype, leaf.dtype))
+            else:
+                problems.append(f"other kind  {path}: stored {found}, wanted {leaf}")
+    if problems:
+        raise UserError(_explain(problems, config_hint))
+    return casts
+
+
+def describe_casts(casts: Sequence[Cast]) -> list[str]:
+    """Lines that tell which formats change on load."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for cast in casts:
+        kind = (cast.path.split("/")[0], cast.stored.name, cast.wanted.name)
+        counts[kind] = counts.get(kind, 0) + 1
+    return [
+        f"  {count} arrays of {branch} are cast on load: {stored} -> {wanted}"
+        for (branch, stored, wanted), count in counts.items()
+    ]
+
+
+def _explain(problems: list[str], hint: ConfigHint) -> str:
+    lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
+    lines += [f"  {problem}" for problem in problems[:_MOST_LINES]]
+    if len(problems) > _MOST_LINES:
+        lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
+    if hint.stored is None:
+        lines.append("  The checkpoint does not say which configuration it was made with.")
+        return "\n".join(lines)
+    shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
+    changed = [
+        f"  {change}"
+        for change in config_differences(hint.stored, hint.current)
+        if change.split(":")[0] in shaping
+    ]
+    if changed:
+        lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
+        lines += changed
+        lines.append("Set them back, or start another run_name.")
+    else:
+        lines.append("  No key of the model or the optimizer differs: the program itself changed.")
+    return "\n".join(lines)
+
+
+def config_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Lines "key: old -> new", in the order of the current configuration."""
+    lines = []
+    for name in [*current, *(name for name in stored if name not in current)]:
+        old = _as_json(stored[name]) if name in stored else "(no such key)"
+        new = _as_json(current[name]) if name in current else "(no such key)"
+        if old != new:
+            lines.append(f"{name}: {old} -> {new}")
+    return lines
+
+
+def _as_json(value: Any) -> str:
+    # Tuples become lists on disk; compare what both sides look like there.
+    return json.dumps(value, default=str)
+
+
+def parameter_hash(params: Any) -> str:
+    """16 hexadecimal digits that depend on the names, shapes and formats of the parameters."""
+    table = sorted(f"{path} {leaf}" for path, leaf in leaves_by_path(params).items())
+    return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
+
+
+def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """What is stored beside the state: enough to explain the checkpoint without the run.
+
+    Args:
+      config_flat: the resolved configuration by key.
+      params: parameters or their shapes.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "config": json.loads(json.dumps(dict(config_flat), default=str)),
+        "parameter_hash": parameter_hash(params),
+        "num_parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)),
+    }

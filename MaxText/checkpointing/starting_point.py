@@ -1,0 +1,207 @@
+"""What a run starts from: its newest checkpoint, another run's, given parameters, or nothing."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from MaxText.checkpointing import layout, reading
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.matching import config_differences
+from MaxText.configuration.training_sections import Checkpoint
+from MaxText.errors import UserError
+
+Show = Callable[[str], None]
+
+
+class Start(NamedTuple):
+    """Where a run begins.
+
+    Attributes:
+      state: the train state, on devices.
+      first_step: the update to do first, from 0.
+      position: where the data pipeline stands, or None to begin with the data of `first_step`.
+      source: one line for the record, such as "checkpoint of step 120".
+      stored_config: configuration by key found in the checkpoint, if any.
+    """
+
+    state: Any
+    first_step: int
+    position: dict[str, Any] | None
+    source: str
+    stored_config: Mapping[str, Any] | None
+
+
+def restore_or_initialize(
+    checkpoints: Checkpoints,
+    section: Checkpoint,
+    abstract_state: Any,
+    initialize: Callable[[], Any],
+    config_flat: Mapping[str, Any],
+    show: Show = print,
+) -> Start:
+    """Own newest checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
+
+    Args:
+      abstract_state: a train state of jax.ShapeDtypeStruct with the shardings wanted; the
+        checkpoint may have been written on any other mesh.
+      initialize: makes a fresh state. Not called when a whole state is restored.
+      config_flat: the current configuration by key.
+      show: receives the numbered list, warnings, and every key that differs from the stored ones.
+
+    Raises:
+      UserError: a path has no checkpoint, a checkpoint does not fit, or this run has checkpoints
+        of which none can be read.
+    """
+    if section.load_full_state_path and section.load_parameters_path:
+        raise UserError(
+            "load_full_state_path and load_parameters_path are both set: clear one. The first "
+            "brings parameters, optimizer state and step, the second only parameters."
+        )
+    steps = checkpoints.steps()
+    _show_order(checkpoints, section, steps, show)
+    began = time.perf_counter()
+    if steps:
+        start = _resume(checkpoints, steps, abstract_state, config_flat, show)
+    elif section.load_full_state_path:
+        start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
+    elif section.load_parameters_path:
+        start = _load_parameters(
+            section.load_parameters_path, abstract_state, initialize, config_flat, show
+        )
+    else:
+        return Start(initialize(), 0, None, "scratch", None)
+    show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
+    _show_differences(start.stored_config, config_flat, show)
+    return start
+
+
+def _show_order(
+    checkpoints: Checkpoints, section: Checkpoint, steps: list[int], show: Show
+) -> None:
+    full, params = section.load_full_state_path, section.load_parameters_path
+    if not section.enable_checkpointing:
+        own = "enable_checkpointing is false"
+    elif steps:
+        own = f"step {steps[-1]} in {checkpoints.directory}"
+    else:
+        own = f"none in {checkpoints.directory}"
+    rows = [
+        ("newest checkpoint of this run", own, bool(steps)),
+        ("load_full_state_path", full or "not set", bool(full)),
+        ("load_parameters_path", params or "not set", bool(params)),
+        ("scratch", "new parameters from init_weights_seed", True),
+    ]
+    taken = next(number for number, row in enumerate(rows) if row[2])
+    show("Starting point, the first that there is:")
+    for number, (name, what, available) in enumerate(rows):
+        mark = "  <- taken" if number == taken else ""
+        if available and number > taken and name.startswith("load_"):
+            mark = "  (ignored: this run has its own checkpoint)"
+        show(f"  {number + 1}. {name:<31}{what}{mark}")
+
+
+def _resume(
+    checkpoints: Checkpoints,
+    steps: list[int],
+    abstract_state: Any,
+    config_flat: Mapping[str, Any],
+    show: Show,
+) -> Start:
+    failures = []
+    for step in reversed(steps):
+        reason = None
+        restored = None
+        try:
+            restored = checkpoints.restore(step, abstract_state, config_flat, show)
+        except reading.Unreadable as error:
+            reason = str(error).splitlines()[0][:200]
+        if _on_all_processes(restored is not None):
+            assert restored is not None
+            state, position, metadata = restored
+            first_step = step + 1
+            if int(state.step) != first_step:
+                raise UserError(
+                    f"{checkpoints.directory / str(step)} holds the state after "
+                    f"{int(state.step)} updates, not {first_step}: was the folder renamed?"
+                )
+            source = f"checkpoint of step {step}"
+            return Start(state, first_step, position, source, metadata.get("config"))
+        checkpoints.mark_unreadable(step)
+        failures.append(f"step {step}: {reason or 'another process could not read it'}")
+        show(f"!!! WARNING: A CHECKPOINT CANNOT BE READ, going back. {failures[-1]}")
+    raise UserError(
+        f"no checkpoint in {checkpoints.directory} can be read:\n"
+        + "\n".join(f"  {failure}" for failure in failures)
+        + "\nNothing was changed. Restore the files, or start anew with another run_name."
+    )
+
+
+def _load_full_state(
+    path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
+) -> Start:
+    stored = layout.find(path, "load_full_state_path")
+    with _unreadable_is_user_error("load_full_state_path", stored):
+        position = None
+        if (stored.folder / layout.POSITION).exists():
+            position = reading.read_position(stored)
+        else:
+            show(f"  no data position beside {stored}: data begins at its step")
+        config = reading.stored_config(stored)
+        state = reading.read_state(stored, abstract_state, config_flat, show)
+    return Start(state, int(state.step), position, f"full state of {stored}", config)
+
+
+def _load_parameters(
+    path: str,
+    abstract_state: Any,
+    initialize: Callable[[], Any],
+    config_flat: Mapping[str, Any],
+    show: Show,
+) -> Start:
+    stored = layout.find(path, "load_parameters_path")
+    with _unreadable_is_user_error("load_parameters_path", stored):
+        reading.check_params(stored, abstract_state.params, config_flat)
+        # The fresh parameters are dropped before the stored ones are read: one copy in memory.
+        state = dataclasses.replace(initialize(), params=None)
+        params = reading.read_params(stored, abstract_state.params, config_flat, show)
+    state = dataclasses.replace(state, params=params)
+    config = reading.stored_config(stored)
+    return Start(state, 0, None, f"parameters of {stored}", config)
+
+
+@contextlib.contextmanager
+def _unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
+    """A path that the user gave is never replaced by another checkpoint behind their back."""
+    try:
+        yield
+    except reading.Unreadable as error:
+        raise UserError(
+            f"{key}: the checkpoint at {stored} cannot be read: {error}\n"
+            "  Name an older step, or restore the files."
+        ) from error
+
+
+def _on_all_processes(done: bool) -> bool:
+    """Whether every process succeeded: all must resume from the same step."""
+    if jax.process_count() == 1:
+        return done
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(done))))
+
+
+def _show_differences(
+    stored: Mapping[str, Any] | None, current: Mapping[str, Any], show: Show
+) -> None:
+    if stored is None:
+        return
+    changes = config_differences(stored, current)
+    if changes:
+        show("Keys that differ from the checkpoint (checkpoint -> now):")
+        for change in changes:
+            show(f"  {change}")

@@ -1,0 +1,289 @@
+"""`manifest.json`: what a prepared data set holds, and the checks made before it is read.
+
+    <dataset_path>/
+      manifest.json                                this file
+      tokenizer.json                               the tokenizer that made the ids
+      <split>/tokens-00000-of-00004.array_record   chunks of the token stream
+      <split>/document_offsets.npy                 first token of each document, then the end
+
+Imports no jax.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+
+from MaxText.errors import UserError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
+OFFSETS_NAME = "document_offsets.npy"
+
+# Names in a manifest become paths: no separators, no leading dot, so they stay in their folder.
+_PLAIN_NAME = r"^\w[\w.-]*$"
+
+
+class _Entry(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True)
+
+
+class RecordFile(_Entry):
+    """One file of token records.
+
+    Attributes:
+      name: file name inside the split's folder.
+      num_bytes: its exact size; a copy that stopped early shows here.
+      num_records: chunks it holds.
+    """
+
+    name: str = pydantic.Field(pattern=_PLAIN_NAME)
+    num_bytes: int
+    num_records: int
+
+
+class Split(_Entry):
+    """One part of the data, for example `train` or `validation`.
+
+    Attributes:
+      files: its record files in stream order.
+      num_tokens: tokens in the stream, bos and eos included.
+      num_documents: documents in the stream.
+      num_text_bytes: UTF-8 bytes of the text behind them.
+      unigram_entropy: nats per token of the token frequencies: the loss of a model that knows
+        how often each id occurs and nothing else.
+      largest_id: largest token id that occurs.
+      tokens_sha256: of the ids as little-endian bytes in the data set's dtype.
+      offsets_sha256: of the document offsets as little-endian int64.
+    """
+
+    files: tuple[RecordFile, ...]
+    num_tokens: int
+    num_documents: int
+    num_text_bytes: int
+    unigram_entropy: float
+    largest_id: int
+    tokens_sha256: str
+    offsets_sha256: str
+
+
+class TokenizerEntry(_Entry):
+    """The tokenizer that made the ids; the file itself lies beside the manifest.
+
+    Attributes:
+      origin: where it came from, in words.
+      sha256: of tokenizer.json.
+      vocab_size: largest id it can produce, plus 1.
+      bos_id, eos_id, pad_id: its control ids, None where it has none.
+    """
+
+    origin: str
+    sha256: str
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+
+
+class SourceEntry(_Entry):
+    """The text a data set was made from.
+
+    Attributes:
+      description: in words.
+      sha256: of the texts of all documents, in order.
+      num_files: files read.
+      skipped: reason -> how many files or documents were left out.
+    """
+
+    description: str
+    sha256: str
+    num_files: int
+    skipped: dict[str, int] = {}
+
+
+class Manifest(_Entry):
+    """Everything known about a data set without opening its records.
+
+    Attributes:
+      schema_version: layout of the folder; readers refuse newer ones.
+      tokenizer: see TokenizerEntry.
+      dtype: type of a stored id.
+      chunk_length: tokens per record; the last record of a split may be shorter.
+      splits: name -> Split. A split without documents is absent.
+      source: see SourceEntry.
+      options: the preparation keys it was made with.
+    """
+
+    schema_version: int
+    tokenizer: TokenizerEntry
+    dtype: Literal["uint16", "uint32"]
+    chunk_length: int = pydantic.Field(gt=0)
+    splits: dict[str, Split]
+    source: SourceEntry
+    options: dict[str, Any] = {}
+
+    @pydantic.field_validator("splits")
+    @classmethod
+    def _plain_split_names(cls, splits: dict[str, Split]) -> dict[str, Split]:
+        for name in splits:
+            if not name.replace("-", "_").isidentifier():
+                raise ValueError(f"{name!r} is no name of a split")
+        return splits
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the contents (ids and document boundaries), the same wherever it lies."""
+        contents = {
+            name: [split.num_tokens, split.tokens_sha256, split.offsets_sha256]
+            for name, split in self.splits.items()
+        }
+        text = json.dumps([self.tokenizer.sha256, contents], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def filler_id(self) -> int:
+        """Id written where a window has no token: pad, else eos, else 0. Its weight is 0."""
+        for candidate in (self.tokenizer.pad_id, self.tokenizer.eos_id):
+            if candidate is not None:
+                return candidate
+        return 0
+
+    def to_json(self) -> str:
+        """The text of manifest.json, the same bytes for the same contents."""
+        return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
+
+
+def unigram_entropy(counts_V: np.ndarray) -> float:
+    """Entropy in nats per token of ids that occur `counts_V` times; 0 without any."""
+    present = counts_V[counts_V > 0].astype(np.float64)
+    if present.size == 0:
+        return 0.0
+    share = present / present.sum()
+    return float(-(share * np.log(share)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def local_folder(path: str, key: str) -> Path:
+    """`path` as a local folder.
+
+    Raises:
+      UserError: when it is a URL: records can only be read from and written to a local file
+        system.
+    """
+    if "://" in path:
+        raise UserError(
+            f"{key}={path}: token records are read and written on a local file system only. "
+            "Prepare into a local folder, copy that to the bucket (gcloud storage cp -r), and on "
+            "each machine copy it back or mount the bucket (gcsfuse) and give the local path."
+        )
+    return Path(path).expanduser()
+
+
+def read_manifest(dataset_path: str) -> Manifest:
+    """Reads and checks `<dataset_path>/manifest.json`.
+
+    Raises:
+      UserError: path empty, remote, missing or without manifest; manifest damaged or newer than
+        this program.
+    """
+    how = (
+        "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
+        f"python_stdlib> dataset_path={dataset_path or '<folder>'}"
+    )
+    if not dataset_path:
+        raise UserError(
+            f"dataset_path is not set, and dataset_type=grain reads a prepared data set. {how}, "
+            "or train on random tokens with dataset_type=synthetic."
+        )
+    folder = local_folder(dataset_path, "dataset_path")
+    if not folder.exists():
+        raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
+    file = folder / MANIFEST_NAME
+    if not file.is_file():
+        raise UserError(f"dataset_path={dataset_path} holds no {MANIFEST_NAME}. {how}")
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        version = entries["schema_version"]
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise UserError(
+                f"{file} has schema_version {version}; this program reads up to "
+                f"{SCHEMA_VERSION}. Update the program, or prepare the data again with this one."
+            )
+        return Manifest.model_validate(entries)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).replace("\n", " ")
+        raise UserError(
+            f"{file} is damaged ({type(error).__name__}: {reason}). Copy it again, or delete the "
+            "folder and prepare it again."
+        ) from error
+
+
+def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
+    """The entry of `split`; `key` names the configuration key it came from.
+
+    Raises:
+      UserError: there is no such split, or it holds no token.
+    """
+    entry = manifest.splits.get(split)
+    if entry is not None and entry.num_tokens > 0:
+        return entry
+    present = ", ".join(sorted(manifest.splits)) or "none"
+    remedy = f"Set {key} to one of them"
+    if key == "eval_split":
+        remedy += (
+            ", prepare again with validation_fraction above 0 and at least two documents, or "
+            "switch evaluation off (eval_interval=-1)"
+        )
+    problem = "is empty" if entry is not None else "does not exist"
+    raise UserError(
+        f"{key}={split}: this split {problem} in {dataset_path} (splits there: {present}). "
+        f"{remedy}."
+    )
+
+
+def check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
+    """Compares the files of a split with the manifest, by name and size.
+
+    Raises:
+      UserError: a file is missing or has another size.
+    """
+    folder = Path(dataset_path).expanduser() / split
+    entry = manifest.splits[split]
+    again = "Copy the data set again, or delete the folder and prepare it again."
+    for file in entry.files:
+        path = folder / file.name
+        if not path.is_file():
+            raise UserError(f"{path} is missing, and {MANIFEST_NAME} lists it. {again}")
+        size = path.stat().st_size
+        if size != file.num_bytes:
+            raise UserError(
+                f"{path} has {size} bytes, and {MANIFEST_NAME} says {file.num_bytes}: it was cut "
+                f"short or changed. {again}"
+            )
+    offsets = folder / OFFSETS_NAME
+    if not offsets.is_file():
+        raise UserError(f"{offsets} is missing. {again}")
+
+
+def describe(manifest: Manifest) -> str:
+    """A few lines for people: size, documents, bytes per token, unigram entropy of each split."""
+    tokenizer = manifest.tokenizer
+    lines = [
+        f"Data set {manifest.fingerprint}: {manifest.source.description}; "
+        f"tokenizer of {tokenizer.vocab_size} ids ({tokenizer.origin})"
+    ]
+    for name, split in manifest.splits.items():
+        per_token = split.num_text_bytes / max(split.num_tokens, 1)
+        nats = split.unigram_entropy
+        lines.append(
+            f"  {name}: {split.num_tokens:,} tokens in {split.num_documents:,} documents, "
+            f"{per_token:.2f} bytes per token, unigram entropy {nats:.3f} nats per token"
+            f" (perplexity {math.exp(nats):,.0f})"
+        )
+    return "\n".join(lines)

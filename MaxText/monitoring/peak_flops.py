@@ -1,0 +1,90 @@
+"""The most that a device can compute per second: the denominator of MFU."""
+
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Dense bfloat16 products per jax device, 1e12 operations per second, from the makers' data sheets
+# (without sparsity). V100 and T4 have no bfloat16: float16 there. Patterns are tried in order on
+# jax.Device.device_kind. TPU v2, v3 and 7x chips have two cores that are devices of their own.
+_DATA_SHEETS: tuple[tuple[str, float], ...] = (
+    (r"^TPU v2", 46 / 2),
+    (r"^TPU v3", 123 / 2),
+    (r"^TPU v4 lite", 138),
+    (r"^TPU v4", 275),
+    (r"^TPU v5( ?lite|e)", 197),
+    (r"^TPU v5", 459),
+    (r"^TPU v6", 918),
+    (r"^TPU ?v?7", 2307 / 2),
+    (r"\bGB200\b", 2500),
+    (r"\bB200\b", 2250),
+    (r"\bGH200\b", 990),
+    (r"\bH200\b", 989),
+    (r"\bH100\b.*PCIe", 756),
+    (r"\bH100\b.*NVL", 835),
+    (r"\bH100\b", 989),
+    (r"\bA100\b", 312),
+    (r"\bL40S\b", 362),
+    (r"\bL4\b", 121),
+    (r"\bV100\b", 125),
+    (r"\bT4\b", 65),
+)
+_MEASURED_SIZE = 2048
+_MEASURED_RUNS = 4
+
+
+class PeakFlops(NamedTuple):
+    """Operations per second of one device.
+
+    Attributes:
+      tflops: 1e12 operations per second.
+      source: where the number is from, to be printed beside every MFU that uses it.
+    """
+
+    tflops: float
+    source: str
+
+
+def peak_flops(device: Any = None) -> PeakFlops:
+    """The data sheet's peak of a known accelerator; a measurement (0.3 s) for others and CPUs.
+
+    Args:
+      device: a jax.Device, by default the first local one.
+    """
+    if device is None:
+        device = jax.local_devices()[0]
+    known = from_data_sheet(device.device_kind)
+    return measured(device) if known is None else known
+
+
+def from_data_sheet(device_kind: str) -> PeakFlops | None:
+    """The peak of a device by its name, such as "NVIDIA H100 80GB HBM3"; None if not known."""
+    for pattern, tflops in _DATA_SHEETS:
+        if re.search(pattern, device_kind, re.IGNORECASE):
+            return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
+    return None
+
+
+def measured(device: Any) -> PeakFlops:
+    """The speed of a float32 matrix product, best of a few.
+
+    Devices simulated on one CPU share it: each counts for its part.
+    """
+    n = _MEASURED_SIZE
+    x = jax.device_put(jnp.ones((n, n), jnp.float32), device)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    seconds = []
+    for _ in range(_MEASURED_RUNS):
+        began = time.perf_counter()
+        jax.block_until_ready(product(x))
+        seconds.append(time.perf_counter() - began)
+    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    tflops = 2 * n**3 / min(seconds) / 1e12 / sharing
+    source = f"measured here: float32 product of {n} x {n}, best of {_MEASURED_RUNS}"
+    if sharing > 1:
+        source += f", shared by {sharing} devices"
+    return PeakFlops(tflops, source)

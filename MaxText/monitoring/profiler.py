@@ -1,0 +1,57 @@
+"""A trace of some steps, to be seen in TensorBoard's profile page."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from MaxText.configuration.training_sections import Monitoring
+
+
+class StepProfiler:
+    """Traces `profiler_steps` steps after the first `skip_first_n_steps_for_profiler` of a start.
+
+    Process 0 only. Does nothing unless `profiler` is set.
+    """
+
+    def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
+        """
+        Args:
+          folder: `<run>/tensorboard`; the trace goes to its plugins/profile.
+          first_step: the update done first, whose compilation should be skipped.
+        """
+        self._folder = str(folder)
+        active = monitoring.profiler == "xplane" and jax.process_index() == 0
+        self._start = first_step + monitoring.skip_first_n_steps_for_profiler if active else None
+        self._num_steps = monitoring.profiler_steps
+        self._tracing = False
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """To be entered around the call of a step; starts the trace when its time has come."""
+        if step == self._start:
+            jax.profiler.start_trace(self._folder)
+            self._tracing = True
+        if not self._tracing:
+            return contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def finished(self, step: int, results: Any) -> bool:
+        """After a step; ends the trace when its time has come.
+
+        Args:
+          results: arrays of the step; waited for, so that the trace holds the device's work.
+
+        Returns:
+          Whether a trace was just written.
+        """
+        if not self._tracing or self._start is None or step + 1 < self._start + self._num_steps:
+            return False
+        jax.block_until_ready(results)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Ends a trace that a short run left open."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False

@@ -1,0 +1,153 @@
+"""What one step or one evaluation reports: the line people grep, and the row of numbers."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+
+def perplexity(lm_loss: float) -> float:
+    """exp(loss in nats per token); infinite instead of an overflow error."""
+    try:
+        return math.exp(lm_loss)
+    except OverflowError:
+        return math.inf
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+# Numbers of the compiled step whose MaxText tag has another name.
+_TAGS = {"learning_rate": "current_learning_rate"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One update.
+
+    Attributes:
+      step: the update, from 0.
+      seconds: wall time of the update, with the device's work done.
+      metrics: scalars of the compiled step; needs loss, lm_loss (nats per token) and
+        total_weights (targets in the loss); grad_norm and learning_rate are shown if given.
+      tokens_per_device: tokens an update sees, over the number of devices.
+      tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
+      peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
+      seconds_left: until the last step, if known.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+    tokens_per_device: float
+    tflops_per_device: float
+    peak_tflops: float = 0.0
+    seconds_left: float | None = None
+
+    @property
+    def tflops_per_second(self) -> float:
+        """Per device."""
+        return self.tflops_per_device / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per device."""
+        return self.tokens_per_device / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak that the model's own products use (PaLM, appendix B)."""
+        return self.tflops_per_second / self.peak_tflops if self.peak_tflops else math.nan
+
+    def line(self) -> str:
+        """MaxText's line, which scripts parse, and then our additions."""
+        metrics = self.metrics
+        parts = [
+            f"completed step: {self.step}",
+            f"seconds: {self.seconds:.3f}",
+            f"TFLOP/s/device: {self.tflops_per_second:.3f}",
+            f"Tokens/s/device: {self.tokens_per_second:.3f}",
+            f"total_weights: {int(metrics['total_weights'])}",
+            f"loss: {float(metrics['loss']):.3f}",
+            f"lm_loss: {float(metrics['lm_loss']):.3f}",
+            f"perplexity: {perplexity(float(metrics['lm_loss'])):.3f}",
+        ]
+        if self.peak_tflops:
+            parts.append(f"mfu: {100 * self.mfu:.1f}%")
+        if "grad_norm" in metrics:
+            parts.append(f"grad_norm: {float(metrics['grad_norm']):.3f}")
+        if "learning_rate" in metrics:
+            parts.append(f"lr: {float(metrics['learning_rate']):.3e}")
+        if self.seconds_left is not None:
+            parts.append(f"eta: {duration(self.seconds_left)}")
+        return ", ".join(parts)
+
+    def row(self) -> dict[str, float]:
+        """The same by MaxText's tags, for metrics.jsonl and TensorBoard."""
+        row = {
+            f"learning/{_TAGS.get(name, name)}": float(value)
+            for name, value in self.metrics.items()
+        }
+        row |= {
+            "learning/perplexity": perplexity(float(self.metrics["lm_loss"])),
+            "perf/step_time_seconds": self.seconds,
+            "perf/per_device_tflops": self.tflops_per_device,
+            "perf/per_device_tflops_per_sec": self.tflops_per_second,
+            "perf/per_device_tokens": self.tokens_per_device,
+            "perf/per_device_tokens_per_sec": self.tokens_per_second,
+        }
+        if self.peak_tflops:
+            row["perf/mfu"] = self.mfu
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationReport:
+    """One pass over held-out data.
+
+    Attributes:
+      step: the last update done before it.
+      total_loss: sum over targets, in nats.
+      total_weights: targets.
+      num_batches: batches read.
+      seconds: wall time.
+    """
+
+    step: int
+    total_loss: float
+    total_weights: float
+    num_batches: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss in nats per token; NaN without targets."""
+        return self.total_loss / self.total_weights if self.total_weights else math.nan
+
+    def line(self) -> str:
+        """MaxText's line, then our additions."""
+        return (
+            f"Completed eval after train step {self.step}, loss={self.loss:.3f}, "
+            f"perplexity={perplexity(self.loss):.3f}, total_weights={int(self.total_weights)}, "
+            f"batches={self.num_batches}, seconds={self.seconds:.3f}"
+        )
+
+    def row(self) -> dict[str, float]:
+        """The same by MaxText's tags."""
+        return {
+            "eval/avg_loss": self.loss,
+            "eval/avg_perplexity": perplexity(self.loss),
+            "eval/total_loss": self.total_loss,
+            "eval/total_weights": self.total_weights,
+            "eval/seconds": self.seconds,
+        }
+
+
+def evaluation_batch_line(batch: int, seconds: float, running_loss: float) -> str:
+    """MaxText's line for one batch of an evaluation."""
+    return f"Completed eval step: {batch}, seconds: {seconds:.3f}, running loss={running_loss:.3f}"

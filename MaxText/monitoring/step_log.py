@@ -1,0 +1,114 @@
+"""Numbers of train steps, from the device to the step line, one step late.
+
+Reading a step's numbers waits for the device. So they are read after the next step has been handed
+over: the device always has work, and the line of step n appears when step n is done.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from MaxText.configuration.training_sections import Guard
+from MaxText.monitoring.quantities import Quantities
+from MaxText.monitoring.recorder import Recorder
+from MaxText.monitoring.step_line import StepReport
+
+
+class Diverged(Exception):
+    """A logged loss is NaN or infinite, and the configuration says to stop then. Exit code 1."""
+
+    exit_code = 1
+
+
+class StepLog:
+    """Turns the scalars of compiled steps into lines and records."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        guard: Guard,
+        *,
+        period: int,
+        last_step: int,
+        quantities: Quantities,
+        show: Callable[[StepReport], None],
+    ):
+        """
+        Args:
+          period: steps between reports; the last step is always reported.
+          last_step: the last update of the run, for the time left.
+          quantities: sizes of an update and of a device.
+          show: receives each report, for the terminal.
+        """
+        self._recorder = recorder
+        self._guard = guard
+        self._period = period
+        self._last_step = last_step
+        self._sizes = {
+            "tokens_per_device": quantities.tokens_per_device,
+            "tflops_per_device": quantities.tflops_per_device,
+            "peak_tflops": quantities.peak.tflops,
+        }
+        self._show = show
+        self._pending: tuple[int, Mapping[str, Any]] | None = None
+        self._reported_step = -1
+        self._since = 0.0
+
+    def start(self, first_step: int) -> None:
+        """Starts the clock, right before the first step is handed to the device."""
+        self._reported_step = first_step - 1
+        self._since = time.perf_counter()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the scalars of a step just handed over; reports the one that waits, if any."""
+        self.flush()
+        if step % self._period == 0 or step == self._last_step:
+            self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Reports what waits, once its step is done.
+
+        Raises:
+          Diverged: the loss is not finite and the guard forbids that.
+        """
+        if self._pending is None:
+            return
+        step, on_device = self._pending
+        self._pending = None
+        metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        now = time.perf_counter()
+        seconds = (now - self._since) / (step - self._reported_step)
+        self._since, self._reported_step = now, step
+        report = StepReport(
+            step=step,
+            seconds=seconds,
+            metrics=metrics,
+            seconds_left=seconds * (self._last_step - step),
+            **self._sizes,
+        )
+        self._recorder.step(report)
+        self._show(report)
+        self._check(step, metrics["loss"])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Reports what waits, then keeps the time spent inside out of the step times."""
+        self.flush()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
+
+    def _check(self, step: int, loss: float) -> None:
+        kind = "nan" if math.isnan(loss) else "inf" if math.isinf(loss) else ""
+        if kind and getattr(self._guard, f"abort_on_{kind}_loss"):
+            raise Diverged(
+                f"the loss of step {step} is {loss}: stopped without saving. Restarting with the "
+                f"same command goes on from the last checkpoint; abort_on_{kind}_loss=false "
+                "trains on."
+            )

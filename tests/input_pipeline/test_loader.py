@@ -1,0 +1,369 @@
+"""Order, hosts, resuming, the end of the data, evaluation, and every refusal."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline import loader
+from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.loader import eval_loader, train_loader
+from MaxText.input_pipeline.manifest import MANIFEST_NAME, describe, read_manifest
+from MaxText.input_pipeline.token_stream import TokenStream
+from MaxText.input_pipeline.window_order import WindowOrder
+
+from .small_data import VOCAB_SIZE, data_keys, numbered_documents, random_documents, write_data_set
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "set"
+    write_data_set(
+        folder,
+        {"train": random_documents(0, 200, 50), "validation": random_documents(1, 12, 50)},
+    )
+    return folder
+
+
+def open_train(data, batch=8, host=0, hosts=1, start=0, length=LENGTH, vocab_size=VOCAB_SIZE):
+    return train_loader(
+        data,
+        max_target_length=length,
+        vocab_size=vocab_size,
+        global_batch_size=batch,
+        process_index=host,
+        process_count=hosts,
+        start_step=start,
+    )
+
+
+def open_eval(data, steps=-1, batch=8, host=0, hosts=1, vocab_size=VOCAB_SIZE):
+    return eval_loader(
+        data,
+        eval_steps=steps,
+        max_target_length=LENGTH,
+        vocab_size=vocab_size,
+        global_batch_size=batch,
+        process_index=host,
+        process_count=hosts,
+    )
+
+
+def take(iterator, count):
+    batches = list(itertools.islice(iterator, count))
+    if hasattr(iterator, "close"):
+        iterator.close()
+    return batches
+
+
+def fields(batch: Batch) -> dict[str, np.ndarray]:
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def assert_same(first: Batch, second: Batch) -> None:
+    assert fields(first).keys() == fields(second).keys()
+    for name, value in fields(first).items():
+        np.testing.assert_array_equal(value, fields(second)[name], err_msg=name)
+
+
+def join(batches: list[Batch]) -> Batch:
+    rows = [fields(batch) for batch in batches]
+    return Batch(**{name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
+
+
+def test_types_and_shapes(folder):
+    (batch,) = take(open_train(data_keys(folder)), 1)
+    for name, value in fields(batch).items():
+        assert isinstance(value, np.ndarray)
+        assert value.shape == (8, LENGTH)
+        assert value.dtype == (np.float32 if name == "weights_BT" else np.int32)
+    (batch,) = take(open_train(data_keys(folder, document_mask=False)), 1)
+    assert batch.positions_BT is None
+    assert batch.segments_BT is None
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": False}, {"dataset_type": "synthetic"}])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_joined_hosts_see_the_batch_of_one_host(folder, keys, hosts):
+    data = data_keys(folder, **keys)
+    one = take(open_train(data), 12)
+    parts = [take(open_train(data, host=host, hosts=hosts), 12) for host in range(hosts)]
+    for step, batch in enumerate(one):
+        assert_same(batch, join([part[step] for part in parts]))
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": False, "num_epoch": 2}])
+def test_each_window_once_per_epoch_and_another_order_in_the_next(tmp_path, keys):
+    write_data_set(tmp_path / "d", {"train": numbered_documents([30] * 40)})
+    data = data_keys(tmp_path / "d", **keys)
+    epoch = 75 if data.packing else 80  # 1199 / 16, and 40 documents of 29 / 16
+    first_ids = [int(batch.tokens_BT[0, 0]) for batch in take(open_train(data, 1), 2 * epoch)]
+    first, second = first_ids[:epoch], first_ids[epoch:]
+    assert len(set(first)) == epoch
+    assert set(first) == set(second)
+    assert first != second
+    assert first != sorted(first)
+
+
+def test_every_target_counts_once_per_epoch(tmp_path):
+    documents = numbered_documents([1, 30, 17, 200, 3] * 8)
+    write_data_set(tmp_path / "d", {"train": documents})
+    iterator = open_train(data_keys(tmp_path / "d", num_epoch=1), batch=4)
+    batches = list(iterator)
+    assert len(batches) == iterator.num_steps
+    counted = np.concatenate([batch.targets_BT[batch.weights_BT == 1] for batch in batches])
+    expected = np.concatenate([document[1:] for document in documents])
+    np.testing.assert_array_equal(np.sort(counted), expected)
+
+
+def test_order_without_shuffling_is_the_stream(tmp_path):
+    write_data_set(tmp_path / "d", {"train": numbered_documents([50, 50])})
+    data = data_keys(tmp_path / "d", enable_data_shuffling=False, num_epoch=1)
+    tokens = np.concatenate([batch.tokens_BT for batch in open_train(data, batch=2)])
+    np.testing.assert_array_equal(tokens.ravel()[:100], np.arange(1, 101))
+
+
+def test_seeds_give_different_orders_also_shifted_by_epochs():
+    def epochs(seed):
+        order = WindowOrder(50, seed, shuffle=True, num_epoch=-1)
+        return [tuple(order[epoch * 50 + i] for i in range(50)) for epoch in range(4)]
+
+    seen = [epoch for seed in range(4) for epoch in epochs(seed)]
+    assert len(set(seen)) == len(seen)
+    assert all(sorted(epoch) == list(range(50)) for epoch in seen)
+
+
+def test_order_is_spread_evenly():
+    # First tenth of the rows, over many epochs: windows of each tenth come equally often.
+    order = WindowOrder(1000, seed=0, shuffle=True, num_epoch=-1)
+    early = np.array([order[epoch * 1000 + i] for epoch in range(40) for i in range(100)])
+    shares = np.bincount(early // 100, minlength=10) / early.size
+    assert np.abs(shares - 0.1).max() < 0.03
+
+
+@pytest.mark.parametrize("keys", [{}, {"dataset_type": "synthetic"}, {"num_epoch": 2}])
+@pytest.mark.parametrize("stop", [1, 5, 40])
+def test_resumed_run_equals_the_uninterrupted_one(folder, keys, stop):
+    data = data_keys(folder, **keys)
+    whole = take(open_train(data), stop + 10)
+    before = open_train(data)
+    take_before = list(itertools.islice(before, stop))
+    position = json.loads(json.dumps(before.position))
+    before.close()
+    assert len(take_before) == position["step"] == stop
+    after = open_train(data)
+    after.check_position(position)
+    after.seek(position["step"])
+    for batch, expected in zip(take(after, 10), whole[stop:], strict=True):
+        assert_same(batch, expected)
+    for batch, expected in zip(take(open_train(data, start=stop), 10), whole[stop:], strict=True):
+        assert_same(batch, expected)
+
+
+def test_host_count_may_change_on_resume(folder):
+    data = data_keys(folder)
+    whole = take(open_train(data), 6)
+    position = open_train(data, host=1, hosts=2, start=3).position
+    parts = []
+    for host in range(4):
+        part = open_train(data, host=host, hosts=4)
+        part.check_position(position)
+        part.seek(position["step"])
+        parts.append(take(part, 3))
+    for index, batch in enumerate(whole[3:]):
+        assert_same(batch, join([part[index] for part in parts]))
+
+
+def test_seek_far_reads_no_skipped_data(folder, monkeypatch):
+    reads = []
+    ranges = TokenStream.ranges
+    monkeypatch.setattr(
+        TokenStream, "ranges", lambda self, places: reads.append(places) or ranges(self, places)
+    )
+    iterator = open_train(data_keys(folder))
+    next(iterator)
+    iterator.close()
+    reads.clear()
+    iterator.seek(10**6)
+    assert reads == []
+    far = next(iterator)
+    iterator.close()
+    assert len(reads) <= loader._BATCHES_READY + loader._READ_THREADS
+    assert iterator.position["step"] == 10**6 + 1
+    again = open_train(data_keys(folder), start=10**6)
+    assert_same(far, take(again, 1)[0])
+
+
+def test_last_batch_is_filled_with_rows_of_weight_zero(tmp_path):
+    write_data_set(tmp_path / "d", {"train": numbered_documents([LENGTH * 5 + 1])})
+    data = data_keys(tmp_path / "d", num_epoch=1)
+    batches = list(open_train(data, batch=4))
+    assert len(batches) == 2
+    assert batches[1].weights_BT.sum(axis=1).tolist() == [LENGTH, 0, 0, 0]
+    second_host = list(open_train(data, batch=4, host=1, hosts=2))
+    assert [batch.weights_BT.sum() for batch in second_host] == [2 * LENGTH, 0]
+    iterator = open_train(data, batch=4, start=2)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_batches_run_over_the_end_of_an_epoch(tmp_path):
+    write_data_set(tmp_path / "d", {"train": numbered_documents([LENGTH * 5 + 1])})
+    batches = list(open_train(data_keys(tmp_path / "d", num_epoch=3), batch=4))
+    assert len(batches) == 4
+    assert sum(batch.weights_BT.sum() for batch in batches) == 15 * LENGTH
+
+
+def test_number_of_steps_is_known_when_there_is_an_end(folder):
+    assert open_train(data_keys(folder)).num_steps is None
+    assert open_train(data_keys("", dataset_type="synthetic")).num_steps is None
+    ending = open_train(data_keys(folder, num_epoch=1))
+    assert ending.num_steps == len(list(ending))
+
+
+def test_reused_batch_is_the_first_at_any_step(folder):
+    (first,) = take(open_train(data_keys(folder)), 1)
+    iterator = open_train(data_keys(folder, reuse_example_batch=True), start=7)
+    for batch in take(iterator, 3):
+        assert_same(batch, first)
+    assert iterator.position["step"] == 10
+
+
+def test_synthetic_is_a_function_of_seed_and_step():
+    def batch(seed, step):
+        data = data_keys("", dataset_type="synthetic", data_shuffle_seed=seed)
+        return take(open_train(data, start=step, vocab_size=97), 1)[0]
+
+    assert_same(batch(0, 5), batch(0, 5))
+    for other in (batch(0, 6), batch(1, 5)):
+        assert (other.tokens_BT != batch(0, 5).tokens_BT).any()
+    tokens = batch(0, 5)
+    assert tokens.tokens_BT.min() >= 0
+    assert tokens.tokens_BT.max() < 97
+    np.testing.assert_array_equal(tokens.targets_BT[:, :-1], tokens.tokens_BT[:, 1:])
+    assert tokens.weights_BT.all()
+    assert tokens.positions_BT is None
+    assert tokens.segments_BT is None
+
+
+def test_evaluation_covers_the_split_once_each_time(folder):
+    manifest = read_manifest(str(folder))
+    split = manifest.splits["validation"]
+    evaluation = open_eval(data_keys(folder))
+    first, second = list(evaluation), list(evaluation)
+    assert len(first) == len(evaluation) > 1
+    for batch, again in zip(first, second, strict=True):
+        assert_same(batch, again)
+    assert sum(batch.weights_BT.sum() for batch in first) == split.num_tokens - split.num_documents
+    assert len(list(open_eval(data_keys(folder), steps=1))) == 1
+    parts = [list(open_eval(data_keys(folder), host=host, hosts=2)) for host in range(2)]
+    for step, batch in enumerate(first):
+        assert_same(batch, join([part[step] for part in parts]))
+
+
+def test_synthetic_evaluation_differs_from_training():
+    data = data_keys("", dataset_type="synthetic")
+    (batch,) = list(open_eval(data, steps=1))
+    assert (batch.tokens_BT != take(open_train(data), 1)[0].tokens_BT).any()
+    with pytest.raises(UserError, match="eval_steps"):
+        open_eval(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("data_set", "0123"), ("seed", 5), ("global_batch_size", 16), ("max_target_length", 32)],
+)
+def test_position_of_other_data_is_refused(folder, name, value):
+    iterator = open_train(data_keys(folder))
+    position = iterator.position | {name: value}
+    with pytest.raises(UserError) as caught:
+        iterator.check_position(position)
+    assert repr(value) in str(caught.value)
+    assert repr(iterator.position[name]) in str(caught.value)
+    assert loader._KEY_OF[name] in str(caught.value)
+
+
+def test_fingerprint_follows_contents_not_place(tmp_path):
+    documents = random_documents(0, 20, 30)
+    first = write_data_set(tmp_path / "a", {"train": documents})
+    second = write_data_set(tmp_path / "b", {"train": documents})
+    moved = write_data_set(tmp_path / "c", {"train": [np.concatenate(documents)]})
+    assert first.fingerprint == second.fingerprint
+    assert first.fingerprint != moved.fingerprint
+
+
+def test_refusals_name_the_numbers(folder, tmp_path):
+    data = data_keys(folder)
+    manifest = read_manifest(str(folder))
+    largest = manifest.splits["train"].largest_id
+    tokens = manifest.splits["train"].num_tokens
+    with pytest.raises(UserError, match=f"vocab_size=100 .*{largest}"):
+        open_train(data, vocab_size=100)
+    open_train(data, vocab_size=largest + 1)
+    with pytest.raises(UserError, match=f"{tokens} tokens.*{tokens + 5}"):
+        open_train(data, length=tokens + 4)
+    open_train(data, length=tokens - 1)
+    with pytest.raises(UserError, match=r"train_split=other.*train, validation"):
+        open_train(data_keys(folder, train_split="other"))
+    with pytest.raises(UserError, match=r"eval_split=other.*train, validation"):
+        open_eval(data_keys(folder, eval_split="other"))
+    with pytest.raises(UserError, match=r"8 sequences.*3 hosts"):
+        open_train(data, hosts=3)
+    with pytest.raises(UserError, match="num_epoch=0"):
+        open_train(data_keys(folder, num_epoch=0))
+    with pytest.raises(UserError, match="eval_steps=0"):
+        open_eval(data, steps=0)
+    write_data_set(tmp_path / "single", {"train": numbered_documents([1])})
+    with pytest.raises(UserError, match="nothing to predict"):
+        open_train(data_keys(tmp_path / "single"))
+
+
+def test_unusable_folders_say_what_to_do(folder, tmp_path):
+    with pytest.raises(UserError, match=r"dataset_path is not set.*prepare_data.py"):
+        open_train(data_keys(""))
+    with pytest.raises(UserError, match=r"no such folder.*prepare_data.py"):
+        open_train(data_keys(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"no manifest.json.*prepare_data.py"):
+        open_train(data_keys(tmp_path))
+    with pytest.raises(UserError, match="local file system"):
+        open_train(data_keys("gs://bucket/data"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    for change, message in [
+        ({"schema_version": 99}, "schema_version 99"),
+        ({"dtype": "float32"}, "damaged"),
+        ({"splits": {"../train": manifest["splits"]["train"]}}, "damaged"),
+    ]:
+        (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest | change))
+        with pytest.raises(UserError, match=message):
+            open_train(data_keys(tmp_path))
+    (tmp_path / MANIFEST_NAME).write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        open_train(data_keys(tmp_path))
+
+
+def test_description_gives_the_numbers(folder):
+    manifest = read_manifest(str(folder))
+    text = describe(manifest)
+    assert f"{manifest.splits['train'].num_tokens:,} tokens in 200 documents" in text
+    assert "3.00 bytes per token" in text
+    assert "nats per token" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reader_processes_give_the_same_batches(folder, workers):
+    expected = take(open_train(data_keys(folder)), 12)
+    iterator = open_train(data_keys(folder, grain_worker_count=workers))
+    for batch, reference in zip(take(iterator, 12), expected, strict=True):
+        assert_same(batch, reference)
+    iterator.seek(5)
+    for batch, reference in zip(take(iterator, 7), expected[5:], strict=True):
+        assert_same(batch, reference)

@@ -1,0 +1,58 @@
+"""The lines that scripts parse."""
+
+import math
+
+from MaxText.monitoring.step_line import (
+    EvaluationReport,
+    StepReport,
+    duration,
+    evaluation_batch_line,
+    perplexity,
+)
+
+METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
+
+
+def test_the_line_of_maxtext_is_a_prefix_of_ours():
+    report = StepReport(7, 0.5, METRICS, tokens_per_device=2048, tflops_per_device=1.25)
+    maxtext = (
+        "completed step: 7, seconds: 0.500, TFLOP/s/device: 2.500, Tokens/s/device: 4096.000, "
+        "total_weights: 4096, loss: 2.500, lm_loss: 2.250, perplexity: 9.488"
+    )
+    assert report.line() == maxtext
+    full = StepReport(
+        7,
+        0.5,
+        {**METRICS, "grad_norm": 1.0, "learning_rate": 3e-4},
+        tokens_per_device=2048,
+        tflops_per_device=1.25,
+        peak_tflops=5.0,
+        seconds_left=3725,
+    )
+    assert full.line() == maxtext + ", mfu: 50.0%, grad_norm: 1.000, lr: 3.000e-04, eta: 1:02:05"
+    assert full.row()["learning/current_learning_rate"] == 3e-4
+    assert full.row()["perf/mfu"] == 0.5
+
+
+def test_evaluation_line():
+    report = EvaluationReport(10, 300.0, 100.0, 4, 1.5)
+    assert report.line().startswith(
+        "Completed eval after train step 10, loss=3.000, perplexity=20.086, total_weights=100"
+    )
+    assert math.isnan(EvaluationReport(10, 0.0, 0.0, 0, 1.0).loss)
+    assert evaluation_batch_line(3, 0.25, 2.5) == (
+        "Completed eval step: 3, seconds: 0.250, running loss=2.500"
+    )
+
+
+def test_perplexity_of_any_loss():
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e4) == math.inf
+    assert perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_duration():
+    assert duration(59.6) == "0:01:00"
+    assert duration(360_000) == "100:00:00"
+    assert duration(math.inf) == "?"
