@@ -6,9 +6,9 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText.configuration import command_line  # noqa: E402
-from MaxText.errors import UserError  # noqa: E402
-from MaxText.input_pipeline.preparation import prepare  # noqa: E402
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+from MaxText.input_pipeline.preparation import prepare
 
 USAGE = """
 Turns text into a prepared data set: token records, the tokenizer and a manifest.

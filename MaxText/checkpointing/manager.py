@@ -23,12 +23,15 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
     several processes jax is not connected yet.
 
     Returns:
-      The folder.
+      The folder, absolute.
 
     Raises:
       UserError: the folder cannot be created or written to.
     """
+    # Absolute, as Orbax asks for.
     folder = epath.Path(path).expanduser()
+    if not str(path).startswith("gs://"):
+        folder = folder.resolve()
     probe = folder / f".write_probe_{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,10 +79,10 @@ class Checkpoints:
         section = self._section
         if not section.enable_checkpointing:
             return False
-        if step == 0:
-            return section.save_checkpoint_on_start
         if step == last_step and section.save_checkpoint_on_completion:
             return True
+        if step == 0:
+            return section.save_checkpoint_on_start
         return step % section.checkpoint_period == 0
 
     def save(

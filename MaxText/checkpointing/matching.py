@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.saved import differences
 from MaxText.configuration.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 
@@ -123,7 +124,7 @@ def _explain(problems: list[str], hint: ConfigHint) -> str:
     shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
     changed = [
         f"  {change}"
-        for change in config_differences(hint.stored, hint.current)
+        for change in differences(hint.stored, hint.current)
         if change.split(":")[0] in shaping
     ]
     if changed:
@@ -133,22 +134,6 @@ def _explain(problems: list[str], hint: ConfigHint) -> str:
     else:
         lines.append("  No key of the model or the optimizer differs: the program itself changed.")
     return "\n".join(lines)
-
-
-def config_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Lines "key: old -> new", in the order of the current configuration."""
-    lines = []
-    for name in [*current, *(name for name in stored if name not in current)]:
-        old = _as_json(stored[name]) if name in stored else "(no such key)"
-        new = _as_json(current[name]) if name in current else "(no such key)"
-        if old != new:
-            lines.append(f"{name}: {old} -> {new}")
-    return lines
-
-
-def _as_json(value: Any) -> str:
-    # Tuples become lists on disk; compare what both sides look like there.
-    return json.dumps(value, default=str)
 
 
 def parameter_hash(params: Any) -> str:

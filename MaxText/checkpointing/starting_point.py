@@ -11,7 +11,7 @@ import numpy as np
 
 from MaxText.checkpointing import layout, reading
 from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.matching import config_differences
+from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 
@@ -200,7 +200,7 @@ def _show_differences(
 ) -> None:
     if stored is None:
         return
-    changes = config_differences(stored, current)
+    changes = differences(stored, current)
     if changes:
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for change in changes:

@@ -184,6 +184,7 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
     ("attention", "flash"): "autoselected takes the best form that is available",
     ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
     ("opt_type", "adam_pax"): "adamw is the same update rule",
+    ("hardware", "gpu_multiprocess"): "runs of several processes are not available yet",
     ("profiler", "nsys"): "start the program under nsys itself",
     ("remat_policy", "custom"): "choose one of the named policies",
 }

@@ -20,7 +20,7 @@ class Run(Section):
     steps: int = key(
         150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1
     )
-    hardware: Literal["auto", "cpu", "gpu", "gpu_multiprocess", "tpu"] = key(
+    hardware: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "Devices to train on; auto takes the best that jax finds."
     )
     jax_cache_dir: str = key("~/jax_cache", "Persistent compilation cache; empty switches it off.")
@@ -81,7 +81,7 @@ class Data(Section):
 
 
 class Preparation(Section):
-    """How text becomes token records (prepare_data.py; train.py when dataset_path is empty yet)."""
+    """How text becomes token records: prepare_data.py, or train.py where prepare_source is set."""
 
     prepare_source: str = key(
         "",
@@ -243,7 +243,7 @@ class Checkpoint(Section):
         "", "Start from these parameters only: a run, a step folder, or its items/."
     )
     load_full_state_path: str = key(
-        "", "Start from this parameters, optimizer state and step, of another run."
+        "", "Start from the parameters, optimizer state and step of another run."
     )
 
 

@@ -78,27 +78,3 @@ class FlopCount:
             f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {share:.2f}% "
             f"learnable weight flops and {100 - share:.2f}% attention flops"
         )
-
-
-def train_step_flops(
-    matmul_parameters: int,
-    *,
-    num_layers: int,
-    num_query_heads: int,
-    head_dim: int,
-    sequence_length: int,
-    tokens_per_step: float,
-    causal: bool = True,
-    window: int | None = None,
-) -> float:
-    """Operations of one update over `tokens_per_step` tokens; see `FlopCount.from_model`."""
-    count = FlopCount.from_model(
-        matmul_parameters,
-        num_layers=num_layers,
-        num_query_heads=num_query_heads,
-        head_dim=head_dim,
-        sequence_length=sequence_length,
-        causal=causal,
-        window=window,
-    )
-    return count.per_token * tokens_per_step

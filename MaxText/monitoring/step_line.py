@@ -146,8 +146,3 @@ class EvaluationReport:
             "eval/total_weights": self.total_weights,
             "eval/seconds": self.seconds,
         }
-
-
-def evaluation_batch_line(batch: int, seconds: float, running_loss: float) -> str:
-    """MaxText's line for one batch of an evaluation."""
-    return f"Completed eval step: {batch}, seconds: {seconds:.3f}, running loss={running_loss:.3f}"

@@ -54,7 +54,9 @@ class StepLog:
             "peak_tflops": quantities.peak.tflops,
         }
         self._show = show
-        self._pending: tuple[int, Mapping[str, Any]] | None = None
+        self._newest: Mapping[str, Any] | None = None
+        self._newest_step = -1
+        self._waiting = False  # whether the newest step is yet to be reported
         self._reported_step = -1
         self._since = 0.0
 
@@ -64,10 +66,10 @@ class StepLog:
         self._since = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the scalars of a step just handed over; reports the one that waits, if any."""
+        """Takes the scalars of a step just handed over; reports the one before, if it waits."""
         self.flush()
-        if step % self._period == 0 or step == self._last_step:
-            self._pending = (step, metrics)
+        self._newest, self._newest_step = metrics, step
+        self._waiting = step % self._period == 0 or step == self._last_step
 
     def flush(self) -> None:
         """Reports what waits, once its step is done.
@@ -75,11 +77,11 @@ class StepLog:
         Raises:
           Diverged: the loss is not finite and the guard forbids that.
         """
-        if self._pending is None:
+        if not self._waiting:
             return
-        step, on_device = self._pending
-        self._pending = None
-        metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        self._waiting = False
+        step = self._newest_step
+        metrics = {name: float(value) for name, value in jax.device_get(self._newest).items()}
         now = time.perf_counter()
         seconds = (now - self._since) / (step - self._reported_step)
         self._since, self._reported_step = now, step
@@ -93,6 +95,15 @@ class StepLog:
         self._recorder.step(report)
         self._show(report)
         self._check(step, metrics["loss"])
+
+    def check_newest(self) -> None:
+        """Waits for the newest step, reported or not, so that no broken state is saved.
+
+        Raises:
+          Diverged: its loss is not finite and the guard forbids that.
+        """
+        if self._newest is not None:
+            self._check(self._newest_step, float(self._newest["loss"]))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ mesh in force (tests, conversion, one device) the names are only comments.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -28,32 +29,31 @@ def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def partition_spec(names: Sequence[str | None], rules: Rules, mesh: Mesh) -> PartitionSpec:
+def partition_spec(
+    names: Sequence[str | None], shape: Sequence[int], rules: Rules, mesh: Mesh
+) -> PartitionSpec:
     """The mesh axes of each dimension of an array whose dimensions carry logical `names`.
 
     A name may stand in several rules: the first is taken whose mesh axes no other dimension of
-    this array uses yet. When all of them are in use the dimension stays whole.
+    this array uses yet. A dimension that its mesh axes do not divide stays whole.
 
     Raises:
       KeyError: a name stands in no rule (a bug in a part, or a rule that was removed).
     """
     taken: set[str] = set()
     spec: list[tuple[str, ...] | None] = []
-    for name in names:
-        if name is None:
-            spec.append(None)
-            continue
+    for name, size in zip(names, shape, strict=True):
         candidates = [axes for rule_name, axes in rules if rule_name == name]
-        if not candidates:
+        if name is not None and not candidates:
             raise KeyError(f"logical axis {name!r} has no entry in logical_axis_rules")
-        axes: tuple[str, ...] = ()
+        chosen: tuple[str, ...] = ()
         for candidate in candidates:
-            present = tuple(axis for axis in candidate if mesh.shape.get(axis, 1) > 1)
-            if not taken.intersection(present):
-                axes = present
+            axes = tuple(axis for axis in candidate if mesh.shape[axis] > 1)
+            if not taken.intersection(axes):
+                chosen = axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
                 break
-        taken.update(axes)
-        spec.append(axes or None)
+        taken.update(chosen)
+        spec.append(chosen or None)
     return PartitionSpec(*spec)
 
 
@@ -66,5 +66,5 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh, rules = in_force
     if mesh.size == 1:
         return x
-    sharding = NamedSharding(mesh, partition_spec(names, rules, mesh))
+    sharding = NamedSharding(mesh, partition_spec(names, x.shape, rules, mesh))
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,5 +1,6 @@
 """Update rules from optax, with decay and learning rate chosen per parameter by name."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from MaxText.configuration.training_sections import Optimizer
+from MaxText.errors import UserError
 from MaxText.layers.weights import ParameterInfo
 
 Names = Mapping[str, ParameterInfo]
@@ -24,32 +26,52 @@ def make_optimizer(
         in the name ("layers/mlp/wo/kernel").
 
     Raises:
-      ValueError: trainable_parameters_mask matches no parameter.
+      UserError: trainable_parameters_mask matches no parameter.
     """
-    decay_of = per_parameter(parameters, lambda name: _decay(section, name))
-    multiplier_of = per_parameter(
-        parameters, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
-    )
-    steps = [_clipping(section), _direction(section, parameters)]
-    if any(jax.tree.leaves(decay_of)):
-        steps.append(_add_scaled_parameters(decay_of))
-    if section.learning_rate_overrides:
-        steps.append(
-            optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of))
-        )
-    steps.append(optax.scale_by_learning_rate(schedule))
-    optimizer = optax.chain(*steps)
     patterns = section.trainable_parameters_mask
-    if not patterns:
-        return optimizer
-    if not any(_matches(patterns, name) for name in parameters):
-        raise ValueError(
-            f"trainable_parameters_mask={list(patterns)} matches none of: {', '.join(parameters)}"
+    trained = {
+        name: info for name, info in parameters.items() if not patterns or _matches(patterns, name)
+    }
+    if not trained:
+        raise UserError(
+            f"trainable_parameters_mask={list(patterns)} matches none of the parameters: "
+            f"{', '.join(parameters)}"
         )
-    labels = per_parameter(
-        parameters, lambda name: "trained" if _matches(patterns, name) else "frozen"
+    decay_of = per_parameter(trained, lambda name: _decay(section, name))
+    multiplier_of = per_parameter(
+        trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
     )
-    return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+    # Always the same number of links: their places are part of the names in a checkpoint.
+    optimizer = optax.chain(
+        _clipping(section),
+        _direction(section, trained),
+        _add_scaled_parameters(decay_of),
+        optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multiplier_of)),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return optimizer if len(trained) == len(parameters) else _restricted(optimizer, trained)
+
+
+def _restricted(
+    optimizer: optax.GradientTransformation, trained: Names
+) -> optax.GradientTransformation:
+    """`optimizer` on the trained parameters only; the others get update 0 and have no state."""
+
+    def pick(tree: dict) -> dict:
+        return per_parameter(
+            trained, lambda name: functools.reduce(dict.get, name.split("/"), tree)
+        )
+
+    def update(updates, state, params):
+        moved, state = optimizer.update(pick(updates), state, pick(params))
+        everything = jax.tree.map(jnp.zeros_like, updates)
+        for name in trained:
+            *folders, leaf = name.split("/")
+            node = functools.reduce(dict.get, folders, everything)
+            node[leaf] = functools.reduce(dict.get, name.split("/"), moved)
+        return everything, state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
 
 
 def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.model_sections import Objective
+from MaxText.configuration.model_sections import DROPOUT_PLACES
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import constrain
@@ -19,14 +19,25 @@ from MaxText.training.state import TrainState
 Metrics = dict[str, jax.Array]
 
 
+def make_initialize(
+    model: Model, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
+    """A pure function from a random key to a fresh state."""
+
+    def initialize(key: jax.Array) -> TrainState:
+        params = model.initialize(key)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return initialize
+
+
 def make_train_step(
     model: Model,
-    objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     num_microbatches: int,
-    dropout_seed: int | None,
+    dropout_seed: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step as a pure function of state and batch.
 
@@ -35,8 +46,10 @@ def make_train_step(
 
     Args:
       num_microbatches: parts of the batch whose gradients are summed one after another.
-      dropout_seed: None switches dropout off.
+      dropout_seed: of the random keys; unused when every dropout rate is 0.
     """
+    objective = model.section.objective
+    has_dropout = any(model.section.dropout.rate(place) for place in DROPOUT_PLACES)
 
     def loss_and_gradients(params, batch: Batch, total_weight, dropout_key):
         def loss_function(params):
@@ -62,7 +75,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         dropout_key = None
-        if dropout_seed is not None:
+        if has_dropout:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         total_weight = jnp.sum(batch.weights_BT)
         # A batch of padding only has loss 0 and no gradient.
@@ -75,8 +88,8 @@ def make_train_step(
         metrics = means | {
             "loss": means["lm_loss"] + means["z_loss"],
             "total_weights": total_weight,
-            "grad_norm": optax.global_norm(gradients),
-            "param_norm": optax.global_norm(params),
+            "grad_norm": optax.tree.norm(gradients),
+            "param_norm": optax.tree.norm(params),
             "learning_rate": schedule(state.step),
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
@@ -84,11 +97,11 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(model: Model, objective: Objective) -> Callable[[dict, Batch], Metrics]:
+def make_eval_step(model: Model) -> Callable[[dict, Batch], Metrics]:
     """Sums of loss and weight over one batch, to be added up over a split."""
 
     def eval_step(params, batch: Batch) -> Metrics:
-        _, sums = loss_sums(model.merge(params), batch, objective)
+        _, sums = loss_sums(model.merge(params), batch, model.section.objective)
         return sums | {"total_weights": jnp.sum(batch.weights_BT)}
 
     return eval_step

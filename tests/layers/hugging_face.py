@@ -58,8 +58,7 @@ def gpt2(weights: Arrays, config: dict) -> dict:
 
 def llama(weights: Arrays, config: dict) -> dict:
     D, N, K, H = (
-        config[k]
-        for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
 
     def layer(i: int) -> Arrays:

@@ -6,7 +6,6 @@ from MaxText.monitoring.step_line import (
     EvaluationReport,
     StepReport,
     duration,
-    evaluation_batch_line,
     perplexity,
 )
 
@@ -40,9 +39,6 @@ def test_evaluation_line():
         "Completed eval after train step 10, loss=3.000, perplexity=20.086, total_weights=100"
     )
     assert math.isnan(EvaluationReport(10, 0.0, 0.0, 0, 1.0).loss)
-    assert evaluation_batch_line(3, 0.25, 2.5) == (
-        "Completed eval step: 3, seconds: 0.250, running loss=2.500"
-    )
 
 
 def test_perplexity_of_any_loss():

@@ -1,0 +1,220 @@
+"""Devices as a mesh, and where parameters, optimizer state and batches lie on it."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from MaxText.configuration.training_sections import Batch as BatchSection
+from MaxText.configuration.training_sections import Mesh as MeshSection
+from MaxText.errors import UserError
+from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+# Axes that split weights; the others only copy them.
+WEIGHT_AXES = ("fsdp", "tensor")
+
+
+def make_mesh(section: MeshSection, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh of all devices with axes data, fsdp, tensor.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    sizes = [getattr(section, f"ici_{axis}_parallelism") for axis in MESH_AXES]
+    num_devices = len(devices)
+    fixed = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and num_devices % fixed == 0:
+        sizes[sizes.index(-1)] = num_devices // fixed
+    if math.prod(sizes) != num_devices:
+        asked = " x ".join(
+            f"ici_{axis}_parallelism={getattr(section, f'ici_{axis}_parallelism')}"
+            for axis in MESH_AXES
+        )
+        tensor = math.gcd(max(section.ici_tensor_parallelism, 1), num_devices)
+        raise UserError(
+            f"the mesh does not match the devices: {asked} needs "
+            f"{'a multiple of ' if -1 in sizes else ''}{fixed} devices, this machine has "
+            f"{num_devices} ({devices[0].device_kind}).\n"
+            f"  What to do: use ici_data_parallelism=1 ici_fsdp_parallelism=-1 "
+            f"ici_tensor_parallelism={tensor}, which fits, or start on {fixed} devices."
+        )
+    # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
+    return Mesh(mesh_utils.create_device_mesh(sizes, devices), MESH_AXES)
+
+
+class Layout:
+    """Where everything lies: a mesh with the logical axis rules of the configuration."""
+
+    def __init__(self, mesh: Mesh, rules: Rules):
+        self.mesh = mesh
+        self.rules = rules
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+
+    def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """Of an array whose dimensions carry logical `names`."""
+        return NamedSharding(self.mesh, partition_spec(names, shape, self.rules, self.mesh))
+
+    def parameter_shardings(self, parameters: Mapping[str, ParameterInfo]) -> dict:
+        """Parameter name -> sharding."""
+        return {
+            name: self.sharding(info.logical_axes, info.shape) for name, info in parameters.items()
+        }
+
+    def describe(self, parameters: Mapping[str, ParameterInfo]) -> Callable[[str], str] | None:
+        """Parameter name -> its mesh axes in words; None on one device, where there are none."""
+        if self.mesh.size == 1:
+            return None
+        shardings = self.parameter_shardings(parameters)
+
+        def words(name: str) -> str:
+            spec = shardings[name].spec
+            return ",".join(
+                "-" if not axes else axes if isinstance(axes, str) else "+".join(axes)
+                for axes in spec
+            )
+
+        return words
+
+    def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
+        """A tree like `abstract_state`: what has a parameter's name and shape lies like it.
+
+        That covers parameters, moments and momenta of every update rule; the rest (counters,
+        factored moments) is small and lies whole on every device.
+        """
+        shardings = self.parameter_shardings(parameters)
+
+        def of(path, leaf):
+            names = [str(getattr(entry, "key", "")) for entry in path]
+            for start in range(len(names)):
+                info = parameters.get("/".join(names[start:]))
+                if info is not None and info.shape == leaf.shape:
+                    return shardings["/".join(names[start:])]
+            return self.replicated
+
+        return jax.tree_util.tree_map_with_path(of, abstract_state)
+
+    def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
+        """Rows over the axes of activation_batch."""
+        names = ("activation_batch", *[None] * (num_dims - 1))
+        return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
+
+    def place(self, batch: Any, num_rows: int) -> Any:
+        """Host-local NumPy rows as global arrays of `num_rows` rows on the devices."""
+        sharding = self.batch_sharding(num_rows)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])),
+            batch,
+        )
+
+    def abstract_batch(self, shapes: Any) -> Any:
+        """Shapes of a batch with the shardings that `place` gives."""
+
+        def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = self.batch_sharding(x.shape[0])
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(with_sharding, shapes)
+
+    def abstract_state(
+        self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParameterInfo]
+    ) -> Any:
+        """Shapes and shardings of what `initialize` makes of a key."""
+        shapes = jax.eval_shape(initialize, jax.random.key(0))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.state_shardings(shapes, parameters),
+        )
+
+    def draw_state(
+        self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
+    ) -> Any:
+        """A fresh state, each device drawing its own part."""
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+        return jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
+
+    def jit(self, function: Callable, **options: Any) -> Any:
+        """jax.jit of `function`, traced with this layout's rules in force."""
+
+        @functools.wraps(function)
+        def traced(*arguments):
+            with axis_rules(self.mesh, self.rules):
+                return function(*arguments)
+
+        return jax.jit(traced, **options)
+
+    def compile_step(
+        self, train_step: Callable, abstract_state: Any, abstract_batch: Any
+    ) -> tuple[Callable, float]:
+        """(state, batch) -> (state, metrics), compiled, and the seconds that took.
+
+        The state is donated: its memory becomes the next state's.
+        """
+        began = time.perf_counter()
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+        jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        compiled = jitted.lower(abstract_state, abstract_batch).compile()
+        return compiled, time.perf_counter() - began
+
+
+def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
+    """Sequences of one microbatch over all devices.
+
+    Args:
+      per_device: sequences per device, 0 for per_device_batch_size; for evaluation.
+
+    Raises:
+      UserError: not a whole number, or not divisible by the devices that split the batch.
+    """
+    key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
+    per_device = per_device or section.per_device_batch_size
+    num_devices = layout.mesh.size
+    rows = per_device * num_devices
+    axes = next(axes for name, axes in layout.rules if name == "activation_batch")
+    parts = math.prod(layout.mesh.shape[axis] for axis in axes)
+    if rows != int(rows) or int(rows) % parts:
+        better = max(parts, round(rows / parts) * parts) / num_devices
+        raise UserError(
+            f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = {rows:g} "
+            f"sequences, to be split over {parts} devices (mesh axes {', '.join(axes)}).\n"
+            f"  What to do: set {key}={better:g}."
+        )
+    return int(rows)
+
+
+def check_sharding(
+    parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
+) -> float:
+    """The share of parameter elements that lie whole on every device though the mesh could split.
+
+    Raises:
+      UserError: the share is above `tolerance`; names the largest such parameters.
+    """
+    if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
+        return 0.0
+    whole = {
+        name: parameters[name].size
+        for name, sharding in layout.parameter_shardings(parameters).items()
+        if not any(sharding.spec)
+    }
+    share = sum(whole.values()) / sum(info.size for info in parameters.values())
+    if share > tolerance:
+        largest = sorted(whole, key=lambda name: -whole[name])[:5]
+        lines = [f"    {name} {parameters[name].shape}" for name in largest]
+        sizes = ", ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items())
+        raise UserError(
+            f"{share:.1%} of the parameters lie whole on every device, more than "
+            f"sharding_tolerance={tolerance:g}. The mesh is {sizes}; the largest:\n"
+            + "\n".join(lines)
+            + "\n  What to do: choose sizes that the mesh divides, another mesh "
+            "(ici_data_parallelism copies on purpose), other logical_axis_rules, or a higher "
+            "sharding_tolerance."
+        )
+    return share

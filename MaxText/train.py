@@ -1,0 +1,264 @@
+"""Trains a language model: python MaxText/train.py CONFIG.yml key=value ...
+
+The whole program, top to bottom: configuration, text, devices, model, data, compiled steps,
+starting point, loop, what is left in the run folder.
+"""
+
+import pathlib
+import sys
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+from MaxText.parallelism import start_up
+
+USAGE = """Trains a language model.
+
+  python MaxText/train.py configs/quickstart.yml
+  python MaxText/train.py configs/gpt2.yml run_name=first dataset_path=DIR steps=1000
+
+The same command again resumes from the newest checkpoint of the run."""
+
+
+def main() -> int:
+    """Exit codes: 0 done, 1 the loss diverged, 2 a mistake in configuration or data."""
+    start_up.restart_with_allocator_setting()
+    loaded = command_line.parse("train.py", sys.argv[1:], USAGE)
+    for line in start_up.choose_platform(loaded.config.run.hardware):
+        print(line)
+    try:
+        return train(loaded.config)
+    except UserError as error:
+        command_line.fail(error)
+
+
+def train(config) -> int:
+    """Runs a configuration to its end, from wherever its run folder stands."""
+    # --- Output folder and text: what may be refused, before anything slow ----------------------
+    from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
+    from MaxText.configuration.saved import flat, resolved_yaml
+
+    run, evaluation, monitoring = config.run, config.evaluation, config.monitoring
+    config_flat = flat(config)
+    if run.log_config:
+        print(
+            "\n".join(f"Config param {name}: {config_flat[name]}" for name in sorted(config_flat))
+        )
+    run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
+    checkpoints = Checkpoints(run_folder / "checkpoints", config.checkpoint)
+    if config.data.dataset_type == "grain" and config.preparation.prepare_source:
+        from MaxText.input_pipeline.preparation import prepare
+
+        prepare(config.preparation, config.data.dataset_path)
+
+    # --- Devices --------------------------------------------------------------------------------
+    import jax
+
+    from MaxText.parallelism import mesh
+
+    start_up.use_compilation_cache(run.jax_cache_dir)
+    checkpoints.preload()
+    devices = start_up.find_devices(run.hardware)
+    layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
+    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh {dict(layout.mesh.shape)}")
+    microbatch_rows = mesh.rows_of_batch(config.batch, layout)
+    rows = microbatch_rows * config.batch.gradient_accumulation_steps
+    eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
+
+    # --- Model and optimizer ----------------------------------------------------------------------
+    from MaxText.layers.model import Model
+    from MaxText.monitoring.tables import parameter_table
+    from MaxText.training import backend_defaults
+    from MaxText.training import step as steps
+    from MaxText.training.optimizer import make_optimizer
+    from MaxText.training.schedule import learning_rate_schedule
+
+    model_section, choices = backend_defaults.resolve(config.model, devices[0].platform)
+    model = Model(model_section)
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    initialize = steps.make_initialize(model, optimizer)
+    abstract_state = layout.abstract_state(initialize, model.parameters)
+    whole = mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    print(parameter_table(model.parameters, layout.describe(model.parameters)))
+    print(f"parameters that lie whole on every device: {whole:.2%}")
+    print("\n".join(choices))
+
+    # --- Data -------------------------------------------------------------------------------------
+    from MaxText.input_pipeline.batch import batch_shapes
+    from MaxText.input_pipeline.loader import eval_loader, train_loader
+    from MaxText.input_pipeline.manifest import describe
+
+    length = model_section.shape.max_target_length
+    sizes = {
+        "max_target_length": length,
+        "vocab_size": model_section.shape.vocab_size,
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    train_batches = train_loader(config.data, global_batch_size=rows, **sizes)
+    eval_batches = None
+    if evaluation.eval_interval > 0:
+        eval_batches = eval_loader(
+            config.data, eval_steps=evaluation.eval_steps, global_batch_size=eval_rows, **sizes
+        )
+    if train_batches.manifest is not None:
+        print(describe(train_batches.manifest))
+    last_step = min(run.steps, train_batches.num_steps or run.steps) - 1
+
+    # --- Compiled steps, while the state is restored or drawn -------------------------------------
+    has_documents = config.data.dataset_type == "grain" and config.data.document_mask
+    train_step = steps.make_train_step(
+        model,
+        optimizer,
+        schedule,
+        num_microbatches=config.batch.gradient_accumulation_steps,
+        dropout_seed=model_section.initialization.init_weights_seed,
+    )
+    compiling = start_up.in_background(
+        lambda: layout.compile_step(
+            train_step,
+            abstract_state,
+            layout.abstract_batch(batch_shapes(rows, length, has_documents)),
+        )
+    )
+    eval_step = layout.jit(steps.make_eval_step(model))
+
+    # --- Starting point ---------------------------------------------------------------------------
+    from MaxText.checkpointing.matching import checkpoint_metadata
+    from MaxText.checkpointing.starting_point import restore_or_initialize
+
+    start = restore_or_initialize(
+        checkpoints,
+        config.checkpoint,
+        abstract_state,
+        lambda: layout.draw_state(
+            initialize, abstract_state, model_section.initialization.init_weights_seed
+        ),
+        config_flat,
+    )
+    state = start.state
+    if start.position is not None:
+        train_batches.check_position(start.position)
+    train_batches.seek(start.first_step)
+    if start.first_step > last_step:
+        print(f"The run is complete: {start.source}, steps={run.steps}. Raise steps to go on.")
+        return 0
+    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    metadata = checkpoint_metadata(config_flat, abstract_state.params)
+
+    # --- Records ----------------------------------------------------------------------------------
+    from MaxText.monitoring.peak_flops import peak_flops
+    from MaxText.monitoring.profiler import StepProfiler
+    from MaxText.monitoring.progress import Progress
+    from MaxText.monitoring.quantities import Quantities
+    from MaxText.monitoring.recorder import Recorder
+    from MaxText.monitoring.step_line import StepReport
+    from MaxText.monitoring.step_log import Diverged, StepLog
+    from MaxText.training.evaluation import evaluate
+
+    recorder = Recorder(run_folder, monitoring, run.run_name, first_step=start.first_step)
+    recorder.start(config_flat, model.num_parameters)
+    profiler = StepProfiler(monitoring, recorder.tensorboard_folder, start.first_step)
+    train_step, compile_seconds = compiling.result()
+    recorder.event("compile", seconds=compile_seconds)
+    quantities = Quantities(
+        model, config.batch, rows, len(devices), last_step + 1, peak_flops(devices[0])
+    )
+    print(quantities.describe())
+    print(f"Compiled the train step in {compile_seconds:.1f} s")
+    print(f"To see full metrics 'tensorboard --logdir={recorder.tensorboard_folder}'")
+    progress = Progress(start.first_step, last_step + 1)
+
+    def show(report: StepReport) -> None:
+        progress.line(report.line())
+        progress.update(report)
+
+    log = StepLog(
+        recorder,
+        config.guard,
+        period=monitoring.step_log_period,
+        last_step=last_step,
+        quantities=quantities,
+        show=show,
+    )
+
+    def save(step: int) -> None:
+        with log.paused():
+            log.check_newest()
+            recorder.event("checkpoint", step=step)
+            checkpoints.save(step, state, train_batches.position, metadata)
+
+    # --- Loop -------------------------------------------------------------------------------------
+    eval_loss, reason = None, "error"
+    try:
+        log.start(start.first_step)
+        for step in range(start.first_step, last_step + 1):
+            batch = layout.place(next(train_batches), rows)
+            with profiler.step(step):
+                state, metrics = train_step(state, batch)
+            log.add(step, metrics)
+            profiler.finished(step, metrics)
+
+            if checkpoints.should_save(step, last_step):
+                save(step)
+
+            if eval_batches is not None and (
+                (step + 1) % evaluation.eval_interval == 0 or step == last_step
+            ):
+                with log.paused():
+                    placed = (layout.place(batch, eval_rows) for batch in eval_batches)
+                    report = evaluate(eval_step, state.params, placed, step=step)
+                recorder.evaluation(report)
+                progress.line(report.line())
+                eval_loss = report.loss
+                if eval_loss < evaluation.target_eval_loss:
+                    progress.line(f"target_eval_loss={evaluation.target_eval_loss:g} is reached")
+                    if config.checkpoint.enable_checkpointing:
+                        save(step)
+                    break
+        log.flush()
+        checkpoints.close()
+        reason = "completed"
+    except Diverged as error:
+        reason = "diverged"
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        recorder.event("stop", reason=reason)
+        recorder.close()
+        progress.close()
+        profiler.close()
+        train_batches.close()
+
+    # --- What the run leaves ----------------------------------------------------------------------
+    manifest = train_batches.manifest
+    entropy = None if manifest is None else manifest.splits[config.data.train_split].unigram_entropy
+    if eval_loss is not None and entropy is not None:
+        print(f"Validation loss {eval_loss:.3f}, unigram entropy of the data {entropy:.3f} nats")
+    if config.sampling.sample_tokens and manifest is not None:
+        from MaxText.generation.sampling import write_sample
+
+        text = write_sample(
+            model, state.params, config.sampling, config.data.dataset_path, run_folder
+        )
+        print(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+    if monitoring.loss_curve:
+        from MaxText.monitoring.loss_curve import draw_loss_curve
+
+        picture = draw_loss_curve(
+            run_folder,
+            tokens_per_step=quantities.tokens_per_step,
+            title=run.run_name,
+            unigram_entropy=entropy,
+            metrics_file=monitoring.metrics_file,
+            run_name=run.run_name,
+        )
+        print(f"Loss curve: {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The files that the house rules are about, and how to read them."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "MaxText"
+
+
+def python_files(folder: str) -> list[Path]:
+    """All Python files below a folder of the repository."""
+    return sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def shown(path: Path) -> str:
+    """A path as messages name it."""
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def is_program(path: Path) -> bool:
+    """Whether the file is meant to be run: it ends in an `if __name__ == "__main__":`."""
+    return any(
+        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        for node in parsed(path).body
+    )
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The full name of every module that a file imports, anywhere in it."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,0 +1,77 @@
+"""Size, name and manners of the source files."""
+
+import ast
+import re
+
+from tests.house.sources import (
+    PACKAGE,
+    REPOSITORY,
+    imported_modules,
+    is_program,
+    parsed,
+    python_files,
+    shown,
+)
+
+MOST_LINES = 600
+MOST_LINES_OF_TRAIN = 300
+FOLDERS = ("MaxText", "tests", "benchmarks")
+FILES = [path for folder in FOLDERS for path in python_files(folder)]
+ENTRY_SCRIPTS = {path for path in PACKAGE.glob("*.py") if is_program(path)}
+TEXT_ENDINGS = {".py", ".md", ".yml", ".yaml", ".toml", ".txt", ".sh"}
+
+
+def test_files_are_short():
+    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    largest = sorted(lines.items(), key=lambda item: -item[1])[:5]
+    print("\n".join(f"{count:4d} lines: {name}" for name, count in largest))
+    assert not [name for name, count in lines.items() if count > MOST_LINES]
+    assert lines["MaxText/train.py"] <= MOST_LINES_OF_TRAIN
+
+
+def test_names_say_what_is_inside():
+    unsaying = {"utils", "util", "common", "helpers", "helper", "misc"}
+    paths = [*FILES, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    assert not [shown(path) for path in paths if path.stem in unsaying]
+
+
+def test_every_file_says_what_it_is_for():
+    with_code = [path for path in python_files("MaxText") if parsed(path).body]
+    assert not [shown(path) for path in with_code if not ast.get_docstring(parsed(path))]
+
+
+def test_only_programs_print():
+    # Everything else reports through what it is given: a logger, a recorder, `show=print`.
+    def is_print(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+
+    calls = [
+        f"{shown(path)}:{node.lineno}"
+        for path in python_files("MaxText")
+        if not is_program(path)
+        for node in ast.walk(parsed(path))
+        if is_print(node)
+    ]
+    assert not calls
+
+
+def test_entry_scripts_are_never_imported():
+    scripts = {f"MaxText.{path.stem}" for path in ENTRY_SCRIPTS}
+    assert "MaxText.train" in scripts
+    importing = [shown(path) for path in FILES if scripts.intersection(imported_modules(path))]
+    assert not importing
+
+
+def test_nothing_is_left_for_later():
+    # An issue has an owner and a state; a mark in the text has neither.
+    marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+    folders = [*FOLDERS, "configs", "docs", ".ci"]
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    paths += REPOSITORY.glob("*")
+    found = []
+    for path in paths:
+        if path.is_file() and path.suffix in TEXT_ENDINGS:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if marks.search(line):
+                    found.append(f"{shown(path)}:{number}")
+    assert not found

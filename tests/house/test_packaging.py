@@ -1,0 +1,97 @@
+"""Installation: versions that fit each other, and scripts that run."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.house.packaging_files import PROJECT, pins, requirements
+from tests.house.sources import REPOSITORY
+
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def holds_for(requirement: Requirement, python: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+
+
+def pinned(python: str) -> dict[str, str]:
+    """Version by name for one Python; refuses two pins of one name."""
+    versions = {}
+    for pin in pins():
+        if holds_for(pin, python):
+            name = canonicalize_name(pin.name)
+            assert name not in versions, f"{name} is pinned twice for Python {python}"
+            (specifier,) = pin.specifier
+            assert specifier.operator == "==", f"{pin} is no exact version"
+            versions[name] = specifier.version
+    return versions
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_satisfy_the_declared_ranges(python):
+    versions = pinned(python)
+    for requirement in requirements():
+        name = canonicalize_name(requirement.name)
+        if name == canonicalize_name(PROJECT["name"]) or not holds_for(requirement, python):
+            continue
+        if name in versions:
+            assert requirement.specifier.contains(versions[name]), (requirement, versions[name])
+        else:
+            assert (name, python) in {("jax", "3.12"), ("jax", "3.13")}, f"{name} has no pin"
+
+
+def test_the_extras_ask_for_the_same_jax():
+    ranges = {str(r.specifier) for r in requirements() if canonicalize_name(r.name) == "jax"}
+    assert len(ranges) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", "requirements_gpu.txt", "requirements_tpu.txt", "pyproject.toml"]
+)
+def test_no_file_names_a_download_address(name):
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    assert not re.search(r"://|--(extra-)?index-url|--find-links|--trusted-host", text)
+
+
+def test_the_changelog_begins_with_this_version():
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\S+)", changelog, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == PROJECT["version"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["DEVICE=abacus"], "DEVICE=abacus is none of cpu, tpu, gpu"),
+        (["gpu"], "unknown argument 'gpu'"),
+        (["PYTHON=no-such-python"], "needs Python 3.11 or newer; no-such-python: does not run"),
+    ],
+    ids=["device", "argument", "python"],
+)
+def test_setup_refuses_what_it_does_not_know(arguments, message, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("DEVICE", "PYTHON")}
+    (tmp_path / "setup.sh").write_bytes((REPOSITORY / "setup.sh").read_bytes())
+    done = subprocess.run(
+        ["bash", tmp_path / "setup.sh", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["setup.sh"]
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    # The same two programs, so that what the README promises is what is checked.
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    assert "    bash setup.sh && .venv/bin/python -m pytest\n" in readme
+    assert re.search(r"^bash setup\.sh$", ci, re.MULTILINE)
+    assert re.search(r"^\.venv/bin/python -m pytest$", ci, re.MULTILINE)
+    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)

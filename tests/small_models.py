@@ -1,0 +1,69 @@
+"""Tiny models and batches that tests share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.configuration.loading import configure
+from MaxText.configuration.schema import Config
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize, make_train_step
+
+TINY = {
+    "base_emb_dim": 32,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 64,
+    "base_num_decoder_layers": 3,
+    "vocab_size": 64,
+    "max_target_length": 16,
+    "dtype": "float32",
+    "scan_layers": True,
+    "remat_policy": "none",
+    "dataset_type": "synthetic",
+    "steps": 10,
+    "learning_rate": 1e-2,
+    "warmup_steps_fraction": 0.0,
+}
+
+
+def tiny_config(decoder_block: str = "llama2", **keys: Any) -> Config:
+    """A configuration of three layers of width 32."""
+    return configure(**(TINY | {"decoder_block": decoder_block} | keys))
+
+
+def random_batch(config: Config, rows: int, seed: int = 0, documents: bool = False) -> Batch:
+    """Random tokens and uneven weights; with `documents`, two documents in each row."""
+    shape = config.model.shape
+    generator = np.random.default_rng(seed)
+    size = (rows, shape.max_target_length)
+    tokens = generator.integers(0, shape.vocab_size, (rows, size[1] + 1)).astype(np.int32)
+    weights = (generator.random(size) < 0.7).astype(np.float32)
+    positions = segments = None
+    if documents:
+        cut = size[1] // 3
+        segments = np.where(np.arange(size[1]) < cut, 1, 2).astype(np.int32)
+        positions = np.where(np.arange(size[1]) < cut, np.arange(size[1]), np.arange(size[1]) - cut)
+        segments = np.tile(segments, (rows, 1))
+        positions = np.tile(positions.astype(np.int32), (rows, 1))
+    return jax.tree.map(
+        jnp.asarray, Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments)
+    )
+
+
+def trainer(config: Config, num_microbatches: int = 1):
+    """(model, fresh state, jitted train step) of a configuration."""
+    model = Model(config.model)
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    state = jax.jit(make_initialize(model, optimizer))(jax.random.key(0))
+    step = make_train_step(
+        model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0
+    )
+    return model, state, jax.jit(step)

@@ -1,0 +1,119 @@
+"""Decay masks, overrides per name, frozen parameters, clipping, and Muon's matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.layers.model import Model
+from MaxText.training.optimizer import make_optimizer, per_parameter
+from MaxText.training.schedule import learning_rate_schedule
+from tests.small_models import tiny_config
+
+RATE = 0.01
+
+
+def updates_of(gradient=1.0, **keys):
+    """Name -> update of each parameter (value 2) after one step with gradients of one value."""
+    keys = {"lr_schedule_type": "constant", "gradient_clipping_threshold": 0.0} | keys
+    config = tiny_config(learning_rate=RATE, **keys)
+    parameters = Model(config.model).parameters
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), parameters
+    )
+    params = per_parameter(parameters, lambda name: jnp.full(parameters[name].shape, 2.0))
+    gradients = jax.tree.map(lambda p: jnp.full(p.shape, gradient), params)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    return {
+        "/".join(entry.key for entry in path): np.asarray(update)
+        for path, update in jax.tree_util.tree_leaves_with_path(updates)
+    }
+
+
+def test_adamw_decays_everything_by_default():
+    for update in updates_of(adam_weight_decay=0.5).values():
+        np.testing.assert_allclose(update, -RATE * (1 + 0.5 * 2), rtol=1e-5)
+
+
+def test_decay_mask_and_overrides_by_name():
+    updates = updates_of(
+        adam_weight_decay=0.5,
+        adamw_mask=["scale"],
+        weight_decay_overrides=[["mlp/wo", 0.25]],
+        learning_rate_overrides=[["logits_dense", 0.1]],
+    )
+    expected = {
+        "decoder_norm/scale": -RATE,
+        "layers/mlp/wo/kernel": -RATE * 1.5,
+        "layers/mlp/wi_0/kernel": -RATE * 2,
+        "logits_dense/kernel": -RATE * 0.1 * 2,
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(updates[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_frozen_parameters_do_not_move():
+    updates = updates_of(trainable_parameters_mask=["self_attention"])
+    moved = {name for name, update in updates.items() if np.any(update)}
+    assert moved == {name for name in updates if "self_attention" in name}
+
+
+def test_a_mask_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match="matches none"):
+        updates_of(trainable_parameters_mask=["no_such_parameter"])
+
+
+def test_clipping_by_norm_and_by_value():
+    config = tiny_config()
+    size = sum(info.size for info in Model(config.model).parameters.values())
+    plain = {"opt_type": "sgd", "momentum": 0.0, "nesterov": False, "adam_weight_decay": 0.0}
+    by_norm = updates_of(3.0, gradient_clipping_threshold=1.0, **plain)
+    by_value = updates_of(
+        3.0, gradient_clipping_threshold=0.5, gradient_clipping_type="value", **plain
+    )
+    for name in by_norm:
+        np.testing.assert_allclose(by_norm[name], -RATE / np.sqrt(size), rtol=1e-4)
+        np.testing.assert_allclose(by_value[name], -RATE * 0.5, rtol=1e-5)
+
+
+def test_switches_keep_the_places_of_the_optimizer_state():
+    """Else a resumed run whose clipping or decay changed could not read its checkpoint."""
+    config = tiny_config()
+    parameters = Model(config.model).parameters
+
+    def structure(**keys):
+        config = tiny_config(**keys)
+        optimizer = make_optimizer(
+            config.optimizer, learning_rate_schedule(config.schedule), parameters
+        )
+        return jax.tree.structure(jax.eval_shape(optimizer.init, Model(config.model).abstract))
+
+    plain = structure()
+    assert plain == structure(gradient_clipping_threshold=0.0)
+    assert plain == structure(adam_weight_decay=0.0)
+    assert plain == structure(learning_rate_overrides=[["mlp", 0.5]])
+
+
+def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
+    config = tiny_config(
+        opt_type="muon", adam_weight_decay=0.0, learning_rate=RATE, lr_schedule_type="constant",
+        gradient_clipping_threshold=0.0,
+    )  # fmt: skip
+    model = Model(config.model)
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), model.parameters
+    )
+    params = model.initialize(jax.random.key(0))
+    gradients = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+    attention = updates["layers"]["self_attention"]
+    size = RATE * 0.2 * np.sqrt(32)  # Adam's usual size, for a matrix of 32 x 32
+    for layer in np.asarray(attention["query"]["kernel"]):
+        values = np.linalg.svd(layer.reshape(32, 32) / size, compute_uv=False)
+        assert values.max() < 1.3
+        assert values.min() > 0.2
+    out = np.asarray(attention["out"]["kernel"])[0].reshape(32, 32)
+    assert np.linalg.svd(out / size, compute_uv=False).max() < 1.3
+    # Adam with Nesterov's look-ahead: each element of the first update has one and the same size.
+    for table in (updates["token_embedder"]["embedding"], updates["logits_dense"]["kernel"]):
+        np.testing.assert_allclose(np.abs(table), np.abs(table).mean(), rtol=1e-3)
