@@ -150,5 +150,3 @@ def flops(size: Size) -> float:
     tokens = size.batch * T
     matrices = L * 12 * D * D + size.vocabulary * D
     return 6.0 * tokens * matrices + 12.0 * L * tokens * T * D / 2
-
-

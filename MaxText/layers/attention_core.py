@@ -39,9 +39,10 @@ def causal_attention(
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
+    group = num_heads // num_kv_heads
     q_BKGTH = (
         (q_BTNH * head_dim**-0.5)
-        .reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        .reshape(batch, length, num_kv_heads, group, head_dim)
         .transpose(0, 2, 3, 1, 4)
     )
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
@@ -50,24 +51,28 @@ def causal_attention(
     outputs = []
     for start in range(0, length, block):
         end = min(start + block, length)
-        scores_BKGTS = jnp.einsum(
-            "bkgth,bksh->bkgts",
-            q_BKGTH[:, :, :, start:end],
+        mask = (places[start:end, None] >= places[None, :end])[None]
+        if segments_BT is not None:
+            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
+        # Rows of all query heads of a group as one matrix: the products have plain shapes, which
+        # the CPU backend needs to be fast.
+        q_BKRH = q_BKGTH[:, :, :, start:end].reshape(batch, num_kv_heads, -1, head_dim)
+        mask = jnp.tile(mask, (1, group, 1))[:, None]
+        scores_BKRS = jnp.einsum(
+            "bkrh,bksh->bkrs",
+            q_BKRH,
             k_BKSH[:, :, :end],
             preferred_element_type=jnp.float32,
             precision=precision,
         )
         if soft_cap:
-            scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
-        mask = (places[start:end, None] >= places[None, :end])[None]
-        if segments_BT is not None:
-            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
-        scores_BKGTS = jnp.where(mask[:, None, None], scores_BKGTS, -jnp.inf)
-        probabilities = jax.nn.softmax(scores_BKGTS, axis=-1)
+            scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
+        probabilities = jax.nn.softmax(jnp.where(mask, scores_BKRS, -jnp.inf), axis=-1)
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, start)
         probabilities = dropout(probabilities, dropout_rate, key).astype(v_BSKH.dtype)
-        outputs.append(
-            jnp.einsum("bkgts,bksh->bkgth", probabilities, v_BKSH[:, :, :end], precision=precision)
+        o_BKRH = jnp.einsum(
+            "bkrs,bksh->bkrh", probabilities, v_BKSH[:, :, :end], precision=precision
         )
+        outputs.append(o_BKRH.reshape(batch, num_kv_heads, group, end - start, head_dim))
     o_BKGTH = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)
