@@ -134,7 +134,8 @@ def compare(name: str, rounds: int) -> None:
         speed = size.batch * size.length / median
         print(
             f"  {side:8} {median:.3f} s/step (least {least:.3f}), {speed:,.0f} tokens/s, "
-            f"{hand_written.flops(size) / median / 1e9:,.0f} GFLOP/s, compiled in {compilation:.1f} s"
+            f"{hand_written.flops(size) / median / 1e9:,.0f} GFLOP/s, "
+            f"compiled in {compilation:.1f} s"
         )
     least = min(seconds["ours"]) / min(seconds["by hand"])
     print(
@@ -171,7 +172,7 @@ def first_step() -> None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Our train step against one by hand.")
     parser.add_argument("--jobs", nargs="*", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-first-step", action="store_true")

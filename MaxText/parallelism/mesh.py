@@ -21,7 +21,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 WEIGHT_AXES = ("fsdp", "tensor")
 
 
-def make_mesh(section: MeshSection, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     """A mesh of all devices with axes data, fsdp, tensor.
 
     Raises:
@@ -138,7 +138,11 @@ class Layout:
     ) -> Any:
         """A fresh state, each device drawing its own part."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-        return jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
+        options = {}
+        if self.mesh.devices.flat[0].platform == "cpu":
+            # Random numbers compile 3 times faster and run as fast, with the same bits.
+            options["compiler_options"] = {"xla_backend_optimization_level": 1}
+        return jax.jit(initialize, out_shardings=shardings, **options)(jax.random.key(seed))
 
     def jit(self, function: Callable, **options: Any) -> Any:
         """jax.jit of `function`, traced with this layout's rules in force."""

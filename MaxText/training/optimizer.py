@@ -1,6 +1,5 @@
 """Update rules from optax, with decay and learning rate chosen per parameter by name."""
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from MaxText.configuration.training_sections import Optimizer
 from MaxText.errors import UserError
@@ -57,21 +57,25 @@ def _restricted(
 ) -> optax.GradientTransformation:
     """`optimizer` on the trained parameters only; the others get update 0 and have no state."""
 
-    def pick(tree: dict) -> dict:
-        return per_parameter(
-            trained, lambda name: functools.reduce(dict.get, name.split("/"), tree)
-        )
+    def pick(tree: Any) -> dict:
+        return per_parameter(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
 
-    def update(updates, state, params):
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moved, state = optimizer.update(pick(updates), state, pick(params))
         everything = jax.tree.map(jnp.zeros_like, updates)
         for name in trained:
-            *folders, leaf = name.split("/")
-            node = functools.reduce(dict.get, folders, everything)
-            node[leaf] = functools.reduce(dict.get, name.split("/"), moved)
+            leaf = name.rpartition("/")[2]
+            _folder(everything, name)[leaf] = _folder(moved, name)[leaf]
         return everything, state
 
     return optax.GradientTransformation(lambda params: optimizer.init(pick(params)), update)
+
+
+def _folder(tree: Any, name: str) -> dict:
+    """The dict that holds the leaf of a name like "layers/mlp/wo/kernel"."""
+    for folder in name.split("/")[:-1]:
+        tree = tree[folder]
+    return tree
 
 
 def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:
