@@ -107,8 +107,12 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Reports what waits, then keeps the time spent inside out of the step times."""
+        """Reports what waits, then keeps the time spent inside out of the step times.
+
+        Waits for the newest step first, else its computation would count as part of the pause.
+        """
         self.flush()
+        jax.block_until_ready(self._newest)
         began = time.perf_counter()
         try:
             yield

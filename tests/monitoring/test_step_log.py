@@ -1,0 +1,101 @@
+"""When steps are reported, and what their seconds count."""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.configuration.training_sections import Guard, Monitoring
+from MaxText.monitoring.peak_flops import PeakFlops
+from MaxText.monitoring.quantities import Quantities
+from MaxText.monitoring.recorder import Recorder
+from MaxText.monitoring.step_log import Diverged, StepLog
+from tests.small_models import tiny_config, trainer
+
+
+class SlowScalar:
+    """A device scalar that becomes ready after some time, as a step's do."""
+
+    def __init__(self, value, seconds):
+        self.value, self.ready_at = value, time.perf_counter() + seconds
+
+    def block_until_ready(self):
+        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        self.block_until_ready()
+        return np.asarray(self.value, dtype)
+
+    def __float__(self):
+        return float(self.__array__())
+
+
+def metrics(loss, seconds=0.0):
+    return {"loss": SlowScalar(loss, seconds), "lm_loss": jnp.float32(loss), "total_weights": 1.0}
+
+
+@pytest.fixture
+def start(tmp_path):
+    recorders = []
+
+    def start(period, last_step, guard=None):
+        config = tiny_config()
+        quantities = Quantities(
+            trainer(config)[0], config.batch, 4, 1, last_step + 1, PeakFlops(1.0, "")
+        )
+        recorder = Recorder(tmp_path, Monitoring(enable_tensorboard=False), "run")
+        recorders.append(recorder)
+        reports = []
+        log = StepLog(
+            recorder, guard or Guard(), period=period, last_step=last_step, quantities=quantities,
+            show=reports.append,
+        )  # fmt: skip
+        log.start(0)
+        return log, reports
+
+    yield start
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_step_is_reported_when_the_next_is_handed_over(start):
+    log, reports = start(period=1, last_step=3)
+    log.add(0, metrics(3.0))
+    assert not reports
+    log.add(1, metrics(2.0))
+    assert [report.step for report in reports] == [0]
+    log.flush()
+    assert [report.metrics["loss"] for report in reports] == [3.0, 2.0]
+
+
+def test_only_every_period_and_the_last_step_are_reported(start):
+    log, reports = start(period=4, last_step=6)
+    for step in range(7):
+        log.add(step, metrics(1.0))
+    log.flush()
+    assert [report.step for report in reports] == [0, 4, 6]
+
+
+def test_a_pause_does_not_swallow_the_step_that_is_still_running(start):
+    log, reports = start(period=2, last_step=2)
+    log.add(0, metrics(1.0))
+    log.add(1, metrics(1.0, seconds=0.4))
+    with log.paused():
+        time.sleep(0.3)
+    log.add(2, metrics(1.0))
+    log.flush()
+    # Steps 1 and 2 took at least 0.4 seconds together, most of it while the pause began.
+    assert reports[-1].seconds > 0.19
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_also_between_reports(start, loss):
+    log, _ = start(period=10, last_step=20)
+    log.add(1, metrics(loss))
+    with pytest.raises(Diverged):
+        log.check_newest()
+    allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False, abort_on_inf_loss=False))
+    allowed.add(1, metrics(loss))
+    allowed.check_newest()
