@@ -6,6 +6,7 @@ window `i` can be read without any other.
 Legend: B windows, T tokens of a window.
 """
 
+import abc
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from MaxText.input_pipeline.token_stream import TokenStream
 EMPTY = -1
 
 
-class Windows:
+class Windows(abc.ABC):
     """What both ways of cutting share: rows filled from pieces of the stream.
 
     Attributes:
@@ -32,12 +33,13 @@ class Windows:
         self.document_mask = document_mask
         self.filler_id = filler_id
 
+    @abc.abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Number of windows."""
 
+    @abc.abstractmethod
     def span(self, window: int) -> tuple[int, int]:
         """Place of a window in the stream: start, and the stop of its targets (at most T + 1)."""
-        raise NotImplementedError
 
     def read(self, windows: Sequence[int]) -> dict[str, np.ndarray]:
         """Reads windows; one call per batch lets the stream read each file once.
