@@ -40,11 +40,6 @@ class Stored:
         return str(self.folder if self.step is not None else self.items)
 
 
-def checkpoints_folder(run_folder: str | epath.Path) -> epath.Path:
-    """Where a run keeps its checkpoints."""
-    return epath.Path(run_folder) / CHECKPOINTS
-
-
 def complete_steps(folder: epath.Path) -> list[int]:
     """Steps under a `checkpoints` folder whose saving was finished, ascending.
 

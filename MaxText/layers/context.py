@@ -13,13 +13,11 @@ class Context:
     """Facts about the batch that several parts need.
 
     Attributes:
-      positions_BT: place of each token in its document; None means 0..T-1.
       segments_BT: document number of each token, 0 is padding; None means one document.
       rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
       dropout_key: None switches dropout off.
     """
 
-    positions_BT: jax.Array | None = None
     segments_BT: jax.Array | None = None
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout_key: jax.Array | None = None

@@ -82,7 +82,6 @@ class Decoder(nnx.Module):
             x_BTD = x_BTD + self.position_embedder(positions_BT)
         x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
         context = Context(
-            positions_BT=batch.positions_BT,
             segments_BT=batch.segments_BT,
             rotary=self._rotary(positions_BT),
             dropout_key=dropout_key,

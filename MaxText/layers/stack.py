@@ -12,8 +12,6 @@ from flax import nnx
 
 from MaxText.configuration.model_sections import RematPolicy
 
-Layer = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 # Policy -> names of intermediate values (checkpoint_name in the parts) that are kept.
 _SAVED: dict[str, tuple[str, ...]] = {
