@@ -8,7 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import prepare
+from MaxText.input_pipeline.preparation.preparing import prepare
 
 USAGE = """
 Turns text into a prepared data set: token records, the tokenizer and a manifest.

@@ -48,7 +48,7 @@ def train(config) -> int:
     run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = Checkpoints(run_folder / "checkpoints", config.checkpoint)
     if config.data.dataset_type == "grain" and config.preparation.prepare_source:
-        from MaxText.input_pipeline.preparation import prepare
+        from MaxText.input_pipeline.preparation.preparing import prepare
 
         prepare(config.preparation, config.data.dataset_path)
 

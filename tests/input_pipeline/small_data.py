@@ -12,7 +12,7 @@ from MaxText.input_pipeline.manifest import (
     SourceEntry,
     TokenizerEntry,
 )
-from MaxText.input_pipeline.token_writer import TokenWriter, narrowest_dtype
+from MaxText.input_pipeline.preparation.token_writer import TokenWriter, narrowest_dtype
 
 VOCAB_SIZE = 50_000
 EOS = 0

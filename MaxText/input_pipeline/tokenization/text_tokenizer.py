@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.byte_pair_encoding import fast_encoder
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME, TokenizerEntry
+from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
 
 END_OF_TEXT = "<|endoftext|>"
 

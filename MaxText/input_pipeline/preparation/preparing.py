@@ -29,11 +29,19 @@ from MaxText.input_pipeline.manifest import (
     local_folder,
     read_manifest,
 )
-from MaxText.input_pipeline.survey import CorpusDigest, Survey, survey
+from MaxText.input_pipeline.preparation.survey import CorpusDigest, Survey, survey
+from MaxText.input_pipeline.preparation.text_sources import TextSource, open_source
+from MaxText.input_pipeline.preparation.token_writer import (
+    CHUNK_LENGTH,
+    TokenWriter,
+    narrowest_dtype,
+)
 from MaxText.input_pipeline.sync import sync_file
-from MaxText.input_pipeline.text_sources import TextSource, open_source
-from MaxText.input_pipeline.text_tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from MaxText.input_pipeline.token_writer import CHUNK_LENGTH, TokenWriter, narrowest_dtype
+from MaxText.input_pipeline.tokenization.text_tokenizer import (
+    TextTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TRAIN, VALIDATION = "train", "validation"
 

@@ -8,9 +8,9 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import text_tokenizer
-from MaxText.input_pipeline.byte_pair_encoding import fast_encoder
-from MaxText.input_pipeline.text_tokenizer import load_tokenizer, train_tokenizer
+from MaxText.input_pipeline.tokenization import text_tokenizer
+from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
+from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer, train_tokenizer
 
 SAMPLE = [
     "def encode(self, text: str) -> list[int]:\n    return [ord(c) for c in text]\n" * 3,

@@ -15,13 +15,13 @@ import tokenizers
 
 from MaxText.configuration.training_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import preparation as preparation_module
-from MaxText.input_pipeline import text_sources
 from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
-from MaxText.input_pipeline.preparation import prepare
+from MaxText.input_pipeline.preparation import preparing as preparation_module
+from MaxText.input_pipeline.preparation import text_sources
+from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.token_stream import TokenStream
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def write_texts(folder: Path, count: int = 30) -> list[str]:
@@ -322,14 +322,14 @@ def test_the_second_of_two_at_once_keeps_what_the_first_made(corpus, tmp_path, m
 KILLED = """
 import os, sys, time
 from MaxText.configuration.training_sections import Preparation
-from MaxText.input_pipeline import preparation
+from MaxText.input_pipeline.preparation import preparing
 def stop(*arguments, **keywords):
     print("writing", flush=True)
     time.sleep(60)
-preparation.describe = stop if sys.argv[3] == "after" else preparation.describe
+preparing.describe = stop if sys.argv[3] == "after" else preparing.describe
 if sys.argv[3] == "before":
-    preparation.Manifest = stop
-preparation.prepare(Preparation(prepare_source=sys.argv[1], tokenizer_vocab_size=300), sys.argv[2])
+    preparing.Manifest = stop
+preparing.prepare(Preparation(prepare_source=sys.argv[1], tokenizer_vocab_size=300), sys.argv[2])
 """
 
 
