@@ -11,12 +11,33 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.preparing import prepare
 
 USAGE = """
-Turns text into a prepared data set: token records, the tokenizer and a manifest.
+Turns text into a prepared data set (token records, the tokenizer and a manifest), or into records
+for other programs. The same command again goes on where it was stopped.
 
   python MaxText/prepare_data.py prepare_source=corpus/ dataset_path=data/corpus
   python MaxText/prepare_data.py prepare_source=rows.jsonl.gz text_field=content \\
       tokenizer_path=gpt2 dataset_path=data/rows
   python MaxText/prepare_data.py prepare_source=python_stdlib dataset_path=data/stdlib
+
+More kinds of text, a tokenizer of your own, flat files of ids:
+  python MaxText/prepare_data.py 'prepare_source=pile/{00..29}.jsonl.zst' prepare_num_workers=16 \\
+      tokenizer_path=tokenizer.json prepare_output_format=bin dataset_path=data/pile
+
+Token records for GPT-Neo, and windows with labels for jax-lm:
+  python MaxText/prepare_data.py prepare_source=openwebtext.tar.xz tokenizer_path=gpt2 \\
+      prepare_output_format=tfrecord prepare_minimum_tokens=100 prepare_fix_text=true \\
+      dataset_path=data/openwebtext_records
+  python MaxText/prepare_data.py prepare_source=wikitext/ tokenizer_path=gpt2 \\
+      prepare_output_format=parquet prepare_record=strided dataset_path=data/wikitext_windows
+
+The text itself as records:
+  python MaxText/prepare_data.py prepare_source=openwebtext/ \\
+      prepare_output_format=text_array_record dataset_path=data/openwebtext_text
+
+With Apache Beam:
+  python MaxText/prepare_data.py prepare_source=corpus/ tokenizer_path=gpt2 prepare_runner=beam \\
+      beam_options='--direct_running_mode=multi_processing --direct_num_workers=4' \\
+      dataset_path=data/corpus
 """
 
 

@@ -63,8 +63,6 @@ def train(config) -> int:
     layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh {dict(layout.mesh.shape)}")
-    microbatch_rows = mesh.rows_of_batch(config.batch, layout)
-    rows = microbatch_rows * config.batch.gradient_accumulation_steps
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
@@ -88,41 +86,51 @@ def train(config) -> int:
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.batch import batch_shapes
+    from MaxText.input_pipeline.batch_plan import plan_batches
     from MaxText.input_pipeline.loader import eval_loader, train_loader
-    from MaxText.input_pipeline.manifest import describe
 
     length = model_section.shape.max_target_length
-    sizes = {
-        "max_target_length": length,
+    plan = plan_batches(
+        config.batch, length, lambda size: mesh.rows_of_update(config.batch, layout, size)
+    )
+    reading = {
+        "masking": config.masking,
+        "preparation": config.preparation,
         "vocab_size": model_section.shape.vocab_size,
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
     }
-    train_batches = train_loader(config.data, global_batch_size=rows, **sizes)
+    train_batches = train_loader(config.data, plan=plan, num_steps=run.steps, **reading)
     eval_batches = None
     if evaluation.eval_interval > 0:
         eval_batches = eval_loader(
-            config.data, eval_steps=evaluation.eval_steps, global_batch_size=eval_rows, **sizes
+            config.data,
+            eval_steps=evaluation.eval_steps,
+            max_target_length=length,
+            global_batch_size=eval_rows,
+            **reading,
         )
-    if train_batches.manifest is not None:
-        print(describe(train_batches.manifest))
+    if train_batches.description:
+        print(train_batches.description)
     last_step = min(run.steps, train_batches.num_steps or run.steps) - 1
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
-    has_documents = config.data.dataset_type == "grain" and config.data.document_mask
-    train_step = steps.make_train_step(
+    from MaxText.parallelism.compiled_steps import CompiledSteps
+
+    step_function = steps.make_train_step(
         model,
         optimizer,
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
         dropout_seed=model_section.initialization.init_weights_seed,
     )
+    train_step = CompiledSteps(
+        lambda shapes: layout.compile_step(step_function, abstract_state, shapes), print
+    )
+    stage = plan.at(checkpoints.latest_step() or 0)
+    first_shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
     compiling = start_up.in_background(
-        lambda: layout.compile_step(
-            train_step,
-            abstract_state,
-            layout.abstract_batch(batch_shapes(rows, length, has_documents)),
-        )
+        lambda: train_step.prepare(layout.abstract_batch(first_shapes))
     )
     eval_step = layout.jit(steps.make_eval_step(model))
 
@@ -140,9 +148,10 @@ def train(config) -> int:
         config_flat,
     )
     state = start.state
-    if start.position is not None:
-        train_batches.check_position(start.position)
-    train_batches.seek(start.first_step)
+    if start.position is None:
+        train_batches.seek(start.first_step)
+    else:
+        train_batches.resume(start.position)
     if start.first_step > last_step:
         print(f"The run is complete: {start.source}, steps={run.steps}. Raise steps to go on.")
         return 0
@@ -162,10 +171,10 @@ def train(config) -> int:
     recorder = Recorder(run_folder, monitoring, run.run_name, first_step=start.first_step)
     recorder.start(config_flat, model.num_parameters)
     profiler = StepProfiler(monitoring, recorder.tensorboard_folder, start.first_step)
-    train_step, compile_seconds = compiling.result()
+    compile_seconds = compiling.result()
     recorder.event("compile", seconds=compile_seconds)
     quantities = Quantities(
-        model, config.batch, rows, len(devices), last_step + 1, peak_flops(devices[0])
+        model, config.batch, plan, len(devices), last_step + 1, peak_flops(devices[0])
     )
     print(quantities.describe())
     print(f"Compiled the train step in {compile_seconds:.1f} s")
@@ -196,7 +205,7 @@ def train(config) -> int:
     try:
         log.start(start.first_step)
         for step in range(start.first_step, last_step + 1):
-            batch = layout.place(next(train_batches), rows)
+            batch = layout.place(next(train_batches), plan.rows(plan.at(step)))
             with profiler.step(step):
                 state, metrics = train_step(state, batch)
             log.add(step, metrics)
@@ -234,23 +243,21 @@ def train(config) -> int:
         train_batches.close()
 
     # --- What the run leaves ----------------------------------------------------------------------
-    manifest = train_batches.manifest
-    entropy = None if manifest is None else manifest.splits[config.data.train_split].unigram_entropy
+    entropy = train_batches.unigram_entropy
     if eval_loss is not None and entropy is not None:
         print(f"Validation loss {eval_loss:.3f}, unigram entropy of the data {entropy:.3f} nats")
-    if config.sampling.sample_tokens and manifest is not None:
+    tokenizer_folder = train_batches.tokenizer_folder
+    if config.sampling.sample_tokens and tokenizer_folder is not None:
         from MaxText.generation.sampling import write_sample
 
-        text = write_sample(
-            model, state.params, config.sampling, config.data.dataset_path, run_folder
-        )
+        text = write_sample(model, state.params, config.sampling, tokenizer_folder, run_folder)
         print(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if monitoring.loss_curve:
         from MaxText.monitoring.loss_curve import draw_loss_curve
 
         picture = draw_loss_curve(
             run_folder,
-            tokens_per_step=quantities.tokens_per_step,
+            tokens_per_step=quantities.tokens_of_run / quantities.num_updates,
             title=run.run_name,
             unigram_entropy=entropy,
             metrics_file=monitoring.metrics_file,

@@ -179,6 +179,9 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
     elif typed["learning_rate_schedule_steps"] == -1:
         set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
 
+    if typed["mlm_training"] and origins["causal"].layer == Layer.DEFAULT:
+        set_derived("causal", False, "from mlm_training")
+
     if not typed["run_name"]:
         if job := os.environ.get("JOBSET_NAME"):
             set_derived("run_name", job, "from $JOBSET_NAME")

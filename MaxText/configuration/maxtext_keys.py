@@ -29,7 +29,8 @@ class Absent(NamedTuple):
 
 
 _NOT_YET = "not available yet"
-_PREPARE = "prepare the text once with prepare_data.py and name its folder"
+_NO_DOWNLOAD = "nothing is downloaded while training: name files that are there"
+_FILES = "files of any kind are named by one key"
 _MOE = "mixture-of-experts layers are not available yet"
 _KERNEL = "kernels are not tuned by keys"
 _FLOAT32 = "always on: attention scores and softmax accumulate in float32"
@@ -107,25 +108,25 @@ UNAVAILABLE: dict[str, Absent] = {
     "context_parallel_strategy": Absent("splitting the sequence over devices is not available yet"),
     "shardy": Absent("jax's default partitioner is used"),
     # Batch, data, tokenizer
-    "enable_rampup_batch_size": Absent(_NOT_YET, "gradient_accumulation_steps"),
-    "dataset_name": Absent(_PREPARE, "dataset_path"),
-    "eval_dataset_name": Absent(_PREPARE, "dataset_path"),
-    "hf_path": Absent(_PREPARE, "dataset_path"),
-    "hf_data_dir": Absent(_PREPARE, "dataset_path"),
-    "hf_train_files": Absent(_PREPARE, "dataset_path"),
-    "hf_eval_files": Absent(_PREPARE, "dataset_path"),
+    "dataset_name": Absent(_NO_DOWNLOAD, "dataset_path"),
+    "eval_dataset_name": Absent(_NO_DOWNLOAD, "grain_eval_files"),
+    "hf_path": Absent(_NO_DOWNLOAD, "grain_train_files"),
+    "hf_data_dir": Absent(_FILES, "grain_train_files"),
+    "hf_train_files": Absent(_FILES, "grain_train_files"),
+    "hf_eval_files": Absent(_FILES, "grain_eval_files"),
     "hf_access_token": Absent(
         "a token belongs in the environment variable HF_TOKEN, where no log can show it"
     ),
-    "grain_train_files": Absent(_PREPARE, "dataset_path"),
-    "grain_eval_files": Absent("the held-out split lies in the same prepared folder", "eval_split"),
-    "grain_train_mixture_config_path": Absent("mixtures of data sets are not available yet"),
-    "grain_file_type": Absent("the format is read from the prepared folder's manifest.json"),
-    "grain_packing_type": Absent("documents are laid end to end and cut", "packing"),
+    "grain_train_mixture_config_path": Absent(
+        "a mixture is given in the configuration", "dataset_mix"
+    ),
     "max_segments_per_seq": Absent("a window may hold any number of documents", "packing"),
-    "tokenizer_type": Absent("found out from the files", "tokenizer_path"),
-    "tokenize_train_data": Absent(_PREPARE, "dataset_path"),
-    "tokenize_eval_data": Absent(_PREPARE, "dataset_path"),
+    "tokenize_train_data": Absent(
+        "text and tokens are told apart by what records hold", "grain_train_files"
+    ),
+    "tokenize_eval_data": Absent(
+        "text and tokens are told apart by what records hold", "grain_eval_files"
+    ),
     "expansion_factor_real_data": Absent(
         "not needed: the order of the data does not depend on the number of hosts"
     ),
@@ -168,8 +169,8 @@ UNAVAILABLE: dict[str, Absent] = {
 # Families too large to list; the first prefix that fits counts.
 _FAMILIES: dict[str, Absent] = {
     "sa_": Absent(_KERNEL, "attention_block_size"),
-    "hf_": Absent(_PREPARE, "dataset_path"),
-    "grain_": Absent(_PREPARE, "dataset_path"),
+    "hf_": Absent(_FILES, "grain_train_files"),
+    "grain_": Absent("Grain reads by these keys", "grain_worker_count"),
     "dcn_": Absent("the mesh covers the devices of all hosts by one set of sizes"),
     "ici_": Absent("the mesh axes are data, fsdp and tensor", "logical_axis_rules"),
     "lora.": Absent("not available: this program pre-trains"),
@@ -178,9 +179,10 @@ _FAMILIES: dict[str, Absent] = {
 
 # (key, value) -> what to choose for a value of MaxText that is not among ours.
 VALUE_NOTES: dict[tuple[str, str], str] = {
-    ("dataset_type", "tfds"): f"{_PREPARE} in dataset_path",
-    ("dataset_type", "hf"): f"{_PREPARE} in dataset_path",
-    ("dataset_type", "olmo_grain"): f"{_PREPARE} in dataset_path",
+    ("dataset_type", "tfds"): "grain reads tfrecord and ArrayRecord files by grain_train_files",
+    ("dataset_type", "hf"): "grain reads parquet and arrow files by grain_train_files",
+    ("dataset_type", "olmo_grain"): "prepare the text once with prepare_data.py",
+    ("dataset_type", "pile"): "grain reads pile.tfrecord files at dataset_path",
     ("attention", "flash"): "autoselected takes the best form that is available",
     ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
     ("opt_type", "adam_pax"): "adamw is the same update rule",

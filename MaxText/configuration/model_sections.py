@@ -128,6 +128,10 @@ class Attention(Section):
         128, "Query rows of a block.", unit="tokens", ge=1,
         only_if={"attention": ["autoselected", "blocked"]},
     )  # fmt: skip
+    causal: bool = key(
+        True,
+        "Attend to earlier tokens only. mlm_training=true switches it off.",
+    )
     qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
     proj_bias: bool = key(False, "Bias on the attention output projection.")
     use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from MaxText.configuration.data_sections import SAMPLINGS, mix_part
 from MaxText.configuration.schema import Config
 
 
@@ -153,12 +154,112 @@ def _schedule(config: Config) -> str | None:
 
 
 def _needs_dataset(config: Config) -> str | None:
-    if config.data.dataset_type == "grain" and not config.data.dataset_path:
+    data = config.data
+    named = data.dataset_path or data.grain_train_files or data.dataset_mix
+    if data.dataset_type == "grain" and not named:
         return (
             "dataset_path: no data set is named\n"
             "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
-            "dataset_path=FOLDER, which prepare_data.py wrote\n"
+            "dataset_path=FOLDER, which prepare_data.py wrote, or token records as they are\n"
+            "grain_train_files=PATTERN, records of text or tokens\n"
             "dataset_type=synthetic (random tokens, to measure speed)"
+        )
+    return None
+
+
+def _one_data_set(config: Config) -> str | None:
+    data = config.data
+    if data.grain_train_files and data.dataset_mix:
+        return "grain_train_files and dataset_mix both name what to train on; set one of them"
+    if data.dataset_mix and data.dataset_path:
+        return "dataset_path and dataset_mix both name what to train on; set one of them"
+    return None
+
+
+def _mixture(config: Config) -> str | None:
+    for part in config.data.dataset_mix:
+        location, stitch, sampling, weight = mix_part(part)
+        if sampling not in SAMPLINGS:
+            return (
+                f"dataset_mix: sampling {sampling!r} of {location} is none of "
+                f"{', '.join(SAMPLINGS)}"
+            )
+        if stitch < 1 or weight <= 0:
+            return (
+                f"dataset_mix: {location} has stitch {stitch} and weight {weight:g}; both must be "
+                "above 0"
+            )
+    if len(config.data.dataset_mix) > 1 and config.data.num_epoch != -1:
+        return (
+            f"num_epoch={config.data.num_epoch}: the sources of a mixture end at different times, "
+            "so it repeats them without end\nleave num_epoch=-1 and set steps"
+        )
+    return None
+
+
+def _evaluates_on_something(config: Config) -> str | None:
+    data = config.data
+    if data.dataset_type != "grain" or config.evaluation.eval_interval == -1:
+        return None
+    if data.grain_train_files and not (data.grain_eval_files or data.dataset_path):
+        return (
+            "eval_interval asks for evaluation, and grain_train_files names no records for it\n"
+            "grain_eval_files=PATTERN\neval_interval=-1 (no evaluation)"
+        )
+    return None
+
+
+def _rampup(config: Config) -> str | None:
+    batch = config.batch
+    if not batch.enable_rampup_batch_size:
+        return None
+    count = (batch.per_device_batch_size - batch.per_device_batch_size_start) / (
+        batch.per_device_batch_size_increment
+    )
+    if count < 1 - 1e-6 or abs(count - round(count)) > 1e-6:
+        return (
+            f"per_device_batch_size_start={batch.per_device_batch_size_start:g} plus a number of "
+            f"increments of {batch.per_device_batch_size_increment:g} does not make "
+            f"per_device_batch_size={batch.per_device_batch_size:g}"
+        )
+    return None
+
+
+def _length_stages(config: Config) -> str | None:
+    stages, window = config.batch.sequence_length_stages, config.model.shape.max_target_length
+    steps = [step for step, _ in stages]
+    if steps and (steps[0] != 0 or steps != sorted(set(steps))):
+        return f"sequence_length_stages: the first steps {steps} must begin with 0 and increase"
+    for _, length in stages:
+        if length < 1 or window % length:
+            return (
+                f"sequence_length_stages: {length} does not divide max_target_length={window}, and "
+                "each window is cut into rows of that length"
+            )
+    if stages and config.masking.mlm_training:
+        return "sequence_length_stages does not work with mlm_training=true: CLS begins a window"
+    return None
+
+
+def _causal(config: Config) -> str | None:
+    causal, masked = config.model.attention.causal, config.masking.mlm_training
+    if not causal and not masked:
+        return (
+            "causal=false lets each token see the one it has to predict\n"
+            "mlm_training=true (predict hidden tokens instead)"
+        )
+    if causal and masked:
+        return "mlm_training=true predicts from both sides, but causal=true hides one of them"
+    return None
+
+
+def _masked_shares(config: Config) -> str | None:
+    masking = config.masking
+    total = masking.mlm_same_token_prob + masking.mlm_random_token_prob
+    if masking.mlm_training and total > 1 + 1e-9:
+        return (
+            f"mlm_same_token_prob={masking.mlm_same_token_prob:g} and "
+            f"mlm_random_token_prob={masking.mlm_random_token_prob:g} are more than 1 together"
         )
     return None
 
@@ -234,6 +335,24 @@ RULES: tuple[Rule, ...] = (
     _not_zero("schedule", "learning_rate_schedule_steps", "-1 for steps"),
     Rule(("steps", "learning_rate_schedule_steps"), _length),
     Rule(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
+    Rule(("grain_train_files", "dataset_mix", "dataset_path"), _one_data_set),
+    Rule(("dataset_mix", "num_epoch"), _mixture),
+    Rule(
+        ("eval_interval", "grain_eval_files", "grain_train_files"),
+        _evaluates_on_something,
+        ("train",),
+    ),
+    Rule(
+        (
+            "per_device_batch_size",
+            "per_device_batch_size_start",
+            "per_device_batch_size_increment",
+        ),
+        _rampup,
+    ),
+    Rule(("sequence_length_stages", "max_target_length", "mlm_training"), _length_stages),
+    Rule(("causal", "mlm_training"), _causal),
+    Rule(("mlm_same_token_prob", "mlm_random_token_prob"), _masked_shares),
     Rule(
         ("dataset_path", "dataset_type"),
         _needs_dataset,

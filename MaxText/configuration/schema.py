@@ -1,6 +1,6 @@
 """The whole configuration: a tree of sections whose leaves are the flat keys that users type."""
 
-from MaxText.configuration import model_sections, training_sections
+from MaxText.configuration import data_sections, model_sections, training_sections
 from MaxText.configuration.keys import Section
 
 SCHEMA_VERSION = 1
@@ -12,8 +12,9 @@ class Config(Section):
     run: training_sections.Run = training_sections.Run()
     model: model_sections.Model = model_sections.Model()
     batch: training_sections.Batch = training_sections.Batch()
-    data: training_sections.Data = training_sections.Data()
-    preparation: training_sections.Preparation = training_sections.Preparation()
+    data: data_sections.Data = data_sections.Data()
+    masking: data_sections.Masking = data_sections.Masking()
+    preparation: data_sections.Preparation = data_sections.Preparation()
     optimizer: training_sections.Optimizer = training_sections.Optimizer()
     schedule: training_sections.Schedule = training_sections.Schedule()
     mesh: training_sections.Mesh = training_sections.Mesh()

@@ -36,72 +36,27 @@ class Batch(Section):
     gradient_accumulation_steps: int = key(
         1, "Microbatches per update, summed inside one compiled step.", ge=1
     )
-
-
-class Data(Section):
-    """Where tokens come from."""
-
-    dataset_type: Literal["grain", "synthetic"] = key(
-        "grain", "grain: a prepared folder (dataset_path). synthetic: random tokens."
+    enable_rampup_batch_size: bool = key(
+        False, "Begin with per_device_batch_size_start and grow to per_device_batch_size."
     )
-    dataset_path: str = key(
-        "",
-        "Folder that prepare_data.py wrote (manifest.json and token records).",
-        only_if={"dataset_type": ["grain"]},
-    )
-    train_split: str = key("train", "Split to train on.", only_if={"dataset_type": ["grain"]})
-    eval_split: str = key(
-        "validation", "Split to evaluate on.", only_if={"dataset_type": ["grain"]}
-    )
-    enable_data_shuffling: bool = key(
-        True, "Visit windows in a random order, another one each epoch.",
-        only_if={"dataset_type": ["grain"]},
+    per_device_batch_size_start: float = key(
+        4.0, "First batch of the ramp-up.", unit="sequences", gt=0,
+        only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
-    data_shuffle_seed: int = key(0, "Seed of the order (and of synthetic tokens).", ge=0)
-    num_epoch: int = key(
-        -1, "Passes over the data after which training stops; -1 repeats until `steps`.", ge=-1,
-        only_if={"dataset_type": ["grain"]},
+    per_device_batch_size_increment: float = key(
+        2.0, "What each stage of the ramp-up adds.", unit="sequences", gt=0,
+        only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
-    packing: bool = key(
-        True,
-        "Lay documents end to end and cut windows, tails included; false starts each document "
-        "in a window of its own and pads.",
-        only_if={"dataset_type": ["grain"]},
-    )
-    document_mask: bool = key(
-        True,
-        "Keep documents of one window apart: attention, positions and loss do not cross them.",
-        only_if={"dataset_type": ["grain"]},
-    )
-    grain_worker_count: int = key(
-        0, "Reader processes; 0 reads in threads of this process.", ge=0,
-        only_if={"dataset_type": ["grain"]},
+    global_rampup_samples: int = key(
+        500, "Sequences that the whole ramp-up sees, shared evenly by its stages.",
+        unit="sequences", ge=1, only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
-    reuse_example_batch: bool = key(False, "Feed the first batch again and again (benchmarks).")
-
-
-class Preparation(Section):
-    """How text becomes token records: prepare_data.py, or train.py where prepare_source is set."""
-
-    prepare_source: str = key(
-        "",
-        "Text to prepare: files, folders or patterns (.txt, .jsonl, .gz of them ...), comma "
-        "separated, or python_stdlib for the source code of the running interpreter.",
+    sequence_length_stages: tuple[tuple[int, int], ...] = key(
+        (),
+        "Pairs [first step, length] of shorter windows to begin with, for example "
+        "[[0,256],[400,512],[800,1024]]; rows are cut into more rows, so that an update sees as "
+        "many tokens in every stage. Empty: max_target_length throughout.",
     )
-    tokenizer_path: str = key(
-        "", "Hugging Face tokenizer: folder, tokenizer.json or hub id. Empty: train a BPE."
-    )
-    tokenizer_vocab_size: int = key(
-        4096, "Ids of the byte-level BPE trained on the text.", only_if={"tokenizer_path": [""]},
-        ge=257,
-    )  # fmt: skip
-    add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
-    add_eos: bool = key(True, "End each document with the end-of-text id.")
-    text_field: str = key("text", "Field of a jsonl row that holds the text.")
-    validation_fraction: float = key(
-        0.01, "Share of documents held out as the validation split.", ge=0, lt=1
-    )
-    prepare_seed: int = key(0, "Seed that chooses held-out documents.", ge=0)
 
 
 class Optimizer(Section):

@@ -4,16 +4,16 @@ Legend: T tokens of the window, V vocab_size.
 """
 
 import functools
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tokenizers
 
 from MaxText.configuration.training_sections import Sampling
 from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
 from MaxText.layers.model import Model, Parameters
 
 
@@ -68,15 +68,15 @@ def sample_tokens(
 
 
 def write_sample(
-    model: Model, params: Parameters, section: Sampling, dataset_path: str, run_folder: Any
+    model: Model, params: Parameters, section: Sampling, tokenizer_folder: Path, run_folder: Any
 ) -> str:
     """Continues the configured prompt with the data set's tokenizer; writes sample.txt.
 
     Returns:
       Prompt and continuation.
     """
-    tokenizer = tokenizers.Tokenizer.from_file(os.path.join(dataset_path, "tokenizer.json"))
-    prompt = tokenizer.encode(section.prompt, add_special_tokens=False).ids
+    tokenizer = load_tokenizer(tokenizer_folder, num_threads=1)
+    prompt = tokenizer.encode([section.prompt])[0].tolist()
     tokens = sample_tokens(
         model,
         params,
@@ -85,6 +85,6 @@ def write_sample(
         temperature=section.decode_sampling_temperature,
         seed=section.decode_seed,
     )
-    text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=False)
+    text = tokenizer.decode([*prompt, *tokens])
     (run_folder / "sample.txt").write_text(text + "\n")
     return text

@@ -1,96 +1,58 @@
 """Batches for training and evaluation: `train_loader` and `eval_loader`.
 
-The batch of step s is a pure function of (data set, seed, s). Row j of host h is row
-`s * global_batch_size + h * local_rows + j` of the run, so hosts joined in order give the same
-global batch bit for bit, however many they are, and continuing at any step needs no replay.
-Grain runs the readers, in threads or processes, and keeps the next batches ready.
+The batch of step s is a pure function of (data sets, seed, s). The rows of a run are numbered over
+all steps and hosts, and host h takes its part of each step's rows, so hosts joined in order give
+the same global batch bit for bit, however many they are, and continuing at any step needs no
+replay. Grain runs the readers, in threads or processes, and keeps the next batches ready.
+
+Legend: B rows, T tokens of a window.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
 from absl import flags
 
-from MaxText.configuration.training_sections import Data
+from MaxText.configuration.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.batch import Batch
-from MaxText.input_pipeline.manifest import Manifest, find_split, read_manifest
-from MaxText.input_pipeline.synthetic import EVAL_STREAM, SyntheticBatches
-from MaxText.input_pipeline.token_stream import TokenStream
-from MaxText.input_pipeline.window_order import WindowOrder
-from MaxText.input_pipeline.windows import DocumentWindows, PackedWindows, Windows
+from MaxText.input_pipeline.batch_plan import BatchPlan
+from MaxText.input_pipeline.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.row_batches import BadRecords, RowBatches
+from MaxText.input_pipeline.storage import is_url
+from MaxText.input_pipeline.synthetic import EVAL_STREAM, SyntheticRows
+from MaxText.input_pipeline.windows import PackedWindows
 
 # An element is a whole batch: a few threads hide slow storage, and few batches are kept ready.
+# Mapped files need no waiting, and threads that only compute hand Python's lock to and fro: batches
+# of 64 x 1024 then cost 1.1 ms of CPU with one thread and 2.0 ms with four.
 _READ_THREADS = 4
 _BATCHES_READY = 4
-
-
-class BatchSource(Protocol):
-    """Random access to the batches of a run by step, as dicts of arrays [B, T]."""
-
-    def __len__(self) -> int:
-        """Steps there are; sys.maxsize for no end."""
-        ...
-
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        """The rows of one step that this host holds."""
-        ...
-
-
-class StoredBatches:
-    """Batches of windows of a prepared data set, see BatchSource.
-
-    Rows past the end of the data have weight 0 everywhere: the last batch is filled with them.
-    """
-
-    def __init__(
-        self,
-        windows: Windows,
-        order: WindowOrder,
-        first_row: int,
-        num_rows: int,
-        rows_per_step: int,
-        num_steps: int = sys.maxsize,
-    ):
-        """Args: `first_row`, `num_rows`: of each global batch of `rows_per_step`, this host's."""
-        self._windows = windows
-        self._order = order
-        self._first_row = first_row
-        self._num_rows = num_rows
-        self._rows_per_step = rows_per_step
-        if order.num_rows != sys.maxsize:
-            num_steps = min(num_steps, -(-order.num_rows // rows_per_step))
-        self._num_steps = num_steps
-
-    def __len__(self) -> int:
-        return self._num_steps
-
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        first = step * self._rows_per_step + self._first_row
-        return self._windows.read([self._order[first + row] for row in range(self._num_rows)])
 
 
 class _StepsFrom:
     """A source whose element 0 is step `first`: how a reader starts in the middle for free."""
 
-    def __init__(self, source: BatchSource, first: int):
+    def __init__(self, source: RowBatches, first: int):
         self._source = source
         self._first = first
 
     def __len__(self) -> int:
         return max(0, len(self._source) - self._first)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self._source[self._first + index]
 
 
-def _read_ahead(source: BatchSource, first: int, num_workers: int) -> Any:
+def _read_ahead(source: RowBatches, first: int, num_workers: int, num_threads: int) -> Any:
     """Grain's iterator over `source` from step `first` on, with batches prepared ahead."""
     dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
-        grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_BATCHES_READY)
+        grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_BATCHES_READY)
     )
     if num_workers:
         # Grain reads absl flags in the processes it starts; programs without absl's main never
@@ -101,6 +63,14 @@ def _read_ahead(source: BatchSource, first: int, num_workers: int) -> Any:
             grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
         )
     return iter(dataset)
+
+
+def _num_threads(opened: list[sources.OpenedSource]) -> int:
+    mapped = all(
+        hasattr(source.data.stream, "gather") and not is_url(source.entry.location)
+        for source in opened
+    )
+    return 1 if mapped else _READ_THREADS
 
 
 def _to_batch(arrays: Mapping[str, np.ndarray]) -> Batch:
@@ -121,31 +91,39 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(
         self,
-        source: BatchSource,
+        source: RowBatches,
         identity: dict[str, Any],
-        start_step: int = 0,
+        *,
+        has_documents: bool,
+        bad_records: BadRecords,
         num_workers: int = 0,
         reuse_first: bool = False,
-        manifest: Manifest | None = None,
+        opened: list[sources.OpenedSource] | None = None,
+        description: str = "",
     ):
-        """Starts before `start_step`.
+        """Starts before step 0.
 
         Args:
           source: the batches by step.
-          identity: what fixes the meaning of a step; part of every position.
-          start_step: step of the first batch yielded.
+          identity: what fixes the meaning of a sample; part of every position.
+          has_documents: whether batches carry positions and segments.
+          bad_records: takes note of records that are skipped.
           num_workers: reader processes, 0 for threads of this one.
           reuse_first: yield the batch of step 0 at every step.
-          manifest: of the data set, for reports; None for random tokens.
+          opened: the data sets, None for random tokens.
+          description: lines about them.
         """
-        self.manifest = manifest
+        self.has_documents = has_documents
+        self.description = description
+        self.bad_records = bad_records
         self._source = source
         self._identity = identity
+        self._opened = opened or []
         self._num_workers = num_workers
         self._reuse_first = reuse_first
         self._first_batch: Batch | None = None
         self._reader: Any = None
-        self._step = start_step
+        self._step = 0
 
     @property
     def num_steps(self) -> int | None:
@@ -153,25 +131,55 @@ class BatchIterator(Iterator[Batch]):
         return None if len(self._source) == sys.maxsize else len(self._source)
 
     @property
+    def unigram_entropy(self) -> float | None:
+        """Of the tokens trained on, in nats; None for a mixture or where it is not known."""
+        return self._opened[0].data.unigram_entropy if len(self._opened) == 1 else None
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where the tokenizer of the (first) data set lies, None where there is none."""
+        return self._opened[0].data.tokenizer_folder if self._opened else None
+
+    @property
+    def opened(self) -> list[sources.OpenedSource]:
+        """The data sets; none for random tokens."""
+        return self._opened
+
+    def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
+        """Of each row of a step: (document, first token of it in the row, tokens there)."""
+        return self._source.origin(step)
+
+    @property
     def position(self) -> dict[str, Any]:
         """State after the last batch yielded: JSON-able, the same on every host.
 
-        `step` is the step of the next batch; the rest says which data that step counts in.
+        `step` is the step of the next batch and `samples` the samples read before it; the rest
+        says which data these count in.
         """
-        return {"step": self._step, **self._identity}
+        samples = self._source.samples_before(self._step)
+        return {"step": self._step, "samples": samples, **self._identity}
 
-    def seek(self, step: int) -> None:
-        """Makes `step` the next one yielded. Reads nothing, whatever the distance."""
+    def seek(self, step: int, samples: int | None = None) -> None:
+        """Makes `step` the next one yielded. Reads nothing, whatever the distance.
+
+        Args:
+          step: from 0.
+          samples: samples that were read before it; None for what this run's batches give.
+        """
         assert step >= 0, step
         self.close()
+        if samples is None:
+            self._source.begin_at(0, 0)
+        else:
+            self._source.begin_at(step, samples)
         self._step = step
 
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        """Compares a saved position with this run's data; does not move.
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Goes on where a saved position stands, also with another batch size.
 
         Raises:
-          UserError: the data set, its reading, the seed or the batch size differ, so that the
-            saved step would stand for other text. Names each key with both values.
+          UserError: the data set, its reading or the seed differ, so that the saved position would
+            stand for other text. Names each key with both values.
         """
         differences = [
             f"{_KEY_OF[name]} was {position[name]!r} and is {value!r}"
@@ -185,6 +193,7 @@ class BatchIterator(Iterator[Batch]):
                 + ". Set back what differs to continue that run exactly, or begin a new run "
                 "(another run_name) from its weights with load_parameters_path."
             )
+        self.seek(position["step"], position["samples"])
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -195,14 +204,27 @@ class BatchIterator(Iterator[Batch]):
             raise StopIteration
         if self._reuse_first:
             if self._first_batch is None:
-                self._first_batch = _to_batch(self._source[0])
+                self._first_batch = self._take(self._source[0])
             batch = self._first_batch
         else:
             if self._reader is None:
-                self._reader = _read_ahead(self._source, self._step, self._num_workers)
-            batch = _to_batch(next(self._reader))
+                self._reader = _read_ahead(
+                    self._source, self._step, self._num_workers, _num_threads(self._opened)
+                )
+            arrays = next(self._reader)
+            if self._num_workers:
+                # Out of the memory shared with the reader, which is then free for the next one.
+                arrays = {
+                    name: np.array(value) if isinstance(value, np.ndarray) else value
+                    for name, value in arrays.items()
+                }
+            batch = self._take(arrays)
         self._step += 1
         return batch
+
+    def _take(self, arrays: dict[str, Any]) -> Batch:
+        self.bad_records.take(arrays)
+        return _to_batch(arrays)
 
     def close(self) -> None:
         """Stops the readers; the next `next` starts them again."""
@@ -213,155 +235,216 @@ class BatchIterator(Iterator[Batch]):
 
 # Words of a position -> the configuration keys they come from, for messages.
 _KEY_OF = {
-    "data_set": "the contents of dataset_path",
+    "data_set": "the contents of what is trained on",
     "split": "train_split",
     "seed": "data_shuffle_seed",
     "shuffle": "enable_data_shuffling",
-    "packing": "packing",
+    "packing": "the keys about packing",
+    "mixture": "the weights of the mixture",
+    "masking": "the mlm_ keys",
     "max_target_length": "max_target_length",
-    "global_batch_size": (
-        "the global batch (per_device_batch_size x devices x gradient_accumulation_steps)"
-    ),
 }
 
 
 class EvalBatches:
     """One pass over a split, in order, each time it is iterated. `len` is its batches."""
 
-    def __init__(self, source: BatchSource, manifest: Manifest | None = None):
-        """Args: `source`: the batches; `manifest`: of the data set, None for random tokens."""
-        self.manifest = manifest
+    def __init__(
+        self,
+        source: RowBatches,
+        has_documents: bool,
+        bad_records: BadRecords,
+        opened: list[sources.OpenedSource] | None = None,
+    ):
+        """Args: as of BatchIterator."""
+        self._opened = opened or []
+        self.has_documents = has_documents
+        self.bad_records = bad_records
         self._source = source
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Batch]:
-        reader = _read_ahead(self._source, 0, num_workers=0)
+        reader = _read_ahead(self._source, 0, 0, _num_threads(self._opened))
         try:
             for arrays in reader:
+                self.bad_records.take(arrays)
                 yield _to_batch(arrays)
         finally:
             reader.close()
 
 
-def _local_rows(global_batch_size: int, process_index: int, process_count: int) -> tuple[int, int]:
-    """First row and number of rows of a global batch that one host holds."""
+def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
     assert 0 <= process_index < process_count, (process_index, process_count)
-    if global_batch_size < 1 or global_batch_size % process_count:
-        raise UserError(
-            f"A global batch of {global_batch_size} sequences cannot be split evenly over "
-            f"{process_count} hosts: change per_device_batch_size so that it is a multiple of "
-            f"{process_count}."
-        )
-    rows = global_batch_size // process_count
-    return process_index * rows, rows
+    for stage in plan.stages:
+        if stage.samples < 1 or stage.samples % process_count:
+            raise UserError(
+                f"A global batch of {stage.samples} sequences cannot be split evenly over "
+                f"{process_count} hosts: change per_device_batch_size so that it is a multiple of "
+                f"{process_count}."
+            )
 
 
-def _open_windows(
-    data: Data, manifest: Manifest, split: str, key: str, length: int, vocab_size: int
-) -> Windows:
-    """Opens a split for reading; `key` names the configuration key that chose it.
+def _masked(
+    masking: Masking, opened: list[sources.OpenedSource], vocab_size: int
+) -> MaskedLanguageModel | None:
+    if not masking.mlm_training:
+        return None
+    special: set[int] = set()
+    mask_id = None
+    for source in opened:
+        special.update(source.data.special_ids)
+        mask_id = source.data.mask_id if mask_id is None else mask_id
+    return MaskedLanguageModel(masking, vocab_size, mask_id, special)
 
-    Raises:
-      UserError: unknown or empty split, files that do not fit the manifest, a vocab_size too
-        small for the ids, nothing to predict.
-    """
-    entry = find_split(manifest, data.dataset_path, split, key)
-    if entry.largest_id >= vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size} is too small: the largest token id of split {split} in "
-            f"{data.dataset_path} is {entry.largest_id}. Set vocab_size to "
-            f"{entry.largest_id + 1} or more; the tokenizer has {manifest.tokenizer.vocab_size} "
-            "ids."
-        )
-    stream = TokenStream(data.dataset_path, manifest, split)
-    cut = PackedWindows if data.packing else DocumentWindows
-    windows = cut(stream, length, data.document_mask, manifest.filler_id)
-    if len(windows) == 0:
-        raise UserError(
-            f"{key}={split} of {data.dataset_path} has {entry.num_tokens} tokens in "
-            f"{entry.num_documents} documents: nothing to predict. Prepare more text."
-        )
-    return windows
+
+def _open(
+    data: Data,
+    masking: Masking,
+    preparation: Preparation,
+    entries: list[sources.Entry],
+    split: str,
+    *,
+    window: int,
+    vocab_size: int,
+    num_samples: int | None,
+    for_training: bool,
+    show: Callable[[str], None],
+) -> tuple[list[sources.OpenedSource], MaskedLanguageModel | None]:
+    with_cls = int(masking.mlm_training and masking.mlm_cls_token_id >= 0)
+    opened = sources.open_sources(
+        data,
+        preparation,
+        entries,
+        split,
+        # CLS takes one place of each row.
+        length=window - with_cls,
+        vocab_size=vocab_size,
+        num_samples=num_samples,
+        for_training=for_training,
+        show=show,
+    )
+    if masking.mlm_training:
+        # From both sides, filling would be seen. Of rows cut from one stream only the last has any.
+        for source in opened:
+            windows = source.rows.windows
+            whole = data.attend_across_documents and isinstance(windows, PackedWindows)
+            windows.has_documents = not whole
+    return opened, _masked(masking, opened, vocab_size)
 
 
 def train_loader(
     data: Data,
     *,
-    max_target_length: int,
+    plan: BatchPlan,
     vocab_size: int,
-    global_batch_size: int,
+    masking: Masking | None = None,
+    preparation: Preparation | None = None,
     process_index: int = 0,
     process_count: int = 1,
-    start_step: int = 0,
+    num_steps: int | None = None,
+    show: Callable[[str], None] = print,
 ) -> BatchIterator:
-    """This host's rows of each training batch, from `start_step` on.
+    """This host's rows of each training batch, from step 0 on.
 
     Args:
       data: the keys about data.
-      max_target_length: T, tokens of a window.
+      plan: samples and length of each step's batch, over all hosts (accumulation included).
       vocab_size: ids the model knows.
-      global_batch_size: sequences of an update over all hosts (accumulation included).
+      masking: the keys about masked language modelling.
+      preparation: the keys about tokenising text while reading.
       process_index: this host.
       process_count: hosts.
-      start_step: step of the first batch.
+      num_steps: steps of the run, which GPT-NeoX's order and what is said about passes over a
+        mixture depend on; None where it has no end.
+      show: takes lines about what is done.
 
     Returns:
-      An iterator over host-local Batch of NumPy arrays [global_batch_size / process_count, T].
+      An iterator over host-local Batch of NumPy arrays [rows of the step / process_count, T].
       With `num_epoch` it ends after that many passes, the last batch filled up with rows of
       weight 0; otherwise it never ends.
 
     Raises:
-      UserError: the data set is missing, damaged, too short for one window, or does not fit
+      UserError: a data set is missing, damaged, too short for one window, or does not fit
         vocab_size; or the batch does not split over the hosts.
     """
-    first_row, num_rows = _local_rows(global_batch_size, process_index, process_count)
+    masking, preparation = masking or Masking(), preparation or Preparation()
+    _check_hosts(plan, process_index, process_count)
+    process: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
     identity: dict[str, Any] = {
         "data_set": "synthetic",
-        "global_batch_size": global_batch_size,
         "seed": data.data_shuffle_seed,
-        "max_target_length": max_target_length,
+        "max_target_length": plan.window,
     }
-    manifest = None
+    bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
-        source: BatchSource = SyntheticBatches(
-            max_target_length,
-            vocab_size,
-            data.data_shuffle_seed,
-            first_row,
-            num_rows,
-            global_batch_size,
+        rows = SyntheticRows(plan.window, vocab_size, data.data_shuffle_seed)
+        return BatchIterator(
+            RowBatches(rows, plan, **process),
+            identity,
+            has_documents=False,
+            bad_records=bad_records,
+            reuse_first=data.reuse_example_batch,
         )
-    else:
-        manifest = read_manifest(data.dataset_path)
-        split = data.train_split
-        windows = _open_windows(data, manifest, split, "train_split", max_target_length, vocab_size)
-        num_tokens = manifest.splits[split].num_tokens
-        if data.packing and num_tokens < max_target_length + 1:
-            raise UserError(
-                f"Split {split} of {data.dataset_path} has {num_tokens} tokens, and one window "
-                f"needs max_target_length + 1 = {max_target_length + 1}. Lower max_target_length "
-                "or prepare more text."
-            )
-        order = WindowOrder(
-            len(windows), data.data_shuffle_seed, data.enable_data_shuffling, data.num_epoch
-        )
-        source = StoredBatches(windows, order, first_row, num_rows, global_batch_size)
-        identity |= {
-            "data_set": manifest.fingerprint,
-            "split": split,
-            "shuffle": data.enable_data_shuffling,
-            "packing": data.packing,
-        }
+    num_samples = None if num_steps is None else plan.samples_before(num_steps)
+    opened, masked = _open(
+        data,
+        masking,
+        preparation,
+        sources.train_entries(data),
+        data.train_split,
+        window=plan.window,
+        vocab_size=vocab_size,
+        num_samples=num_samples,
+        for_training=True,
+        show=show,
+    )
+    rows = sources.combine(data, opened)
+    source = RowBatches(
+        rows,
+        plan,
+        **process,
+        masked=masked,
+        seed=data.data_shuffle_seed,
+        skip_bad=data.on_bad_record == "skip",
+        largest_id=_largest_allowed(opened, vocab_size),
+    )
+    identity |= {
+        "data_set": " ".join(source.data.fingerprint for source in opened),
+        "split": data.train_split,
+        "shuffle": data.enable_data_shuffling,
+        "packing": _packing(data, opened, num_samples),
+    }
+    if len(opened) > 1:
+        identity["mixture"] = " ".join(f"{weight:g}" for weight in sources.weights(data, opened))
+    if masked is not None:
+        identity["masking"] = masking.model_dump_json()
     return BatchIterator(
         source,
         identity,
-        start_step,
-        data.grain_worker_count if data.dataset_type == "grain" else 0,
-        data.reuse_example_batch,
-        manifest,
+        has_documents=rows.has_documents,
+        bad_records=bad_records,
+        num_workers=data.grain_worker_count,
+        reuse_first=data.reuse_example_batch,
+        opened=opened,
+        description=sources.describe(data, opened, num_samples),
     )
+
+
+def _packing(data: Data, opened: list[sources.OpenedSource], num_samples: int | None) -> str:
+    """How rows are cut and ordered, in words that change when rows would."""
+    kinds = [type(source.rows.windows).__name__ for source in opened]
+    entries = [f"{source.entry.sampling}:{source.entry.stitch}" for source in opened]
+    facts = [data.grain_packing_type, data.use_truncation, data.iter_file_nums]
+    if data.megatron_order == "gpt_neox":
+        facts += [data.megatron_order, data.megatron_split, f"samples:{num_samples}"]
+    return " ".join(map(str, [*kinds, *entries, *facts]))
+
+
+def _largest_allowed(opened: list[sources.OpenedSource], vocab_size: int) -> int | None:
+    known = all(source.data.largest_id is not None for source in opened)
+    return None if known else vocab_size - 1
 
 
 def eval_loader(
@@ -371,10 +454,13 @@ def eval_loader(
     max_target_length: int,
     vocab_size: int,
     global_batch_size: int,
+    masking: Masking | None = None,
+    preparation: Preparation | None = None,
     process_index: int = 0,
     process_count: int = 1,
+    show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """This host's rows of the evaluation batches: the split `eval_split` in order, once.
+    """This host's rows of the evaluation batches: what is evaluated on in order, once.
 
     Args:
       data: the keys about data.
@@ -382,8 +468,11 @@ def eval_loader(
       max_target_length: T, tokens of a window.
       vocab_size: ids the model knows.
       global_batch_size: sequences of a batch over all hosts.
+      masking: the keys about masked language modelling.
+      preparation: the keys about tokenising text while reading.
       process_index: this host.
       process_count: hosts.
+      show: takes lines about what is done.
 
     Returns:
       Batches that can be iterated again and again, the last one filled up with rows of weight 0.
@@ -392,32 +481,43 @@ def eval_loader(
       UserError: as train_loader; also an unknown or empty split, eval_steps=0, or random tokens
         without eval_steps.
     """
-    first_row, num_rows = _local_rows(global_batch_size, process_index, process_count)
+    masking, preparation = masking or Masking(), preparation or Preparation()
+    plan = BatchPlan.constant(global_batch_size, max_target_length)
+    _check_hosts(plan, process_index, process_count)
     if eval_steps == 0:
         raise UserError("eval_steps=0 evaluates nothing: use -1 (the whole split) or 1 and above.")
-    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
+    options: dict[str, Any] = {
+        "process_index": process_index,
+        "process_count": process_count,
+        "num_steps": sys.maxsize if eval_steps == -1 else eval_steps,
+    }
+    bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
             raise UserError(
                 "dataset_type=synthetic never ends, so an evaluation needs eval_steps (batches)."
             )
-        return EvalBatches(
-            SyntheticBatches(
-                max_target_length,
-                vocab_size,
-                data.data_shuffle_seed,
-                first_row,
-                num_rows,
-                global_batch_size,
-                num_steps,
-                EVAL_STREAM,
-            )
-        )
-    manifest = read_manifest(data.dataset_path)
-    windows = _open_windows(
-        data, manifest, data.eval_split, "eval_split", max_target_length, vocab_size
+        rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
+        return EvalBatches(RowBatches(rows, plan, **options), False, bad_records)
+    opened, masked = _open(
+        data,
+        masking,
+        preparation,
+        sources.eval_entries(data),
+        data.eval_split,
+        window=max_target_length,
+        vocab_size=vocab_size,
+        num_samples=None,
+        for_training=False,
+        show=show,
     )
-    order = WindowOrder(len(windows), seed=0, shuffle=False, num_epoch=1)
-    return EvalBatches(
-        StoredBatches(windows, order, first_row, num_rows, global_batch_size, num_steps), manifest
+    rows = sources.chain(opened)
+    source = RowBatches(
+        rows,
+        plan,
+        **options,
+        masked=masked,
+        skip_bad=data.on_bad_record == "skip",
+        largest_id=_largest_allowed(opened, vocab_size),
     )
+    return EvalBatches(source, rows.has_documents, bad_records, opened)

@@ -2,11 +2,16 @@
 
     <dataset_path>/
       manifest.json                                this file
-      tokenizer.json                               the tokenizer that made the ids
-      <split>/tokens-00000-of-00004.array_record   chunks of the token stream
+      tokenizer.json                               the tokenizer that made the ids, or its
+                                                   tokenizer.model, ranks file or settings
+      <split>/tokens-00000-of-00004.array_record   chunks of the token stream, or
+      <split>/tokens-00000-of-00004.bin            the ids end to end
       <split>/document_offsets.npy                 first token of each document, then the end
+      <split>/document_rows.npy                    row of each document in its source file
+      <split>/source_files.json                    [[first document, name of its file], ...]
 
-Imports no jax.
+The last two are absent in data sets of schema_version 1, which are always array_record. Imports
+no jax.
 """
 
 import hashlib
@@ -20,10 +25,12 @@ import pydantic
 
 from MaxText.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 OFFSETS_NAME = "document_offsets.npy"
+ROWS_NAME = "document_rows.npy"
+SOURCE_FILES_NAME = "source_files.json"
 
 # Names in a manifest become paths: no separators, no leading dot, so they stay in their folder.
 _PLAIN_NAME = r"^\w[\w.-]*$"
@@ -39,12 +46,15 @@ class RecordFile(_Entry):
     Attributes:
       name: file name inside the split's folder.
       num_bytes: its exact size; a copy that stopped early shows here.
-      num_records: chunks it holds.
+      num_records: records it holds: chunks of an array_record file, ids of a bin file.
+      num_tokens: ids it holds; its last record may be shorter than the others. None in
+        schema_version 1, where only the last record of the split may be.
     """
 
     name: str = pydantic.Field(pattern=_PLAIN_NAME)
     num_bytes: int
     num_records: int
+    num_tokens: int | None = None
 
 
 class Split(_Entry):
@@ -77,9 +87,10 @@ class TokenizerEntry(_Entry):
 
     Attributes:
       origin: where it came from, in words.
-      sha256: of tokenizer.json.
+      sha256: of tokenizer.json, or of the file that stands for it.
       vocab_size: largest id it can produce, plus 1.
       bos_id, eos_id, pad_id: its control ids, None where it has none.
+      mask_id: id that hides a token in masked language modelling, None where it has none.
     """
 
     origin: str
@@ -88,6 +99,13 @@ class TokenizerEntry(_Entry):
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
+    mask_id: int | None = None
+
+    @property
+    def special_ids(self) -> set[int]:
+        """Its control ids, as far as it has them."""
+        ids = (self.bos_id, self.eos_id, self.pad_id, self.mask_id)
+        return {control for control in ids if control is not None}
 
 
 class SourceEntry(_Entry):
@@ -112,8 +130,9 @@ class Manifest(_Entry):
     Attributes:
       schema_version: layout of the folder; readers refuse newer ones.
       tokenizer: see TokenizerEntry.
-      dtype: type of a stored id.
-      chunk_length: tokens per record; the last record of a split may be shorter.
+      dtype: type of a stored id, little-endian.
+      format: array_record (records of chunk_length ids) or bin (flat files of ids).
+      chunk_length: ids per record; the last record of a file may be shorter. 1 for bin.
       splits: name -> Split. A split without documents is absent.
       source: see SourceEntry.
       options: the preparation keys it was made with.
@@ -122,6 +141,7 @@ class Manifest(_Entry):
     schema_version: int
     tokenizer: TokenizerEntry
     dtype: Literal["uint16", "uint32"]
+    format: Literal["array_record", "bin"] = "array_record"
     chunk_length: int = pydantic.Field(gt=0)
     splits: dict[str, Split]
     source: SourceEntry
@@ -183,8 +203,8 @@ def local_folder(path: str, key: str) -> Path:
     return Path(path).expanduser()
 
 
-def read_manifest(dataset_path: str) -> Manifest:
-    """Reads and checks `<dataset_path>/manifest.json`.
+def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
+    """Reads and checks `<dataset_path>/manifest.json`, or the file of another name there.
 
     Raises:
       UserError: path empty, remote, missing or without manifest; manifest damaged or newer than
@@ -202,9 +222,9 @@ def read_manifest(dataset_path: str) -> Manifest:
     folder = local_folder(dataset_path, "dataset_path")
     if not folder.exists():
         raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
-    file = folder / MANIFEST_NAME
+    file = folder / name
     if not file.is_file():
-        raise UserError(f"dataset_path={dataset_path} holds no {MANIFEST_NAME}. {how}")
+        raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]

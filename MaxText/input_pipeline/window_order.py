@@ -1,8 +1,10 @@
 """Which window is the n-th of a run: a keyed permutation of each epoch, computed without state."""
 
+import functools
 import hashlib
 import sys
 
+import numpy as np
 from grain.experimental import index_shuffle
 
 from MaxText.errors import UserError
@@ -14,13 +16,20 @@ _ROUNDS = 4
 
 
 class WindowOrder:
-    """Maps a row of the run (0, 1, 2, ... over all steps and hosts) to a window.
+    """Maps a row of a source (0, 1, 2, ... over all steps and hosts) to a window.
 
-    Each window comes once per epoch. `order[row]` costs a few microseconds at any row, so a run
+    Each window comes once per epoch. A row costs a few microseconds wherever it is, so a run
     continues at row 10^9 as fast as at row 0.
     """
 
-    def __init__(self, num_windows: int, seed: int, shuffle: bool, num_epoch: int):
+    def __init__(
+        self,
+        num_windows: int,
+        seed: int,
+        shuffle: bool,
+        num_epoch: int,
+        groups: np.ndarray | None = None,
+    ):
         """Fixes the order.
 
         Args:
@@ -28,6 +37,8 @@ class WindowOrder:
           seed: of the permutations.
           shuffle: False visits windows in stream order.
           num_epoch: passes, or -1 for no end.
+          groups: int64, first window of each group and the end: groups are visited in order and
+            only their windows are permuted. None is one group.
 
         Raises:
           UserError: num_epoch is 0, or there are 2**32 windows or more.
@@ -45,20 +56,33 @@ class WindowOrder:
         self._num_windows = num_windows
         self._seed = seed
         self._shuffle = shuffle
+        self._groups = groups
         self.num_rows = sys.maxsize if num_epoch == -1 else num_windows * num_epoch
 
-    def __getitem__(self, row: int) -> int:
-        """Window of `row`, or EMPTY past the last epoch."""
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        """Windows of `rows` (int64 [B]), EMPTY past the last epoch."""
+        return np.array([self._window(row) for row in rows.tolist()], np.int64)
+
+    def _window(self, row: int) -> int:
         if row >= self.num_rows:
             return EMPTY
         epoch, place = divmod(row, self._num_windows)
         if not self._shuffle:
             return place
-        return index_shuffle(
-            place, max_index=self._num_windows - 1, seed=self._epoch_seed(epoch), rounds=_ROUNDS
+        seed = _epoch_seed(self._seed, epoch)
+        first, size = 0, self._num_windows
+        if self._groups is not None:
+            group = int(np.searchsorted(self._groups, place, side="right")) - 1
+            first = int(self._groups[group])
+            size = int(self._groups[group + 1]) - first
+        # Groups of one size get orders of their own.
+        return first + index_shuffle(
+            place - first, max_index=size - 1, seed=(seed + first) % 2**32, rounds=_ROUNDS
         )
 
-    def _epoch_seed(self, epoch: int) -> int:
-        # Hashed together, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
-        digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
-        return int.from_bytes(digest[:4], "little")
+
+@functools.lru_cache(maxsize=64)
+def _epoch_seed(seed: int, epoch: int) -> int:
+    # Hashed together, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.model_sections import Attention as AttentionSection
-from MaxText.layers.attention_core import causal_attention
+from MaxText.layers.attention_core import softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
@@ -20,7 +20,7 @@ Scalars = dict[str, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Multi-head or grouped-query causal attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
+    """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class Attention(nnx.Module):
         k_BTKH = constrain(k_BTKH, batch, length, "activation_kv_heads", "activation_kv")
         v_BTKH = constrain(v_BTKH, batch, length, "activation_kv_heads", "activation_kv")
         blocked = self.section.attention != "dot_product"
-        o_BTNH = causal_attention(
+        o_BTNH = softmax_attention(
             q_BTNH,
             k_BTKH,
             v_BTKH,
+            causal=self.section.causal,
             segments_BT=context.segments_BT,
             block_size=self.section.attention_block_size if blocked else None,
             soft_cap=self.section.attn_logits_soft_cap,

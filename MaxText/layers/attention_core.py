@@ -1,4 +1,4 @@
-"""Causal attention from projected queries, keys and values.
+"""Softmax attention from projected queries, keys and values.
 
 Legend: B sequences, T query tokens, S key tokens, K key/value heads, G query heads per key/value
 head, N = K * G query heads, H head_dim.
@@ -13,11 +13,12 @@ from MaxText.layers.dropout import dropout
 MAX_BLOCKS = 16
 
 
-def causal_attention(
+def softmax_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
+    causal: bool = True,
     segments_BT: jax.Array | None = None,
     block_size: int | None = None,
     soft_cap: float = 0.0,
@@ -25,14 +26,16 @@ def causal_attention(
     dropout_key: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(H), causal and within segments) v.
+    """softmax(q k^T / sqrt(H), within segments and, if causal, not to later tokens) v.
 
     Query head n reads key/value head n // G. Scores, softmax and its sums are float32.
 
     Args:
+      causal: whether a token attends to itself and earlier tokens only.
       segments_BT: tokens attend only to tokens with the same number; None is one segment.
       block_size: query rows of a block. A block multiplies only the keys up to its last row, so
-        that about half the products of the full square are skipped. None is one block.
+        that about half the products of the full square are skipped. None is one block, as is
+        attention that is not causal.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
@@ -46,12 +49,17 @@ def causal_attention(
         .transpose(0, 2, 3, 1, 4)
     )
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-    block = length if block_size is None else max(block_size, -(-length // MAX_BLOCKS))
+    block = length
+    if block_size is not None and causal:
+        block = max(block_size, -(-length // MAX_BLOCKS))
     places = jnp.arange(length)
     outputs = []
     for start in range(0, length, block):
         end = min(start + block, length)
-        mask = (places[start:end, None] >= places[None, :end])[None]
+        if causal:
+            mask = (places[start:end, None] >= places[None, :end])[None]
+        else:
+            mask = jnp.ones((1, length, length), bool)
         if segments_BT is not None:
             mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
         # Rows of all query heads of a group as one matrix: the products have plain shapes, which

@@ -3,6 +3,7 @@
 import dataclasses
 
 from MaxText.configuration.training_sections import Batch
+from MaxText.input_pipeline.batch_plan import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import FlopCount
 from MaxText.monitoring.peak_flops import PeakFlops
@@ -16,7 +17,7 @@ class Quantities:
     Attributes:
       model: the model trained.
       batch: the keys about the batch.
-      rows: sequences of an update over all devices.
+      plan: sequences of an update over all devices, and their length.
       num_devices: devices trained on.
       num_updates: updates of the whole run.
       peak: what one device can do.
@@ -24,42 +25,53 @@ class Quantities:
 
     model: Model
     batch: Batch
-    rows: int
+    plan: BatchPlan
     num_devices: int
     num_updates: int
     peak: PeakFlops
 
-    @property
-    def tokens_per_step(self) -> int:
+    def tokens(self, step: int) -> int:
         """Tokens an update sees, over all devices."""
-        return self.rows * self.model.section.shape.max_target_length
+        return self.plan.at(step).samples * self.plan.window
 
     @property
-    def tokens_per_device(self) -> float:
+    def tokens_of_run(self) -> int:
+        """Tokens that all updates see."""
+        return self.plan.samples_before(self.num_updates) * self.plan.window
+
+    def tokens_per_device(self, step: int) -> float:
         """Tokens an update sees on one device."""
-        return self.tokens_per_step / self.num_devices
+        return self.tokens(step) / self.num_devices
 
-    @property
-    def flops(self) -> FlopCount:
-        """Operations of training on one token."""
+    def flops(self, step: int) -> FlopCount:
+        """Operations of training on one token of an update."""
         dimensions = self.model.section.shape.dimensions
         return FlopCount.from_model(
             self.model.num_matmul_parameters,
             num_layers=dimensions.num_layers,
             num_query_heads=dimensions.num_query_heads,
             head_dim=dimensions.head_dim,
-            sequence_length=dimensions.max_target_length,
+            sequence_length=self.plan.at(step).length,
         )
 
     @property
-    def tflops_per_device(self) -> float:
+    def flops_of_run(self) -> float:
+        """Operations of all updates over all devices."""
+        total = 0.0
+        for stage in self.plan.stages:
+            before, after = self.plan.steps_of(stage, self.num_updates)
+            total += (after - before) * self.tokens(before) * self.flops(before).per_token
+        return total
+
+    def tflops_per_device(self, step: int) -> float:
         """1e12 operations of an update on one device."""
-        return self.flops.tflops(self.tokens_per_device)
+        return self.flops(step).tflops(self.tokens_per_device(step))
 
     def describe(self) -> str:
         """All of it as lines "name = formula = numbers = value"."""
         d = self.model.section.shape.dimensions
-        batch, tokens = self.batch, self.tokens_per_step
+        batch, last = self.batch, max(self.num_updates - 1, 0)
+        stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
         parameters = self.model.num_parameters
         rows = [
             (
@@ -67,45 +79,55 @@ class Quantities:
                 "per_device_batch_size x devices x gradient_accumulation_steps",
                 f"{batch.per_device_batch_size:g} x {self.num_devices} x "
                 f"{batch.gradient_accumulation_steps}",
-                self.rows,
+                stage.samples,
             ),
             (
                 "tokens per update",
                 "sequences x max_target_length",
-                f"{self.rows} x {d.max_target_length}",
+                f"{stage.samples} x {d.max_target_length}",
                 tokens,
             ),
             (
                 "tokens of the run",
                 "updates x tokens per update",
-                f"{self.num_updates} x {tokens}",
-                self.num_updates * tokens,
+                f"{self.num_updates} x {tokens}" if not self.plan.has_stages else "see stages",
+                self.tokens_of_run,
             ),
             (
                 "tokens per parameter",
                 "tokens of the run / parameters",
-                f"{self.num_updates * tokens} / {parameters}",
-                self.num_updates * tokens / parameters,
+                f"{self.tokens_of_run} / {parameters}",
+                self.tokens_of_run / parameters,
             ),
             (
                 "FLOPs per token",
                 "6 x matmul parameters + 6 x layers x heads x head_dim x length",
                 f"6 x {self.model.num_matmul_parameters} + 6 x {d.num_layers} x "
-                f"{d.num_query_heads} x {d.head_dim} x {d.max_target_length}",
-                self.flops.per_token,
+                f"{d.num_query_heads} x {d.head_dim} x {stage.length}",
+                flops.per_token,
             ),
             (
                 "FLOPs of the run",
                 "tokens of the run x FLOPs per token",
                 "",
-                f"{self.num_updates * tokens * self.flops.per_token:.3e}",
+                f"{self.flops_of_run:.3e}",
             ),
             ("peak of a device", "", "", f"{self.peak.tflops:.3g} TFLOP/s ({self.peak.source})"),
         ]
+        if self.plan.has_stages:
+            rows[3:3] = [
+                (
+                    f"stage from step {stage.first_step}",
+                    "sequences x length",
+                    f"{self.plan.rows(stage)} x {stage.length}",
+                    self.tokens(stage.first_step),
+                )
+                for stage in self.plan.stages
+            ]
         return "\n".join(
             [
                 derived_quantities(rows),
                 f"number parameters: {parameters / 1e9:.3f} billion",
-                self.flops.line(self.tokens_per_device),
+                flops.line(self.tokens_per_device(last)),
             ]
         )

@@ -48,11 +48,7 @@ class StepLog:
         self._guard = guard
         self._period = period
         self._last_step = last_step
-        self._sizes = {
-            "tokens_per_device": quantities.tokens_per_device,
-            "tflops_per_device": quantities.tflops_per_device,
-            "peak_tflops": quantities.peak.tflops,
-        }
+        self._quantities = quantities
         self._show = show
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
@@ -90,7 +86,9 @@ class StepLog:
             seconds=seconds,
             metrics=metrics,
             seconds_left=seconds * (self._last_step - step),
-            **self._sizes,
+            tokens_per_device=self._quantities.tokens_per_device(step),
+            tflops_per_device=self._quantities.tflops_per_device(step),
+            peak_tflops=self._quantities.peak.tflops,
         )
         self._recorder.step(report)
         self._show(report)

@@ -168,6 +168,20 @@ class Layout:
         return compiled, time.perf_counter() - began
 
 
+def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
+    """Sequences of an update over all devices and microbatches.
+
+    Args:
+      per_device: sequences per device and microbatch.
+
+    Raises:
+      UserError: as rows_of_batch.
+    """
+    key = "per_device_batch_size"
+    rows = _rows(layout, per_device, key)
+    return rows * section.gradient_accumulation_steps
+
+
 def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
     """Sequences of one microbatch over all devices.
 
@@ -178,7 +192,10 @@ def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0
       UserError: not a whole number, or not divisible by the devices that split the batch.
     """
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
-    per_device = per_device or section.per_device_batch_size
+    return _rows(layout, per_device or section.per_device_batch_size, key)
+
+
+def _rows(layout: Layout, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
     axes = next(axes for name, axes in layout.rules if name == "activation_batch")

@@ -173,6 +173,27 @@ BROKEN = [
     ("trainable_parameters_mask=['[']", "not a regular expression"),
     ("weight_decay_overrides=[[a,-1]]", "is negative"),
     ("learning_rate_overrides=[[a,-1]]", "is negative"),
+    ("dataset_mix=[[a,1]] grain_train_files=b", "both name what to train on"),
+    ("dataset_mix=[[a,1]] dataset_path=b", "both name what to train on"),
+    ("dataset_mix=[[a,1,documents,1]]", "none of chunks, documents_random, documents_fixed"),
+    ("dataset_mix=[[a,0]]", "weight 0; both must be above 0"),
+    ("dataset_mix=[[a,0,chunks,1]]", "stitch 0"),
+    ("dataset_mix=[[a,1],[b,1]] num_epoch=1", "end at different times"),
+    (
+        "per_device_batch_size=8 enable_rampup_batch_size=true per_device_batch_size_start=4 "
+        "per_device_batch_size_increment=3",
+        "does not make per_device_batch_size=8",
+    ),
+    ("sequence_length_stages=[[1,256]]", "must begin with 0"),
+    ("sequence_length_stages=[[0,256],[9,512],[9,1024]]", "and increase"),
+    ("sequence_length_stages=[[0,300]]", "300 does not divide max_target_length"),
+    ("sequence_length_stages=[[0,256]] mlm_training=true", "CLS begins a window"),
+    ("causal=false", "lets each token see"),
+    ("causal=true mlm_training=true", "hides one of them"),
+    (
+        "mlm_training=true mlm_same_token_prob=0.6 mlm_random_token_prob=0.5",
+        "more than 1 together",
+    ),
 ]
 
 
@@ -196,6 +217,10 @@ def test_a_program_that_reads_data_needs_some():
     load([], "plan.py")
     load(["dataset_type=synthetic"], "train.py")
     load(["dataset_path=folder"], "train.py")
+    load(["grain_train_files=a*", "eval_interval=-1"], "train.py")
+    load(["grain_train_files=a*", "grain_eval_files=b*", "eval_interval=5"], "train.py")
+    with pytest.raises(ConfigurationError, match="names no records for it"):
+        load(["grain_train_files=a*", "eval_interval=5"], "train.py")
 
 
 def test_near_misses_of_possible_combinations_pass():

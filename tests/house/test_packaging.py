@@ -41,7 +41,9 @@ def test_pins_satisfy_the_declared_ranges(python):
         if name in versions:
             assert requirement.specifier.contains(versions[name]), (requirement, versions[name])
         else:
-            assert (name, python) in {("jax", "3.12"), ("jax", "3.13")}, f"{name} has no pin"
+            # Beam's own pins contradict these.
+            free = {("jax", "3.12"), ("jax", "3.13"), ("apache-beam", python)}
+            assert (name, python) in free, f"{name} has no pin"
 
 
 def test_the_extras_ask_for_the_same_jax():

@@ -8,7 +8,7 @@ import pytest
 from MaxText.configuration.loading import configure
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.attention_core import causal_attention
+from MaxText.layers.attention_core import softmax_attention
 from MaxText.layers.model import Model
 from tests.small_models import random_batch, tiny_config
 
@@ -62,7 +62,11 @@ def test_a_document_never_sees_another_or_its_future(family):
     assert changed(cut)[cut:].all()
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True},
+     {"causal": False}, {"causal": False, "segments": True}],
+)  # fmt: skip
 def test_blocks_of_queries_equal_the_full_square(options):
     keys = jax.random.split(jax.random.key(0), 3)
     kv_heads = options.get("kv_heads", 4)
@@ -73,15 +77,18 @@ def test_blocks_of_queries_equal_the_full_square(options):
         segments = jnp.asarray(np.repeat([[1, 2, 3]], 2, 0).repeat([4, 4, 5], 1))
 
     def run(block_size):
-        return causal_attention(q, k, v, segments_BT=segments, block_size=block_size,
-                                soft_cap=options.get("soft_cap", 0.0))  # fmt: skip
+        return softmax_attention(q, k, v, causal=options.get("causal", True),
+                                 segments_BT=segments, block_size=block_size,
+                                 soft_cap=options.get("soft_cap", 0.0))  # fmt: skip
 
     scores = (
         np.einsum("btngh,bsnh->bngts", np.asarray(q).reshape(2, 13, kv_heads, -1, 8), k) / 8**0.5
     )
     if options.get("soft_cap"):
         scores = 5.0 * np.tanh(scores / 5.0)
-    mask = np.tril(np.ones((13, 13), bool))[None]
+    mask = np.ones((1, 13, 13), bool)
+    if options.get("causal", True):
+        mask = np.tril(mask)
     if segments is not None:
         mask = mask & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :])
     scores = np.where(mask[:, None, None], scores, -np.inf)
@@ -94,7 +101,7 @@ def test_blocks_of_queries_equal_the_full_square(options):
 
 def test_many_blocks_grow_instead_of_multiplying():
     x = jnp.ones((1, 64, 1, 4))
-    text = str(jax.make_jaxpr(lambda x: causal_attention(x, x, x, block_size=1))(x))
+    text = str(jax.make_jaxpr(lambda x: softmax_attention(x, x, x, block_size=1))(x))
     assert text.count("dot_general") == 2 * 16
 
 

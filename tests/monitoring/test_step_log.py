@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.training_sections import Guard, Monitoring
+from MaxText.input_pipeline.batch_plan import BatchPlan
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.recorder import Recorder
@@ -42,8 +43,9 @@ def start(tmp_path):
 
     def start(period, last_step, guard=None):
         config = tiny_config()
+        plan = BatchPlan.constant(4, config.model.shape.max_target_length)
         quantities = Quantities(
-            trainer(config)[0], config.batch, 4, 1, last_step + 1, PeakFlops(1.0, "")
+            trainer(config)[0], config.batch, plan, 1, last_step + 1, PeakFlops(1.0, "")
         )
         recorder = Recorder(tmp_path, Monitoring(enable_tensorboard=False), "run")
         recorders.append(recorder)

@@ -1,65 +1,95 @@
-"""Turns text into a prepared data set: `prepare`.
+"""Turns text into a prepared data set, or into records for other programs: `prepare`.
 
-The folder appears under its name only when it is complete: everything is written into a sibling
-`.<name>.preparing-<host>-<pid>`, synced, and renamed at the end. Imports no jax.
+A folder appears under its name only when it is complete: everything is written into the hidden
+`.<name>.preparing` beside it, synced, and renamed at the end. A preparation that was killed goes on
+from there when the same command runs again. Imports no jax.
 """
 
-import os
+import json
 import shutil
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from MaxText.configuration.training_sections import Preparation
+from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
-    SCHEMA_VERSION,
-    TOKENIZER_NAME,
     Manifest,
-    SourceEntry,
     describe,
     local_folder,
     read_manifest,
 )
-from MaxText.input_pipeline.preparation.survey import CorpusDigest, Survey, survey
-from MaxText.input_pipeline.preparation.text_sources import TextSource, open_source
-from MaxText.input_pipeline.preparation.token_writer import (
-    CHUNK_LENGTH,
-    TokenWriter,
-    narrowest_dtype,
+from MaxText.input_pipeline.preparation import building_lock, work_processes
+from MaxText.input_pipeline.preparation.building import (
+    BYTES_READ_WORTH_A_PROCESS,
+    Request,
+    Workers,
+    build_data_set,
 )
-from MaxText.input_pipeline.sync import sync_file
-from MaxText.input_pipeline.tokenization.text_tokenizer import (
-    TextTokenizer,
-    load_tokenizer,
-    train_tokenizer,
+from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.preparation.survey import (
+    SAMPLED_UNITS,
+    SurveyJob,
+    SurveySettings,
+    UnitSurvey,
+    corpus_digest,
+    join_samples,
+    sampling_jobs,
+    survey_unit,
 )
+from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.tokenization.text_tokenizer import TextTokenizer, load_tokenizer
+from MaxText.input_pipeline.tokenization.training import train_tokenizer
 
-TRAIN, VALIDATION = "train", "validation"
+Show = Callable[[str], None]
 
-# Text encoded at a time: enough to keep all cores busy, little enough to hold in memory (the
-# tokenizers library needs some hundred bytes per token while it works).
-_BATCH_BYTES = 4_000_000
+_TEXT_FORMATS = ("text_tfrecord", "text_array_record")
+_RECORD_FORMATS = ("tfrecord", "parquet")
 
-# Documents on which tiktoken's ids are compared with the tokenizers library's before it is used.
-_COMPARED_BYTES = 500_000
+# Of records for other programs: the manifest of the data set that they were made from.
+_RECORDS_MANIFEST_NAME = "prepared_from.json"
+
+# Text on which the engine that encodes is compared with the one that defines the ids.
+_COMPARED_CHARACTERS = 500_000
 
 # Keys whose change makes another data set. Sources and tokenizer are compared by content instead.
-_OPTIONS = ("tokenizer_vocab_size", "add_bos", "add_eos", "validation_fraction", "prepare_seed")
+_OPTIONS = (
+    "tokenizer_vocab_size",
+    "tokenizer_special_tokens",
+    "add_bos",
+    "add_eos",
+    "validation_fraction",
+    "prepare_seed",
+    "prepare_fix_text",
+    "prepare_minimum_tokens",
+    "prepare_separator_id",
+    "prepare_output_format",
+)
+_OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
+_OPTIONS_OF_RECORDS = (
+    "prepare_record",
+    "prepare_field",
+    "prepare_chunk_length",
+    "prepare_num_shards",
+    "prepare_name",
+    "prep_min_length",
+    "prep_max_length",
+    "prep_stride",
+    "prep_ignore_label",
+)
+# Who does the work shows nowhere in a data set, its manifest included.
+_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
 
 
-def prepare(
-    preparation: Preparation, dataset_path: str, show: Callable[[str], None] = print
-) -> Manifest:
+def prepare(preparation: Preparation, dataset_path: str, show: Show = print) -> Manifest | None:
     """Makes the data set `dataset_path`, or keeps it when it is already what is asked for.
+
+    When another process makes it just now, waits and keeps what that one made.
 
     Args:
       preparation: the keys about preparation.
@@ -67,7 +97,8 @@ def prepare(
       show: takes lines about what was done.
 
     Returns:
-      The manifest of the data set.
+      The manifest of the data set, or of the one that records were made from; None where the text
+      itself is written as records.
 
     Raises:
       UserError: no readable text, an unusable tokenizer, or a folder in the way.
@@ -75,264 +106,297 @@ def prepare(
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     folder = local_folder(dataset_path, "dataset_path")
-    if _in_the_way(folder):
+    corpus = open_corpus(preparation.prepare_source, preparation.text_field)
+    if preparation.prepare_output_format in _TEXT_FORMATS:
+        from MaxText.input_pipeline.preparation.text_export import export_text
+
+        export_text(corpus, preparation, folder, show)
+        return None
+    manifest_name = MANIFEST_NAME
+    if preparation.prepare_output_format in _RECORD_FORMATS:
+        manifest_name = _RECORDS_MANIFEST_NAME
+
+    def keep() -> Manifest:
+        return _keep(preparation, corpus, folder, manifest_name, show)
+
+    if (folder / manifest_name).exists():
+        # Without the lock: the folder may be read-only.
+        return keep()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"dataset_path={dataset_path} exists and is no data set. Choose another folder, or "
-            "delete it."
+            f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
+            "Choose another folder, or delete it."
         )
-    source = open_source(preparation.prepare_source, preparation.text_field)
-    with _progress("Reading", None, show) as progress:
-        found = survey(source, preparation.prepare_seed, preparation.validation_fraction, progress)
-    show(_describe_source(source, found))
-    tokenizer = load_tokenizer(preparation.tokenizer_path) if preparation.tokenizer_path else None
-    if (folder / MANIFEST_NAME).exists():
-        return _keep(preparation, dataset_path, found, tokenizer, show)
-    if tokenizer is None:
-        tokenizer = _train(preparation, found, show)
-    _compare_engines(tokenizer, found, show)
-    _check_control_ids(preparation, tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
-    building = folder.with_name(f".{folder.name}.preparing-{socket.gethostname()}-{os.getpid()}")
-    building.mkdir()
+    return make_once(preparation, corpus, folder, manifest_name, keep, show)
+
+
+def make_once(
+    preparation: Preparation,
+    corpus: Corpus,
+    folder: Path,
+    manifest_name: str,
+    keep: Callable[[], Manifest],
+    show: Show,
+) -> Manifest:
+    """Makes a data set, or waits for another process that makes it.
+
+    Args:
+      preparation: the keys about preparation.
+      corpus: the text.
+      folder: to make; empty if it exists.
+      manifest_name: of the file in it by which it is known to be complete.
+      keep: called instead where it is complete once nobody else works on it.
+      show: takes lines about what was done.
+
+    Returns:
+      Its manifest, or what `keep` gives.
+
+    Raises:
+      UserError: as `prepare`.
+    """
+    building = folder.with_name(f".{folder.name}.preparing")
     try:
-        manifest = _build(preparation, source, found, tokenizer, building, show)
-        try:
-            building.rename(folder)
-        except OSError:
-            # Another process made it meanwhile.
-            if not (folder / MANIFEST_NAME).exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with building_lock.hold(folder.with_name(f".{folder.name}.lock"), show):
+            if (folder / manifest_name).exists():
+                # Left by a process that was killed after giving the folder its name.
+                shutil.rmtree(building, ignore_errors=True)
+                return keep()
+            try:
+                manifest = _make(preparation, corpus, building, show)
+                _finish(building, preparation, folder, show)
+            except BaseException:
+                if not any((building / "parts").glob("*.json")):
+                    shutil.rmtree(building, ignore_errors=True)
+                elif building.exists():
+                    show(f"What is finished is kept in {building}: run the same command again")
                 raise
-            return _keep(preparation, dataset_path, found, tokenizer, show)
-        sync_file(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        # Readers name what is wrong with the text, so this is about the folder.
+        raise UserError(
+            f"{error.filename or folder} cannot be written ({error.strerror or error}). Make room "
+            "or choose another folder, and run the same command again."
+        ) from error
     show(describe(manifest))
     show(f"Wrote {folder}")
     return manifest
 
 
-def _in_the_way(folder: Path) -> bool:
-    if not folder.exists() or (folder / MANIFEST_NAME).exists():
-        return False
-    return not folder.is_dir() or any(folder.iterdir())
-
-
-def _describe_source(source: TextSource, found: Survey) -> str:
-    line = (
-        f"Read {source.description}: {found.num_documents:,} documents, "
-        f"{found.num_bytes / 1e6:.1f} MB of text in {len(source.files):,} files"
+def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) -> Manifest:
+    """Builds the data set in `building`."""
+    num_processes = preparation.prepare_num_workers or work_processes.num_cores()
+    is_beam = preparation.prepare_runner == "beam"
+    workers = Workers(num_processes, preparation.beam_options if is_beam else None)
+    tokenizer, surveys = _tokenizer(preparation, corpus, workers, show)
+    before, after = _control_ids(preparation, tokenizer)
+    is_array_record = preparation.prepare_output_format == "array_record"
+    request = Request(
+        corpus=corpus,
+        tokenizer=tokenizer,
+        before=before,
+        after=after,
+        seed=preparation.prepare_seed,
+        validation_fraction=preparation.validation_fraction,
+        fix_text=preparation.prepare_fix_text,
+        minimum_tokens=preparation.prepare_minimum_tokens,
+        file_format="array_record" if is_array_record else "bin",
+        options=_options(preparation),
+        expected_sha256={survey.number: survey.sha256 for survey in surveys},
     )
-    if found.skipped:
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in found.skipped.items())
-        line += f"; left out: {left_out}"
-    return line
+    return build_data_set(building, request, workers, show)
 
 
-def _keep(
-    preparation: Preparation,
-    dataset_path: str,
-    found: Survey,
-    tokenizer: TextTokenizer | None,
-    show: Callable[[str], None],
-) -> Manifest:
-    """The manifest that is there, if it is of the same text, tokenizer and options."""
-    manifest = read_manifest(dataset_path)
-    asked = _options(preparation)
-    differences = [
-        f"{key} was {manifest.options.get(key)!r} and is {asked[key]!r}"
-        for key in _OPTIONS
-        if manifest.options.get(key) != asked[key]
-        and not (key == "tokenizer_vocab_size" and preparation.tokenizer_path)
-    ]
-    if manifest.source.sha256 != found.sha256:
-        differences.append(f"its text was other ({manifest.source.description})")
-    was_trained = not manifest.options.get("tokenizer_path")
-    if preparation.tokenizer_path:
-        same = tokenizer is not None and tokenizer.entry.sha256 == manifest.tokenizer.sha256
+def _finish(building: Path, preparation: Preparation, folder: Path, show: Show) -> None:
+    """Gives the complete data set, or the records made from it, their final name."""
+    complete = building / "data_set"
+    if preparation.prepare_output_format in _RECORD_FORMATS:
+        from MaxText.input_pipeline.preparation.record_export import export_records
+
+        records = building / "records"
+        _open_records(records, complete, preparation)
+        export_records(complete, preparation, records, show)
+        shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
+        sync_file(records / _RECORDS_MANIFEST_NAME)
+        sync_file(records)
+        complete = records
+    complete.rename(folder)
+    sync_file(folder.parent)
+    shutil.rmtree(building, ignore_errors=True)
+
+
+def _open_records(records: Path, complete: Path, preparation: Preparation) -> None:
+    """Deletes what a stopped preparation wrote of records that differ from what is asked for."""
+    request = records.with_name("records.json")
+    asked = {
+        "options": preparation.model_dump(mode="json", include={*_OPTIONS_OF_RECORDS}),
+        "data set": read_manifest(str(complete)).fingerprint,
+        "format": preparation.prepare_output_format,
+    }
+    text = json.dumps(asked, indent=1, sort_keys=True) + "\n"
+    if not request.exists() or request.read_text(encoding="utf-8") != text:
+        shutil.rmtree(records, ignore_errors=True)
+        write_whole(request, text)
+
+
+def _tokenizer(
+    preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
+) -> tuple[TextTokenizer, list[UnitSurvey]]:
+    """The tokenizer to use, and what was read of the corpus to train it."""
+    if _is_trained(preparation):
+        surveys, sample = _sample(preparation, corpus, workers, show)
+        tokenizer = _train(preparation, sample, show)
     else:
-        same = was_trained
-    if not same:
-        differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
-    if differences:
-        raise UserError(
-            f"dataset_path={dataset_path} holds another data set: {'; '.join(differences)}. Choose "
-            "another folder, or delete it to prepare it again."
-        )
-    show(f"Kept {dataset_path}: it already holds this text with these options")
-    return manifest
+        tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+        surveys, sample = [], _first_texts(corpus)
+    if not tokenizer.check_engine(sample):
+        show(f"tiktoken gives other ids on this text: encoding with {tokenizer.engine}, slower")
+    return tokenizer, surveys
 
 
-def _options(preparation: Preparation) -> dict:
-    return preparation.model_dump(mode="json")
+def _is_trained(preparation: Preparation) -> bool:
+    return not preparation.tokenizer_path and preparation.tokenizer_type != "byte"
 
 
-def _train(preparation: Preparation, found: Survey, show: Callable[[str], None]) -> TextTokenizer:
+def _first_texts(corpus: Corpus) -> list[str]:
+    """About _COMPARED_CHARACTERS of text from the beginning."""
+    texts: list[str] = []
+    left = _COMPARED_CHARACTERS
+    for unit in corpus.units:
+        for document in unit.documents(Counter()):
+            texts.append(document.text)
+            left -= len(document.text)
+            if left <= 0:
+                return texts
+    return texts
+
+
+def _sample(
+    preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
+) -> tuple[list[UnitSurvey], tuple[str, ...]]:
+    """Texts to train a tokenizer on, and the survey of the units that they are from."""
+    seed = preparation.prepare_seed
+    most_units = SAMPLED_UNITS
+    while True:
+        jobs = sampling_jobs(corpus, seed, most_units=most_units)
+        surveys = _survey(preparation, corpus, jobs, workers, show)
+        fraction = 0.0 if corpus.splits else preparation.validation_fraction
+        sample = join_samples(surveys, seed, fraction)
+        if sample or most_units >= len(corpus.units):
+            return surveys, sample
+        # The units drawn are empty; others may not be.
+        most_units = len(corpus.units)
+
+
+def _survey(
+    preparation: Preparation, corpus: Corpus, jobs: list[SurveyJob], workers: Workers, show: Show
+) -> list[UnitSurvey]:
+    """Reads units in processes; their surveys in order."""
+    num_bytes = sum(job.unit.num_bytes for job in jobs)
+    num_processes, _ = workers.for_corpus(corpus, BYTES_READ_WORTH_A_PROCESS)
+    settings = SurveySettings(preparation.prepare_seed, preparation.prepare_fix_text)
+    with show_progress("Reading", num_bytes, show) as advance:
+        surveys = work_processes.run(survey_unit, settings, jobs, num_processes, advance)
+        return sorted(surveys, key=lambda survey: survey.number)
+
+
+def _train(preparation: Preparation, sample: Sequence[str], show: Show) -> TextTokenizer:
     start = time.monotonic()
-    sample_bytes = sum(len(text.encode()) for text in found.sample)
-    origin = (
-        f"byte-level BPE trained on {sample_bytes / 1e6:.1f} of {found.num_bytes / 1e6:.1f} MB of "
-        "this text"
+    sample_bytes = sum(len(text.encode()) for text in sample)
+    origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
+    tokenizer = train_tokenizer(
+        sample,
+        preparation.tokenizer_vocab_size,
+        origin,
+        preparation.tokenizer_special_tokens,
     )
-    tokenizer = train_tokenizer(found.sample, preparation.tokenizer_vocab_size, origin)
     show(
         f"Tokenizer: {tokenizer.entry.vocab_size} ids, {origin} in {time.monotonic() - start:.1f} s"
     )
     return tokenizer
 
 
-def _compare_engines(tokenizer: TextTokenizer, found: Survey, show: Callable[[str], None]) -> None:
-    """Falls back to the slower library should the faster one give any other id."""
-    texts: list[str] = []
-    for text in found.sample:
-        if texts and sum(map(len, texts)) + len(text) > _COMPARED_BYTES:
-            break
-        texts.append(text[:_COMPARED_BYTES])
-    pairs = zip(tokenizer.encode(texts), tokenizer.encode_by_definition(texts), strict=True)
-    if not all(np.array_equal(fast, exact) for fast, exact in pairs):
-        tokenizer.use_definition()
-        show("tiktoken gives other ids on this text: encoding with tokenizers, which is slower")
-
-
-def _check_control_ids(preparation: Preparation, tokenizer: TextTokenizer) -> None:
+def _control_ids(
+    preparation: Preparation, tokenizer: TextTokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids before and after each document."""
     entry = tokenizer.entry
+    separator = preparation.prepare_separator_id
+    if separator >= entry.vocab_size:
+        raise UserError(
+            f"prepare_separator_id={separator} is not below {entry.vocab_size}, the ids of the "
+            f"tokenizer ({entry.origin}). Give one of its ids, or -1 for its end of text."
+        )
+    if separator >= 0 and not preparation.add_eos:
+        raise UserError(
+            f"prepare_separator_id={separator} has no effect with add_eos=false, which ends "
+            "documents with no id. Leave one of them out."
+        )
     for key, wanted, control in (
-        ("add_eos", preparation.add_eos, entry.eos_id),
+        ("add_eos", preparation.add_eos and separator < 0, entry.eos_id),
         ("add_bos", preparation.add_bos, entry.bos_id),
     ):
         if wanted and control is None:
             which = key.removeprefix("add_")
             raise UserError(
                 f"{key}=true, and the tokenizer ({entry.origin}) names no {which} token. Put a "
-                f'tokenizer_config.json with "{which}_token" beside its {TOKENIZER_NAME}, or set '
-                f"{key}=false."
+                f'tokenizer_config.json with "{which}_token" beside its file, or set {key}=false.'
             )
+    before = (entry.bos_id,) if preparation.add_bos and entry.bos_id is not None else ()
+    end = entry.eos_id if separator < 0 else separator
+    after = (end,) if preparation.add_eos and end is not None else ()
+    return before, after
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Deletes what earlier preparations on this machine left when they were killed."""
-    prefix = f".{folder.name}.preparing-{socket.gethostname()}-"
-    for leftover in list(folder.parent.iterdir()):
-        process = leftover.name.removeprefix(prefix)
-        if leftover.name.startswith(prefix) and process.isdigit() and not _alive(int(process)):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _build(
-    preparation: Preparation,
-    source: TextSource,
-    found: Survey,
-    tokenizer: TextTokenizer,
-    building: Path,
-    show: Callable[[str], None],
+def _keep(
+    preparation: Preparation, corpus: Corpus, folder: Path, manifest_name: str, show: Show
 ) -> Manifest:
-    """Writes all files of the data set into `building`, the manifest last."""
-    entry = tokenizer.entry
-    names = [TRAIN]
-    if preparation.validation_fraction > 0 and found.num_documents > 1:
-        names.append(VALIDATION)
-    elif preparation.validation_fraction > 0:
-        show("There is 1 document, so none is held out: evaluation needs two or more")
-    writers = {name: TokenWriter(building / name, entry.vocab_size) for name in names}
-    before = np.array([entry.bos_id] if preparation.add_bos else [], np.uint32)
-    after = np.array([entry.eos_id] if preparation.add_eos else [], np.uint32)
-    start = time.monotonic()
-    index = 0
-    digest = CorpusDigest()
-    try:
-        with _progress("Encoding", found.num_bytes, show) as progress:
-            for texts in _batches(source):
-                for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
-                    encoded = text.encode()
-                    digest.add(encoded)
-                    split = VALIDATION if index in found.held_out else TRAIN
-                    writers[split].add(np.concatenate([before, ids, after]), len(encoded))
-                    index += 1
-                    progress(len(encoded))
-        splits = {name: writer.finish() for name, writer in writers.items()}
-    except BaseException:
-        for writer in writers.values():
-            writer.close()
-        raise
-    if digest.hexdigest() != found.sha256:
+    """The manifest that is there, if it is of the same text, tokenizer and options.
+
+    Raises:
+      UserError: it is of something else; says what.
+    """
+    manifest = read_manifest(str(folder), manifest_name)
+    differences = _different_options(preparation, manifest)
+    if _is_trained(preparation):
+        was = manifest.options
+        same = not was.get("tokenizer_path") and was.get("tokenizer_type") != "byte"
+    else:
+        tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+        same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
+    if not same:
+        differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
+    # Reading all text is for the case that nothing else differs.
+    if not differences and _text_sha256(preparation, corpus, show) != manifest.source.sha256:
+        differences.append(f"its text was other ({manifest.source.description})")
+    if differences:
         raise UserError(
-            f"The files of prepare_source={preparation.prepare_source} changed while they were "
-            "read. Run again when they are no longer being written."
+            f"dataset_path={folder} holds another data set: {'; '.join(differences)}. Choose "
+            "another folder, or delete it to prepare it again."
         )
-    manifest = Manifest(
-        schema_version=SCHEMA_VERSION,
-        tokenizer=entry,
-        dtype=narrowest_dtype(entry.vocab_size),
-        chunk_length=CHUNK_LENGTH,
-        splits=splits,
-        source=SourceEntry(
-            description=source.description,
-            sha256=found.sha256,
-            num_files=len(source.files),
-            skipped=found.skipped,
-        ),
-        options=_options(preparation),
-    )
-    for name, contents in (
-        (TOKENIZER_NAME, tokenizer.file_text),
-        (MANIFEST_NAME, manifest.to_json()),
-    ):
-        (building / name).write_text(contents, encoding="utf-8")
-        sync_file(building / name)
-    sync_file(building)
-    num_tokens = sum(split.num_tokens for split in splits.values())
-    seconds = time.monotonic() - start
-    show(f"Encoded {num_tokens:,} tokens in {seconds:.1f} s ({tokenizer.engine})")
+    show(f"Kept {folder}: it already holds this text with these options")
     return manifest
 
 
-def _batches(source: TextSource) -> Iterator[list[str]]:
-    """Documents in groups of about _BATCH_BYTES characters."""
-    batch: list[str] = []
-    size = 0
-    for text in source.documents():
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
+    workers = Workers(preparation.prepare_num_workers or work_processes.num_cores())
+    jobs = [SurveyJob(number, unit) for number, unit in enumerate(corpus.units)]
+    surveys = _survey(preparation, corpus, jobs, workers, show)
+    return corpus_digest([survey.sha256 for survey in surveys])
 
 
-@contextmanager
-def _progress(
-    title: str, num_bytes: int | None, show: Callable[[str], None]
-) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes done since its last call.
+def _different_options(preparation: Preparation, manifest: Manifest) -> list[str]:
+    keys: list[str] = list(_OPTIONS)
+    if not _is_trained(preparation):
+        keys = [key for key in keys if key not in _OPTIONS_OF_TRAINED_TOKENIZERS]
+    if preparation.prepare_output_format in _RECORD_FORMATS:
+        keys += _OPTIONS_OF_RECORDS
+    asked = _options(preparation)
+    # A data set made before a key was there was made as the key's default says.
+    was = _options(Preparation()) | manifest.options
+    return [
+        f"{key} was {was[key]!r} and is {asked[key]!r}" for key in keys if was[key] != asked[key]
+    ]
 
-    Draws a bar when stderr is a terminal, else shows a line at each quarter of what takes longer
-    than a few seconds.
-    """
-    if sys.stderr.isatty():
-        columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=num_bytes)
-            yield lambda done: bar.advance(task, done)
-        return
-    start = time.monotonic()
-    done = quarters = 0
 
-    def advance(more: int) -> None:
-        nonlocal done, quarters
-        done += more
-        if num_bytes and done * 4 // num_bytes > quarters and time.monotonic() - start > 3:
-            quarters = done * 4 // num_bytes
-            show(f"{title}: {done / 1e6:.1f} of {num_bytes / 1e6:.1f} MB")
-
-    yield advance
+def _options(preparation: Preparation) -> dict[str, Any]:
+    return preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)

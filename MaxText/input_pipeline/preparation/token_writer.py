@@ -1,7 +1,14 @@
-"""Writes one split of a data set: token records and document offsets. Imports no jax."""
+"""Makes the files of a split from part files: `write_token_file`, `write_document_files`.
 
-import array
+Where a file ends depends on the number of tokens only, so neither units nor processes show in a
+data set. Imports no jax.
+"""
+
 import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +17,18 @@ from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from MaxText.input_pipeline.manifest import OFFSETS_NAME, RecordFile, Split, unigram_entropy
-from MaxText.input_pipeline.sync import sync_file
+from MaxText.input_pipeline.manifest import (
+    OFFSETS_NAME,
+    ROWS_NAME,
+    SOURCE_FILES_NAME,
+    RecordFile,
+    Split,
+    unigram_entropy,
+)
+from MaxText.input_pipeline.preparation.part_files import Part
+from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
+
+FileFormat = Literal["array_record", "bin"]
 
 # Tokens per record. A shuffled window of T tokens reads 1 + T / 8192 records on average, so this
 # bounds what is read in vain (16 kB of uint16, 26 us) for short windows, and keeps the cost per
@@ -24,117 +41,208 @@ RECORDS_PER_FILE = 16384
 # Grain and our reader fetch single records: groups of 1 keep each one separately readable.
 WRITER_OPTIONS = "group_size:1"
 
+# Ids read, counted and written at a time.
+_BLOCK_TOKENS = 2**21
+
 
 def narrowest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     """The smallest unsigned type that holds ids 0..vocab_size-1."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-class TokenWriter:
-    """Appends documents to a split and sums up what the manifest says about it.
+@dataclass(frozen=True)
+class SplitPlan:
+    """A split to write.
 
-    Memory: one chunk, the counts of each id, and 8 bytes per document.
+    Attributes:
+      parts_folder: where the parts lie.
+      parts: what it is made of, in order; none is empty.
+      folder: to write the split to; exists.
+      vocab_size: ids are below it; fixes the stored type.
+      file_format: array_record or bin.
+      chunk_length: ids per record of array_record.
+      records_per_file: records of chunk_length ids after which the next file begins, in either
+        format.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        chunk_length: int = CHUNK_LENGTH,
-        records_per_file: int = RECORDS_PER_FILE,
-    ):
-        """Starts a split in `folder`, which is created.
+    parts_folder: Path
+    parts: tuple[Part, ...]
+    folder: Path
+    vocab_size: int
+    file_format: FileFormat = "array_record"
+    chunk_length: int = CHUNK_LENGTH
+    records_per_file: int = RECORDS_PER_FILE
 
-        Args:
-          folder: of the split; must not hold records yet.
-          vocab_size: ids are below it; fixes the stored type.
-          chunk_length: tokens per record.
-          records_per_file: records after which the next file begins.
-        """
-        folder.mkdir(parents=True)
-        self._folder = folder
-        self._dtype = np.dtype(narrowest_dtype(vocab_size)).newbyteorder("<")
-        self._chunk_length = chunk_length
-        self._records_per_file = records_per_file
-        self._pending: list[np.ndarray] = []
-        self._num_pending = 0
-        self._offsets = array.array("q", [0])
-        self._counts_V = np.zeros(vocab_size, np.int64)
-        self._hash = hashlib.sha256()
-        self._num_text_bytes = 0
-        self._records_of_files: list[int] = []
-        self._writer: Any = None
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of stored ids."""
+        return np.dtype(narrowest_dtype(self.vocab_size)).newbyteorder("<")
 
-    def add(self, ids_N: np.ndarray, num_text_bytes: int) -> None:
-        """Appends one document: ids [N] with N > 0, made from that many bytes of text."""
-        assert ids_N.ndim == 1, ids_N.shape
-        assert ids_N.size > 0
-        counts = np.bincount(ids_N, minlength=self._counts_V.size)
-        assert counts.size == self._counts_V.size, "an id is not below vocab_size"
-        self._counts_V += counts
-        self._offsets.append(self._offsets[-1] + ids_N.size)
-        self._num_text_bytes += num_text_bytes
-        self._pending.append(ids_N.astype(self._dtype))
-        self._num_pending += ids_N.size
-        if self._num_pending >= self._chunk_length:
-            self._write_chunks()
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split."""
+        return sum(part.num_tokens for part in self.parts)
 
-    def _write_chunks(self, everything: bool = False) -> None:
-        tokens = np.concatenate(self._pending) if self._pending else np.empty(0, self._dtype)
-        end = tokens.size if everything else tokens.size // self._chunk_length * self._chunk_length
-        for start in range(0, end, self._chunk_length):
-            chunk = tokens[start : min(start + self._chunk_length, end)]
-            self._write_record(chunk.tobytes())
-        self._pending = [tokens[end:]] if end < tokens.size else []
-        self._num_pending = tokens.size - end
+    @property
+    def num_documents(self) -> int:
+        """Documents of the split."""
+        return sum(part.num_documents for part in self.parts)
 
-    def _write_record(self, record: bytes) -> None:
-        if self._writer is None:
-            self._writer = self._open_file()
-        self._writer.write(record)
-        self._hash.update(record)
-        self._records_of_files[-1] += 1
-        if self._records_of_files[-1] == self._records_per_file:
-            self._close_file()
+    @property
+    def tokens_per_file(self) -> int:
+        """Tokens of every file but the last."""
+        return self.chunk_length * self.records_per_file
 
-    def _open_file(self) -> Any:
-        path = self._folder / f"tokens-{len(self._records_of_files):05d}"
-        self._records_of_files.append(0)
-        return array_record_module.ArrayRecordWriter(str(path), WRITER_OPTIONS)
+    @property
+    def num_files(self) -> int:
+        """Files that hold its tokens."""
+        return -(-self.num_tokens // self.tokens_per_file)
 
-    def _close_file(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Ids [start, stop) of the split, in pieces that are a whole number of records."""
+        first_token = [0, *itertools.accumulate(part.num_tokens for part in self.parts)]
+        size = max(_BLOCK_TOKENS // self.chunk_length, 1) * self.chunk_length
+        index = 0
+        for at in range(start, stop, size):
+            pieces, end = [], min(at + size, stop)
+            while at < end:
+                while first_token[index + 1] <= at:
+                    index += 1
+                upto = min(end, first_token[index + 1])
+                inside = (at - first_token[index], upto - first_token[index])
+                pieces.append(self.parts[index].tokens(self.parts_folder, self.dtype, *inside))
+                at = upto
+            yield np.concatenate(pieces)
 
-    def finish(self) -> Split:
-        """Writes what is left, gives the files their final names and syncs them to disk."""
-        self._write_chunks(everything=True)
-        self._close_file()
-        files = []
-        total = len(self._records_of_files)
-        for index, num_records in enumerate(self._records_of_files):
-            name = f"tokens-{index:05d}-of-{total:05d}.array_record"
-            path = (self._folder / f"tokens-{index:05d}").rename(self._folder / name)
-            sync_file(path)
-            size = path.stat().st_size
-            files.append(RecordFile(name=name, num_bytes=size, num_records=num_records))
-        offsets = np.frombuffer(self._offsets, np.int64)
-        np.save(self._folder / OFFSETS_NAME, offsets)
-        sync_file(self._folder / OFFSETS_NAME)
-        sync_file(self._folder)
-        occurring = np.flatnonzero(self._counts_V)
-        return Split(
-            files=tuple(files),
-            num_tokens=int(offsets[-1]),
-            num_documents=len(offsets) - 1,
-            num_text_bytes=self._num_text_bytes,
-            unigram_entropy=round(unigram_entropy(self._counts_V), 6),
-            largest_id=int(occurring[-1]) if occurring.size else 0,
-            tokens_sha256=self._hash.hexdigest(),
-            offsets_sha256=hashlib.sha256(offsets.astype("<i8").tobytes()).hexdigest(),
-        )
 
-    def close(self) -> None:
-        """Releases the open file of a split that is given up."""
-        self._close_file()
+@dataclass(frozen=True)
+class TokenFile:
+    """A finished file and how often each id occurs in it (int64 [vocab_size])."""
+
+    entry: RecordFile
+    counts_V: np.ndarray
+
+
+def write_token_file(plan: SplitPlan, index: int) -> TokenFile:
+    """Writes file `index` of a split; what was there under its name before is replaced."""
+    start = index * plan.tokens_per_file
+    stop = min(start + plan.tokens_per_file, plan.num_tokens)
+    path = plan.folder / f"tokens-{index:05d}-of-{plan.num_files:05d}.{plan.file_format}"
+    writing = writing_name(path)
+    counts_V = np.zeros(plan.vocab_size, np.int64)
+    num_records = 0
+    # Both take bytes with `write`.
+    if plan.file_format == "array_record":
+        file: Any = array_record_module.ArrayRecordWriter(str(writing), WRITER_OPTIONS)
+    else:
+        file = writing.open("wb")
+    try:
+        for tokens in plan.blocks(start, stop):
+            counts = np.bincount(tokens, minlength=plan.vocab_size)
+            assert counts.size == plan.vocab_size, "an id is not below vocab_size"
+            counts_V += counts
+            length = plan.chunk_length if plan.file_format == "array_record" else tokens.size
+            for at in range(0, tokens.size, length):
+                file.write(tokens[at : at + length].tobytes())
+                num_records += 1
+    finally:
+        file.close()
+    publish(writing, path)
+    num_tokens = stop - start
+    entry = RecordFile(
+        name=path.name,
+        num_bytes=path.stat().st_size,
+        num_records=num_records if plan.file_format == "array_record" else num_tokens,
+        num_tokens=num_tokens,
+    )
+    return TokenFile(entry, counts_V)
+
+
+def tokens_digest(plan: SplitPlan) -> str:
+    """sha256 of all ids of a split as they are stored."""
+    digest = hashlib.sha256()
+    for tokens in plan.blocks(0, plan.num_tokens):
+        digest.update(tokens.data)
+    return digest.hexdigest()
+
+
+def write_document_files(plan: SplitPlan) -> str:
+    """Writes what is known about documents: first tokens, rows and source files.
+
+    Memory: that of one part; the arrays are mapped.
+
+    Returns:
+      sha256 of the offsets as little-endian int64.
+    """
+    digest = hashlib.sha256()
+    count = plan.num_documents
+    widest = max(
+        (int(part.rows(plan.parts_folder).max()) for part in plan.parts if part.num_documents),
+        default=0,
+    )
+    # Rows fit int32, except in sources that count something else than rows.
+    row_type = np.int32 if widest <= np.iinfo(np.int32).max else np.int64
+    paths = [plan.folder / name for name in (OFFSETS_NAME, ROWS_NAME)]
+    offsets = np.lib.format.open_memmap(paths[0], "w+", np.dtype("<i8"), (count + 1,))
+    offsets[0] = 0
+    digest.update(offsets[:1].tobytes())
+    # An array without elements cannot be mapped.
+    rows = (
+        np.lib.format.open_memmap(paths[1], "w+", np.dtype(row_type), (count,)) if count else None
+    )
+    at = 0
+    source_files: list[tuple[int, str]] = []
+    for part in plan.parts:
+        end = at + part.num_documents
+        offsets[at + 1 : end + 1] = offsets[at] + np.cumsum(part.lengths(plan.parts_folder))
+        digest.update(offsets[at + 1 : end + 1].tobytes())
+        if rows is not None:
+            rows[at:end] = part.rows(plan.parts_folder)
+        for document, name in part.source_files:
+            if not source_files or source_files[-1][1] != name:
+                source_files.append((at + document, name))
+        at = end
+    assert int(offsets[-1]) == plan.num_tokens, (offsets[-1], plan.num_tokens)
+    offsets.flush()
+    if rows is None:
+        np.save(paths[1], np.empty(0, row_type))
+    else:
+        rows.flush()
+    for path in paths:
+        sync_file(path)
+    lines = ",\n".join(json.dumps(entry) for entry in source_files)
+    write_whole(plan.folder / SOURCE_FILES_NAME, f"[{lines}]\n")
+    return digest.hexdigest()
+
+
+def split_entry(
+    plan: SplitPlan, files: Sequence[TokenFile], tokens_sha256: str, offsets_sha256: str
+) -> Split:
+    """What the manifest says about a split.
+
+    Args:
+      files: all of its files, in order.
+      tokens_sha256, offsets_sha256: as `tokens_digest` and `write_document_files` gave them.
+    """
+    counts_V = np.zeros(plan.vocab_size, np.int64)
+    for file in files:
+        counts_V += file.counts_V
+    occurring = np.flatnonzero(counts_V)
+    return Split(
+        files=tuple(file.entry for file in files),
+        num_tokens=plan.num_tokens,
+        num_documents=plan.num_documents,
+        num_text_bytes=sum(part.num_text_bytes for part in plan.parts),
+        unigram_entropy=round(unigram_entropy(counts_V), 6),
+        largest_id=int(occurring[-1]) if occurring.size else 0,
+        tokens_sha256=tokens_sha256,
+        offsets_sha256=offsets_sha256,
+    )
+
+
+def write_split(plan: SplitPlan) -> Split:
+    """Writes all files of a split, in this process."""
+    files = [write_token_file(plan, index) for index in range(plan.num_files)]
+    entry = split_entry(plan, files, tokens_digest(plan), write_document_files(plan))
+    sync_file(plan.folder)
+    return entry

@@ -1,176 +1,197 @@
-"""Text to ids: trains or loads a Hugging Face tokenizer and finds its control ids.
+"""Loads a tokenizer of any kind: `load_tokenizer`.
 
 Imports no jax.
 """
 
-import hashlib
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME, TokenizerEntry
-from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
+from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.bytes_level import BYTE_NAMES, ByteTokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import (
+    HuggingFaceTokenizer,
+    convert_vocabulary,
+)
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
+from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
+from MaxText.input_pipeline.tokenization.tokenizer_files import (
+    CONFIG_NAME,
+    read_bytes,
+    read_json,
+    read_text,
+)
+from MaxText.input_pipeline.tokenization.training import END_OF_TEXT, train_tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
+__all__ = ["END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"]
 
-# Control tokens by the names that published tokenizers use, tried in this order when no
-# tokenizer_config.json says which they are.
-_KNOWN = {
-    "eos": (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
-    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", END_OF_TEXT),
-    "pad": ("<pad>", "<|pad|>", "<|padding|>", "[PAD]"),
-}
+TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-
-class TextTokenizer:
-    """A tokenizer ready to encode documents.
-
-    Attributes:
-      entry: what the manifest says about it.
-      file_text: contents of its tokenizer.json.
-      engine: the library that encodes, for reports.
-    """
-
-    def __init__(self, file_text: str, origin: str, settings: dict[str, Any]):
-        """Builds it from the text of a tokenizer.json and the tokenizer_config.json beside it.
-
-        Raises:
-          UserError: the text is not a tokenizer, or documents could forge a control id.
-        """
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(file_text)
-        except Exception as error:  # The library raises bare Exception.
-            raise UserError(f"{origin} is not a Hugging Face tokenizer.json: {error}") from error
-        self.file_text = file_text
-        # Windows are cut by the reader, and a control token in a text is text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        ids = {name: self._control_id(name, settings) for name in _KNOWN}
-        self.entry = TokenizerEntry(
-            origin=origin,
-            sha256=hashlib.sha256(file_text.encode()).hexdigest(),
-            vocab_size=max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
-            bos_id=ids["bos"],
-            eos_id=ids["eos"],
-            pad_id=ids["pad"],
-        )
-        self._refuse_forgery()
-        self._fast = fast_encoder(self._tokenizer)
-        self.engine = "tiktoken" if self._fast else "tokenizers"
-
-    def _control_id(self, name: str, settings: dict[str, Any]) -> int | None:
-        token = settings.get(f"{name}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        candidates = (token,) if isinstance(token, str) else _KNOWN[name]
-        for candidate in candidates:
-            found = self._tokenizer.token_to_id(candidate)
-            if found is not None:
-                return found
-        return None
-
-    def _refuse_forgery(self) -> None:
-        for control in (self.entry.bos_id, self.entry.eos_id, self.entry.pad_id):
-            if control is None:
-                continue
-            token = self._tokenizer.id_to_token(control)
-            text = self._tokenizer.encode(f"a {token} b", add_special_tokens=False)
-            if control in text.ids:
-                raise UserError(
-                    f"{self.entry.origin}: a document that contains {token!r} would get the "
-                    f'control id {control}. Mark that token "special": true among the '
-                    f"added_tokens of {TOKENIZER_NAME}."
-                )
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids [N] of each text, on all cores, without control ids."""
-        if self._fast:
-            return self._fast(list(texts))
-        return self.encode_by_definition(texts)
-
-    def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `encode`, always by the tokenizers library."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
-    def use_definition(self) -> None:
-        """Encodes by the tokenizers library from now on."""
-        self._fast = None
-        self.engine = "tokenizers"
+# What is taken from a repository of the hub: never code, never weights.
+_HUB_FILES = (
+    TOKENIZER_NAME,
+    CONFIG_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 
-def train_tokenizer(sample: Sequence[str], vocab_size: int, origin: str) -> TextTokenizer:
-    """Trains a byte-level BPE: <|endoftext|> is id 0, then the 256 bytes, then joined pieces.
+def load_tokenizer(
+    tokenizer_path: str | Path, tokenizer_type: str = "auto", num_threads: int = 0
+) -> TextTokenizer:
+    """Loads a tokenizer.
 
-    The same sample gives the same tokenizer. It has fewer than `vocab_size` ids when the sample
-    has no more pairs to join.
-    """
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sample, trainer)
-    settings = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
-    return TextTokenizer(tokenizer.to_str(), origin, settings)
-
-
-def load_tokenizer(tokenizer_path: str) -> TextTokenizer:
-    """Loads a tokenizer from a folder, a tokenizer.json, or by its hub id.
+    Args:
+      tokenizer_path: a folder that holds one; a tokenizer.json, a SentencePiece model or a
+        tiktoken file; `byte` or `bytes`; or a hub id.
+      tokenizer_type: what it is, one of TOKENIZER_TYPES; `auto` tells it by the file.
+      num_threads: threads that encode, 0 is one per core.
 
     Raises:
       UserError: nothing usable there, or the hub cannot be reached.
     """
-    path = Path(tokenizer_path).expanduser()
-    if path.is_dir():
-        if not (path / TOKENIZER_NAME).is_file():
-            raise UserError(
-                f"tokenizer_path={tokenizer_path}: the folder holds no {TOKENIZER_NAME}. Save one "
-                "there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-            )
-        path = path / TOKENIZER_NAME
-    if path.is_file():
-        try:
-            file_text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-        return TextTokenizer(file_text, f"file {path.name}", _settings_beside(path))
-    if path.suffix == ".json" or not _HUB_ID.fullmatch(tokenizer_path):
+    tokenizer_path = str(tokenizer_path)
+    if tokenizer_type not in TOKENIZER_TYPES:
         raise UserError(
-            f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()})."
+            f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
         )
+    path = Path(tokenizer_path).expanduser()
+    named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
     try:
-        tokenizer = tokenizers.Tokenizer.from_pretrained(tokenizer_path)
-    except Exception as error:  # The hub's client raises many kinds, the library bare Exception.
+        if tokenizer_path and path.is_dir():
+            return _load_folder(path, tokenizer_type, num_threads)
+        if tokenizer_path and path.exists():
+            return _load_file(path, tokenizer_type, num_threads)
+    except OSError as error:
         raise UserError(
-            f"tokenizer_path={tokenizer_path}: no such folder here, and the Hugging Face hub did "
+            f"tokenizer_path={tokenizer_path} cannot be read: {error.strerror}. Check its "
+            "permissions."
+        ) from error
+    if named_byte or (tokenizer_type == "byte" and not tokenizer_path):
+        return ByteTokenizer(num_threads)
+    is_file_name = path.suffix in (".json", ".model", ".tiktoken", ".txt")
+    if is_file_name or tokenizer_type == "byte" or not _HUB_ID.fullmatch(tokenizer_path):
+        raise UserError(
+            f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()}). "
+            "Check the path, or leave it empty to train a tokenizer on the text."
+        )
+    folder = _fetch(tokenizer_path)
+    return _load_folder(folder, tokenizer_type, num_threads, origin=f"hub {tokenizer_path}")
+
+
+def _fetch(hub_id: str) -> Path:
+    """A folder with the tokenizer's files of a hub repository, from its cache where it can."""
+    # Imported here because it takes a third of a second that no other tokenizer needs.
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # The hub's client raises many kinds.
+        raise UserError(
+            f"tokenizer_path={hub_id}: no such folder here, and the Hugging Face hub did "
             f"not give it ({type(error).__name__}). Without network, copy the tokenizer's "
             f"{TOKENIZER_NAME} to this machine and give its path; or leave tokenizer_path empty to "
             "train one on the text."
         ) from error
-    return TextTokenizer(tokenizer.to_str(), f"hub {tokenizer_path}", {})
 
 
-def _settings_beside(path: Path) -> dict[str, Any]:
-    beside = path.with_name("tokenizer_config.json")
-    if not beside.is_file():
-        return {}
-    try:
-        settings = json.loads(beside.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{beside} is not JSON: {error}") from error
-    return settings if isinstance(settings, dict) else {}
+def _load_folder(
+    folder: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
+) -> TextTokenizer:
+    """The tokenizer of a folder; Hugging Face's file is preferred where there are several."""
+    settings = _settings(folder)
+
+    def hugging_face() -> TextTokenizer | None:
+        if (folder / TOKENIZER_NAME).is_file():
+            return _load_file(folder / TOKENIZER_NAME, "huggingface", num_threads, origin)
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            text = convert_vocabulary(folder, settings)
+            return HuggingFaceTokenizer(
+                text, origin or "files vocab.json and merges.txt", settings, num_threads
+            )
+        return None
+
+    def single_file(endings: tuple[str, ...], kind: str) -> TextTokenizer | None:
+        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
+        matching = [path for path in found if _kind(path) == kind]
+        if len(matching) > 1:
+            # The usual name before others, which may be models of another sort.
+            matching = [path for path in matching if path.stem == "tokenizer"] or matching
+        if len(matching) > 1:
+            names = ", ".join(path.name for path in matching)
+            raise UserError(
+                f"tokenizer_path={folder}: the folder holds several tokenizers ({names}). Give "
+                "the path of one."
+            )
+        return _load_file(matching[0], kind, num_threads, origin) if matching else None
+
+    def byte() -> TextTokenizer | None:
+        return ByteTokenizer(num_threads) if settings.get("tokenizer_type") == "byte" else None
+
+    kinds: dict[str, Callable[[], TextTokenizer | None]] = {
+        "huggingface": hugging_face,
+        "tiktoken": lambda: single_file((".tiktoken", ".model"), "tiktoken"),
+        "sentencepiece": lambda: single_file((".model",), "sentencepiece"),
+        "byte": byte,
+    }
+    for kind, load in kinds.items():
+        if tokenizer_type in ("auto", kind):
+            tokenizer = load()
+            if tokenizer is not None:
+                return tokenizer
+    wanted = {
+        "auto": f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file",
+        "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
+        "tiktoken": ".tiktoken file",
+        "sentencepiece": "SentencePiece .model file",
+        "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
+    }
+    raise UserError(
+        f"tokenizer_path={folder}: the folder holds no {wanted[tokenizer_type]}. Save the "
+        "tokenizer there with transformers: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+    )
+
+
+def _load_file(
+    path: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
+) -> TextTokenizer:
+    origin = origin or f"file {path.name}"
+    settings = _settings(path.parent)
+    kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
+    if kind == "huggingface":
+        return HuggingFaceTokenizer(read_text(path), origin, settings, num_threads)
+    if kind == "tiktoken":
+        return TiktokenTokenizer(read_bytes(path), path.stem, origin, settings, num_threads)
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer(read_bytes(path), origin, settings, num_threads)
+    raise UserError(
+        f"tokenizer_path={path} is a file, and tokenizer_type=byte reads none. Set "
+        "tokenizer_path=bytes."
+    )
+
+
+def _kind(path: Path) -> str:
+    """The kind of a tokenizer file: Llama 3's tokenizer.model, for one, is a tiktoken file."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):
+        return "huggingface"
+    if path.suffix == ".tiktoken" or is_tiktoken_file(head):
+        return "tiktoken"
+    return "sentencepiece"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, completed by the older special_tokens_map.json."""
+    return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}

@@ -1,0 +1,263 @@
+"""Keys about data: what is read, how it is cut, masked and prepared."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from MaxText.configuration.keys import Section, key
+
+_STORED: dict[str, Iterable[Any]] = {"dataset_type": ["grain"]}
+# How a mixture takes windows from a source; the first is the default.
+SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
+_MASKED: dict[str, Iterable[Any]] = {"mlm_training": [True]}
+
+
+class Data(Section):
+    """Where tokens come from and how they become windows."""
+
+    dataset_type: Literal["grain", "synthetic"] = key(
+        "grain", "grain: what lies at dataset_path. synthetic: random tokens."
+    )
+    dataset_path: str = key(
+        "",
+        "What to read: a folder that prepare_data.py wrote, or token records as they are (tfrecord,"
+        " Megatron .bin and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * "
+        "or {000..127}, or @FILE with one name per line. Local or a URL such as gs://.",
+        only_if=_STORED,
+    )
+    grain_train_files: str = key(
+        "",
+        "Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. "
+        "Records of text are tokenised with tokenizer_path.",
+        only_if=_STORED,
+    )
+    grain_eval_files: str = key(
+        "", "Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path.",
+        only_if=_STORED,
+    )  # fmt: skip
+    grain_file_type: Literal[
+        "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
+        "text",
+    ] = key(
+        "auto", "Format of the files; auto tells it by name and content.", only_if=_STORED
+    )  # fmt: skip
+    dataset_mix: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
+        (),
+        "Mixture to train on: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, "
+        "sampling, weight], where sampling is chunks, documents_random or documents_fixed.",
+        only_if=_STORED,
+    )
+    mixture_temperature: float = key(
+        0.0,
+        "Above 0, weights of a mixture are multiplied by (tokens of the source)^(1/temperature): 1 "
+        "is proportional to size, larger is more even. 0 takes the weights as they are.",
+        only_if=_STORED, ge=0,
+    )  # fmt: skip
+    data_cache_dir: str = key(
+        "~/maxtext_data_cache",
+        "Folder for indices of record files and for text that was tokenised while reading.",
+        only_if=_STORED,
+    )
+    train_split: str = key("train", "Split to train on.", only_if=_STORED)
+    eval_split: str = key(
+        "validation",
+        "Split to evaluate on; of plain record files, those whose name contains it.",
+        only_if=_STORED,
+    )
+    tokens_field: str = key(
+        "", "Field of a record that holds its ids. Empty: input_ids, text or tokens.",
+        only_if=_STORED,
+    )  # fmt: skip
+    records_eos_id: int = key(
+        -1,
+        "Id put at the end of each record that is a document without one; -1 adds none.",
+        only_if=_STORED, ge=-1,
+    )  # fmt: skip
+    enable_data_shuffling: bool = key(
+        True, "Visit windows in a random order, another one each epoch.", only_if=_STORED
+    )
+    data_shuffle_seed: int = key(0, "Seed of the order (and of synthetic tokens).", ge=0)
+    iter_file_nums: int = key(
+        0, "Shuffle within groups of this many files, visited in order; 0 shuffles everything.",
+        only_if=_STORED, ge=0,
+    )  # fmt: skip
+    megatron_order: Literal["stored", "gpt_neox"] = key(
+        "stored",
+        "Order of Megatron data: stored (what Pythia published shuffled), or gpt_neox (the sample "
+        "index that GPT-NeoX builds from data_shuffle_seed).",
+        only_if=_STORED,
+    )
+    megatron_split: str = key(
+        "", "Shares of training, validation and test documents: 969,30,1. Empty: all train.",
+        only_if={"megatron_order": ["gpt_neox"], **_STORED},
+    )  # fmt: skip
+    num_epoch: int = key(
+        -1, "Passes over the data after which training stops; -1 repeats until `steps`.", ge=-1,
+        only_if=_STORED,
+    )  # fmt: skip
+    packing: bool = key(
+        True,
+        "Fill windows with several documents; false starts each document in a window of its own "
+        "and pads.",
+        only_if=_STORED,
+    )
+    grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"] = key(
+        "concat_then_split",
+        "concat_then_split: documents end to end, cut every max_target_length tokens. first_fit, "
+        "best_fit: documents stay whole where they fit.",
+        only_if={"packing": [True], **_STORED},
+    )
+    use_truncation: bool = key(
+        False, "Drop what of a document is longer than a window, instead of going on in further "
+        "windows.", only_if={"packing": [False], **_STORED},
+    )  # fmt: skip
+    attend_across_documents: bool = key(
+        False,
+        "Let attention, positions and loss cross from one document of a window to the next.",
+        only_if=_STORED,
+    )
+    zero_loss: bool = key(
+        True, "Count targets with id 0; false leaves them out, as MUDDFormer's runs did.",
+        only_if=_STORED,
+    )  # fmt: skip
+    on_bad_record: Literal["fail", "skip"] = key(
+        "fail",
+        "What a record that cannot be read does: stop the run, or become a row without weight.",
+        only_if=_STORED,
+    )
+    max_bad_records: int = key(
+        100, "Unreadable records after which a run with on_bad_record=skip stops too.", ge=1,
+        only_if={"on_bad_record": ["skip"], **_STORED},
+    )  # fmt: skip
+    grain_worker_count: int = key(
+        0, "Reader processes; 0 reads in threads of this process.", ge=0, only_if=_STORED
+    )
+    reuse_example_batch: bool = key(False, "Feed the first batch again and again (benchmarks).")
+
+
+class Masking(Section):
+    """Masked language modelling (BERT): which inputs are hidden and predicted."""
+
+    mlm_training: bool = key(False, "Predict hidden tokens from both sides, not the next token.")
+    mlm_mask_id: int = key(
+        -1, "Id of the mask; -1 takes the tokenizer's [MASK].", ge=-1, only_if=_MASKED
+    )
+    mlm_cls_token_id: int = key(
+        -1, "Id put before each window, never hidden; -1 puts none.", ge=-1, only_if=_MASKED
+    )
+    mlm_mask_prob: float = key(
+        0.15, "Share of the tokens that are predicted.", gt=0, le=1, only_if=_MASKED
+    )
+    mlm_same_token_prob: float = key(
+        0.1, "Share of these that stay as they are.", ge=0, le=1, only_if=_MASKED
+    )
+    mlm_random_token_prob: float = key(
+        0.1, "Share of these that become a random token.", ge=0, le=1, only_if=_MASKED
+    )
+    mlm_mask_ignore_ids: tuple[int, ...] = key(
+        (), "Ids that are never predicted, besides CLS, mask, bos, eos and pad.", only_if=_MASKED
+    )
+
+
+class Preparation(Section):
+    """How text becomes token records: prepare_data.py, or train.py where prepare_source is set."""
+
+    prepare_source: str = key(
+        "",
+        "Text to prepare: files, folders or patterns, comma separated (.txt, .jsonl, .zst, .tar, "
+        "parquet, arrow ...), or python_stdlib for the source code of the running interpreter.",
+    )
+    text_field: str = key("text", "Field of a row or record that holds the text.")
+    tokenizer_path: str = key(
+        "",
+        "Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes "
+        "for one id per byte. Empty: train a BPE.",
+    )
+    tokenizer_type: Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"] = key(
+        "auto", "Kind of tokenizer_path; auto tells it by the file."
+    )
+    tokenizer_vocab_size: int = key(
+        4096, "Ids of the byte-level BPE trained on the text.", only_if={"tokenizer_path": [""]},
+        ge=257,
+    )  # fmt: skip
+    tokenizer_special_tokens: tuple[str, ...] = key(
+        ("<|endoftext|>",),
+        "Control tokens of the BPE that is trained, in order of their ids from 0; the first ends "
+        "documents.",
+        only_if={"tokenizer_path": [""]},
+    )
+    add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
+    add_eos: bool = key(True, "End each document with the end-of-text id.")
+    validation_fraction: float = key(
+        0.01, "Share of documents held out as the validation split.", ge=0, lt=1
+    )
+    prepare_seed: int = key(0, "Seed that chooses held-out documents.", ge=0)
+    prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenising.")
+    prepare_minimum_tokens: int = key(
+        0, "Leave out documents of fewer tokens (counted).", unit="tokens", ge=0
+    )
+    prepare_num_workers: int = key(0, "Processes that tokenise; 0 is one per core.", ge=0)
+    prepare_output_format: Literal[
+        "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
+    ] = key(
+        "array_record",
+        "array_record, bin: a data set for training. tfrecord, parquet: token records as other "
+        "programs read them. text_tfrecord, text_array_record: the text itself as records.",
+    )
+    prepare_record: Literal["documents", "chunks", "strided"] = key(
+        "documents",
+        "What a tfrecord or parquet record is: a document; chunks of chunk_length tokens, cut "
+        "from all documents end to end; or jax_lm's strided windows with labels.",
+        only_if={"prepare_output_format": ["tfrecord", "parquet"]},
+    )
+    prepare_field: str = key(
+        "", "Name of the ids in a record. Empty: text in tfrecord, input_ids in parquet.",
+        only_if={"prepare_output_format": ["tfrecord", "parquet"]},
+    )  # fmt: skip
+    prepare_chunk_length: int = key(
+        2049, "Tokens of a chunk; the next one repeats its last token.", unit="tokens", ge=2,
+        only_if={"prepare_record": ["chunks"]},
+    )  # fmt: skip
+    prepare_separator_id: int = key(
+        -1, "Id between documents instead of the tokenizer's end of text; -1 takes that.", ge=-1
+    )
+    prepare_num_shards: int = key(
+        0, "Record files to write; 0 is one per 256 MB of text.", ge=0,
+        only_if={
+            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
+        },
+    )  # fmt: skip
+    prepare_name: str = key(
+        "", "First part of the names of record files. Empty: the split's name.",
+        only_if={
+            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
+        },
+    )  # fmt: skip
+    prep_min_length: int = key(
+        128, "Shortest strided window, BOS and EOS included.", unit="tokens", ge=1,
+        only_if={"prepare_record": ["strided"]},
+    )  # fmt: skip
+    prep_max_length: int = key(
+        256, "Tokens of a strided window, BOS and EOS included.", unit="tokens", ge=3,
+        only_if={"prepare_record": ["strided"]},
+    )  # fmt: skip
+    prep_stride: int = key(
+        128, "Tokens between the starts of strided windows.", unit="tokens", ge=1,
+        only_if={"prepare_record": ["strided"]},
+    )  # fmt: skip
+    prep_ignore_label: int = key(
+        -100, "Label of places that do not count.", only_if={"prepare_record": ["strided"]}
+    )
+    prepare_runner: Literal["local", "beam"] = key(
+        "local", "Who runs the work: processes of this machine, or Apache Beam."
+    )
+    beam_options: str = key(
+        "", "Options of Beam's runner, as on its own command line.",
+        only_if={"prepare_runner": ["beam"]},
+    )  # fmt: skip
+
+
+def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:
+    """One part of dataset_mix in its long form: location, stitch, sampling, weight."""
+    if len(part) == 2:
+        return part[0], 1, SAMPLINGS[0], part[1]
+    return part

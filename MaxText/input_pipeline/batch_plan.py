@@ -1,0 +1,126 @@
+"""How many sequences of which length a step sees: constant, ramped up, or in stages of length.
+
+A sample is a window of max_target_length tokens. Steps map to samples by a closed form, so that a
+run continues at any step without counting, and a position in the data is a number of samples:
+it means the same under every batch size.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from MaxText.configuration.training_sections import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps that see batches of one shape.
+
+    Attributes:
+      first_step: first of them.
+      samples: windows of max_target_length that a step reads, over all hosts.
+      length: tokens of a row; where it is less than max_target_length, each window becomes
+        max_target_length / length rows.
+    """
+
+    first_step: int
+    samples: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """The stages of a run, from step 0 on.
+
+    Attributes:
+      stages: in order; the first begins at step 0, the last has no end.
+      window: max_target_length.
+    """
+
+    stages: tuple[Stage, ...]
+    window: int
+
+    @classmethod
+    def constant(cls, samples: int, window: int) -> "BatchPlan":
+        """Every step sees `samples` windows of `window` tokens."""
+        return cls((Stage(0, samples, window),), window)
+
+    def at(self, step: int) -> Stage:
+        """The stage of a step."""
+        return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
+
+    def rows(self, stage: Stage) -> int:
+        """Rows of a batch of a stage."""
+        return stage.samples * (self.window // stage.length)
+
+    def samples_before(self, step: int) -> int:
+        """Samples that all steps before `step` see."""
+        total = 0
+        for stage in self.stages:
+            first, end = self.steps_of(stage, step)
+            total += (end - first) * stage.samples
+        return total
+
+    def steps_of(self, stage: Stage, num_steps: int) -> tuple[int, int]:
+        """First step of a stage and its end, among the first `num_steps` steps."""
+        following = self.stages.index(stage) + 1
+        end = num_steps
+        if following < len(self.stages):
+            end = min(end, self.stages[following].first_step)
+        return stage.first_step, max(end, stage.first_step)
+
+    def steps_for(self, samples: int) -> int:
+        """Steps until `samples` are read, the last one perhaps in part."""
+        done = 0
+        for stage, following in itertools.pairwise((*self.stages, None)):
+            assert stage is not None
+            steps = math.ceil((samples - done) / stage.samples)
+            if following is None or stage.first_step + steps <= following.first_step:
+                return stage.first_step + steps
+            done += (following.first_step - stage.first_step) * stage.samples
+        raise AssertionError("the last stage has no end")
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether batches change their shape in the course of the run."""
+        return len(self.stages) > 1
+
+
+def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchPlan:
+    """The stages that the keys about the batch ask for.
+
+    The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal
+    increments; each of its stages sees an equal share of global_rampup_samples, in whole steps.
+
+    Args:
+      section: the keys about the batch.
+      window: max_target_length.
+      samples_of: per_device_batch_size -> sequences of an update over all devices.
+
+    Raises:
+      UserError: as `samples_of`.
+    """
+    sizes = _rampup_sizes(section)
+    ramp = [(0, samples_of(sizes[0]))]
+    share = math.ceil(section.global_rampup_samples / max(len(sizes) - 1, 1))
+    for size in sizes[1:]:
+        first, samples = ramp[-1]
+        ramp.append((first + math.ceil(share / samples), samples_of(size)))
+    lengths = list(section.sequence_length_stages) or [(0, window)]
+    starts = sorted({first for first, _ in ramp} | {first for first, _ in lengths})
+    stages = tuple(Stage(step, _value_at(ramp, step), _value_at(lengths, step)) for step in starts)
+    return BatchPlan(stages, window)
+
+
+def _rampup_sizes(section: Batch) -> list[float]:
+    final = section.per_device_batch_size
+    if not section.enable_rampup_batch_size:
+        return [final]
+    start, increment = section.per_device_batch_size_start, section.per_device_batch_size_increment
+    count = (final - start) / increment
+    return [start + increment * index for index in range(round(count))] + [final]
+
+
+def _value_at(stages: Sequence[tuple[int, int]], step: int) -> int:
+    return next(value for first, value in reversed(stages) if first <= step)

@@ -1,0 +1,68 @@
+"""Plain copies of gzip files, for reading them at any place."""
+
+import gzip
+import hashlib
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.bad_record import BadRecord
+from MaxText.input_pipeline.storage import absolute, open_stream, version
+
+
+def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -> str:
+    """The contents of a .gz or .tgz file as a file in `cache_dir`, made on the first call.
+
+    The name of the copy depends on path, size and time of the file, so a changed one is copied
+    again. Several processes may ask at once.
+
+    Raises:
+      BadRecord: the file is damaged or cut short.
+      UserError: it cannot be read, or the copy not be written.
+    """
+    size, tag = version(path)
+    name = hashlib.sha256(f"{absolute(path)}\n{size}\n{tag}".encode()).hexdigest()[:24]
+    ending = {".tgz": ".tar", ".gz": ""}[Path(path).suffix]
+    copy = cache_dir / "decompressed" / name / f"{Path(path).stem}{ending}"
+    if copy.exists():
+        return str(copy)
+    show(f"Decompressing {path} ({size / 1e6:,.0f} MB) once into {cache_dir}.")
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        number, temporary = tempfile.mkstemp(dir=copy.parent)
+    except OSError as error:
+        raise _unwritable(cache_dir, error) from error
+    try:
+        with os.fdopen(number, "wb") as plain, open_stream(path) as stream:
+            _decompress(path, stream, plain)
+            plain.flush()
+            os.fsync(plain.fileno())
+        os.replace(temporary, copy)
+    except OSError as error:
+        raise _unwritable(cache_dir, error) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return str(copy)
+
+
+def _decompress(path: str, stream: BinaryIO, plain: BinaryIO) -> None:
+    try:
+        with gzip.open(stream) as contents:
+            shutil.copyfileobj(cast(BinaryIO, contents), plain, 1 << 20)
+    except EOFError as error:
+        raise BadRecord(path, plain.tell(), "the compressed file is cut short") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        reason = f"the compressed file is damaged ({error})"
+        raise BadRecord(path, plain.tell(), reason) from error
+
+
+def _unwritable(cache_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
+        "data_cache_dir to a folder on a disk with room."
+    )

@@ -1,0 +1,225 @@
+"""Documents of streams: text, rows and archives, and archives inside archives.
+
+Members are read as a file of their name would be, straight out of the archive: nothing is written
+to disk and no name of a member becomes a path.
+"""
+
+import io
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, BinaryIO, cast
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.preparation.sources.byte_streams import (
+    buffered,
+    decode,
+    decompressed,
+    reading,
+)
+from MaxText.input_pipeline.preparation.sources.kinds import (
+    NOT_TEXT,
+    READ_ENDINGS,
+    SEEKING,
+    Format,
+    Kind,
+    kind_of_member,
+)
+from MaxText.input_pipeline.preparation.sources.plain_text import text_pieces
+from MaxText.input_pipeline.preparation.sources.rows import begins_list, list_texts, row_texts
+
+# OpenWebText has archives in an archive; deeper ones are no corpus.
+_DEEPEST = 4
+_COUNT_BYTES = 16
+_BUFFER_BYTES = 2**18
+_PIECE_BYTES = 2**24
+
+Members = Iterator[tuple[str, BinaryIO]]
+
+
+def stream_texts(
+    file: BinaryIO, kind: Kind, place: str, text_field: str, skipped: Counter[str], depth: int = 0
+) -> Iterator[tuple[int, str]]:
+    """Reads the documents of a whole stream.
+
+    Args:
+      file: its bytes, compressed as `kind` says.
+      kind: of the stream; any format that is read from front to back, or zip.
+      place: the file and the members of archives that led here, for messages.
+      text_field: field of a row that holds the text.
+      skipped: counts members of archives that are left out, by reason.
+      depth: archives around this stream.
+
+    Yields:
+      Number and text of each document; in an archive numbers run through all its members.
+
+    Raises:
+      UserError: it cannot be read; names the place.
+    """
+    with reading(place), ExitStack() as stack:
+        if kind.compression:
+            stream = stack.enter_context(decompressed(file, kind.compression))
+        else:
+            stream = buffered(file)
+        if kind.format in (Format.TAR, Format.ZIP):
+            members = tar_members if kind.format is Format.TAR else zip_members
+            opened = members(cast(BinaryIO, stream), place, skipped)
+            yield from enumerate(_member_texts(opened, place, text_field, skipped, depth))
+        elif kind.format is Format.ROWS:
+            yield from row_texts(stream, place, text_field)
+        elif kind.format is Format.JSON:
+            read_rows = list_texts if begins_list(stream) else row_texts
+            yield from read_rows(stream, place, text_field)
+        elif kind.format is Format.COUNTED:
+            yield from _counted_texts(stream, place)
+        elif kind.format is Format.LINES:
+            for number, line in enumerate(stream):
+                yield number, decode(line.rstrip(b"\r\n"), f"{place}:{number + 1}")
+        else:
+            assert kind.format is Format.TEXT, kind
+            yield from text_pieces(cast(BinaryIO, stream), place)
+
+
+def _member_texts(
+    members: Members, place: str, text_field: str, skipped: Counter[str], depth: int
+) -> Iterator[str]:
+    for name, file in members:
+        member_place = f"{place}, member {name!r},"
+        kind = kind_of_member(place, name)
+        ending = "." + name.rsplit(".", 1)[-1].lower()
+        seeking = kind.format in SEEKING and kind != Kind(Format.ZIP)
+        if seeking or kind.format is Format.TFRECORD or ending in NOT_TEXT:
+            raise UserError(
+                f"{member_place} is no text: {ending} files are not read out of archives. Unpack "
+                "the archive and name the files to read."
+            )
+        if depth == _DEEPEST:
+            raise UserError(f"{member_place} lies in more than {_DEEPEST} archives. Unpack some.")
+        if kind.format is Format.ZIP:
+            # Its list of members is at its end.
+            with reading(member_place):
+                file = io.BytesIO(file.read())
+        for _, text in stream_texts(file, kind, member_place, text_field, skipped, depth + 1):
+            yield text
+
+
+class _StrictHeader(tarfile.TarInfo):
+    """A member's header; one that is damaged is an error, where tarfile takes it for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> "_StrictHeader":
+        return _read_header(cls, tarfile)
+
+
+def _read_header(header: type[_StrictHeader], archive: tarfile.TarFile) -> _StrictHeader:
+    try:
+        return super(_StrictHeader, header).fromtarfile(archive)  # pyright: ignore[reportReturnType]
+    except tarfile.HeaderError as error:
+        # Blocks of zeros are the end; tarfile has no public name for this one.
+        if type(error).__name__ == "EOFHeaderError":
+            raise
+        raise tarfile.ReadError(
+            f"at byte {archive.offset}: {error}, where the next member or the end must be"
+        ) from error
+
+
+def tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
+    """Reads a tar archive once from front to back; a member is gone when the next is asked for.
+
+    Args:
+      file: the archive, decompressed.
+      place: the archive, for messages.
+      skipped: counts hidden files and links.
+
+    Yields:
+      Name and contents of each file.
+
+    Raises:
+      UserError: it is damaged or has no end.
+    """
+    with (
+        reading(place),
+        tarfile.open(
+            fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES
+        ) as archive,
+    ):
+        while (member := archive.next()) is not None:
+            # tarfile remembers each member it has seen, and there may be millions.
+            cast(Any, archive).members.clear()
+            if member.isreg() and not _left_out(member.name, skipped):
+                contents = archive.extractfile(member)
+                assert contents is not None
+                yield member.name, cast(BinaryIO, contents)
+            elif not member.isreg() and not member.isdir():
+                skipped["links and devices in archives"] += 1
+
+
+def zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
+    """Reads a zip archive in the order of its list of members.
+
+    Args:
+      file: the archive; must seek.
+      place: the archive, for messages.
+      skipped: counts hidden files.
+
+    Yields:
+      Name and contents of each file.
+
+    Raises:
+      UserError: it is damaged, encrypted, or compressed in a way that Python does not read.
+    """
+    with reading(place), zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.is_dir() or _left_out(member.filename, skipped):
+                continue
+            try:
+                contents = archive.open(member)
+            except (RuntimeError, NotImplementedError) as error:
+                raise UserError(
+                    f"{place}, member {member.filename!r}, cannot be read ({error}). Pack the "
+                    "archive again without password, with zip's usual compression."
+                ) from error
+            with contents:
+                yield member.filename, cast(BinaryIO, contents)
+
+
+def _left_out(name: str, skipped: Counter[str]) -> bool:
+    hidden = name.rsplit("/", 1)[-1].startswith(".")
+    if hidden:
+        skipped["hidden files in archives"] += 1
+    return hidden
+
+
+def _counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
+    """Documents behind their lengths in bytes, 16 decimal digits each."""
+    at = number = 0
+    while count := file.read(_COUNT_BYTES):
+        if len(count) < _COUNT_BYTES or not count.isdigit():
+            raise UserError(
+                f"{place} is damaged at byte {at}: {count!r} is no length of {_COUNT_BYTES} "
+                f"digits. Copy it again; known text files are {READ_ENDINGS}."
+            )
+        length = int(count)
+        at += _COUNT_BYTES
+        text = _read_exactly(file, length)
+        if len(text) < length:
+            raise UserError(
+                f"{place} ends at byte {at + len(text)}, inside document {number} of {length} "
+                f"bytes at byte {at}. Copy it again."
+            )
+        yield number, decode(text, place, at)
+        at += length
+        number += 1
+
+
+def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
+    """`length` bytes or what is left; a length that is damage is not believed at once."""
+    if length <= _PIECE_BYTES:
+        return file.read(length)
+    pieces = []
+    while length and (piece := file.read(min(length, _PIECE_BYTES))):
+        pieces.append(piece)
+        length -= len(piece)
+    return b"".join(pieces)

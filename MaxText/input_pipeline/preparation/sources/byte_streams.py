@@ -1,0 +1,164 @@
+"""Bytes of local and remote files, decompressed, and what can go wrong with them in words."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import zstandard
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.storage import is_url, open_stream
+
+_BUFFER_BYTES = 2**18
+
+# Decompressed at a time: zstd gives back all that a piece of input stands for, which is at most
+# some thousand times as much.
+_ZSTD_PIECE_BYTES = 2**16
+# `zstd --long=31` is the widest there is, and what large published dumps are made with.
+_ZSTD_WINDOW_BYTES = 2**31
+
+
+@contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Turns what damaged or missing files raise into a UserError that names `place`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise UserError(
+            f"{place} is not a whole compressed file: {error}. Copy it again or leave it out of "
+            "prepare_source."
+        ) from error
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{place} is not a whole archive: {error}. Copy it again or leave it out of "
+            "prepare_source."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{place} cannot be read: {error.strerror or error}.") from error
+
+
+def decode(data: bytes, place: str, offset: int | None = None) -> str:
+    """`data` as UTF-8 text.
+
+    Args:
+      place: the file or row, for the message.
+      offset: of `data` in the file, where it is known.
+
+    Raises:
+      UserError: it is not UTF-8; names the first byte that is wrong.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        if offset is not None:
+            byte += f" at offset {offset + error.start}"
+        raise UserError(
+            f"{place} is not UTF-8 text ({byte}: {error.reason}). Convert it (iconv -t UTF-8) or "
+            "leave it out of prepare_source."
+        ) from error
+
+
+def open_bytes(path: str, size: int | None = None) -> BinaryIO:
+    """Opens a file for reading; it can seek.
+
+    Args:
+      path: local path or URL.
+      size: bytes that a local file had when it was found; None checks nothing.
+
+    Raises:
+      UserError: its size is another now.
+      OSError: it cannot be opened.
+    """
+    if is_url(path):
+        return open_stream(path)
+    file = open(path, "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the caller closes it
+    found = os.fstat(file.fileno()).st_size
+    if size is not None and found != size:
+        file.close()
+        raise UserError(
+            f"{path} has {found} bytes and had {size} when it was found: files of prepare_source "
+            "changed while they were read. Run again when nothing writes to them."
+        )
+    return file
+
+
+def buffered(file: BinaryIO) -> io.BufferedReader:
+    """`file` itself if it can look ahead (peek), else a stream of it that can."""
+    if hasattr(file, "peek"):
+        return cast(io.BufferedReader, file)
+    return io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
+
+
+def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
+    """The contents of a compressed stream; all frames of a file that has several.
+
+    Args:
+      file: compressed bytes; stays open when the returned stream is closed.
+      compression: "gz", "zst", "xz" or "bz2".
+
+    Raises:
+      EOFError: there is not a single byte. Reading raises it too where the file ends early.
+    """
+    file = cast(BinaryIO, buffered(file))
+    if not cast(Any, file).peek(1):
+        raise EOFError("it is empty")
+    contents: Any
+    if compression == "gz":
+        contents = gzip.GzipFile(fileobj=file, mode="rb")
+    elif compression == "xz":
+        contents = lzma.LZMAFile(file)  # noqa: SIM115 - closed with what is returned
+    elif compression == "bz2":
+        contents = bz2.BZ2File(file)
+    else:
+        assert compression == "zst", compression
+        contents = _ZstdStream(file)
+    return io.BufferedReader(contents, _BUFFER_BYTES)
+
+
+class _ZstdStream(io.RawIOBase):
+    """Decompresses zstd frames; unlike zstandard's own reader it notices that one is cut short."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ready:
+            piece = self._file.read(_ZSTD_PIECE_BYTES)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a zstd frame")
+                return 0
+            self._ready = memoryview(self._decompress(piece))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, piece: bytes) -> bytes:
+        contents = []
+        while piece:
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            contents.append(self._frame.decompress(piece))
+            piece = b""
+            if self._frame.eof:
+                piece = self._frame.unused_data
+                self._frame = None
+        return contents[0] if len(contents) == 1 else b"".join(contents)

@@ -1,0 +1,81 @@
+"""Plain text as documents: long files are cut at line ends.
+
+A file is cut near each multiple of LONGEST_TEXT bytes, at the end of the line there. Where the
+cuts lie depends on the text around them only, so a file can be read from any multiple on.
+"""
+
+import codecs
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from MaxText.input_pipeline.preparation.sources.byte_streams import decode
+
+# Bounds the memory of a reader and the length of a document: some 250 thousand tokens, far beyond
+# a window.
+LONGEST_TEXT = 2**20
+
+# Share of a document's length that a cut may lie behind its multiple. A line that goes on beyond
+# is cut there.
+_SEARCHED_SHARE = 16
+
+
+def text_pieces(
+    file: BinaryIO, place: str, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """Reads the pieces [first, last) of a text, None for all that follow.
+
+    Args:
+      file: UTF-8 text, with or without a byte order mark; must seek where `first` is above 0.
+      place: the file, for messages.
+
+    Yields:
+      Number and text of each piece; line ends stay as they are. An empty file has one empty
+      piece.
+
+    Raises:
+      UserError: it is not UTF-8.
+    """
+    begun = b""
+    at = first * LONGEST_TEXT
+    if first:
+        file.seek(at)
+        # The rest of the line belongs to the piece before, except for a character cut in two.
+        line, begun = _rest_of_line(file)
+        at += len(line)
+    number = first
+    while last is None or number < last:
+        start = at
+        body = begun + file.read((number + 1) * LONGEST_TEXT - at - len(begun))
+        at += len(body)
+        line, begun = _rest_of_line(file)
+        at += len(line)
+        if not body and number > 0:
+            return
+        text = body + line
+        if number == 0 and text.startswith(codecs.BOM_UTF8):
+            start, text = len(codecs.BOM_UTF8), text[len(codecs.BOM_UTF8) :]
+        yield number, decode(text, place, start)
+        if not line and not begun:
+            return
+        number += 1
+
+
+def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
+    """What belongs to the piece before a cut, and the begun character after the cut."""
+    line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
+    if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
+        return line, b""
+    begun = _begun_character(line)
+    return line[: len(line) - begun], line[len(line) - begun :]
+
+
+def _begun_character(data: bytes) -> int:
+    """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
+    for count in range(1, min(3, len(data)) + 1):
+        byte = data[-count]
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if length > count else 0
+        if byte < 0x80:
+            return 0
+    return 0

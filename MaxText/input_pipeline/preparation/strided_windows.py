@@ -1,0 +1,96 @@
+"""Cuts documents into overlapping windows with labels, as jax-lm-training's preprocessing does.
+
+A window is a piece of S + 1 tokens of a document, control tokens included: S inputs, and S labels
+that are the inputs shifted by one. Windows begin every `stride` tokens of a document. What is
+otherwise here than there: begin and end of text stand only where the document has them; padding is
+told by the mask, so id 0 is an id like others; a window that lies wholly in the one before it is
+left out; what is dropped is counted.
+
+Legend: D documents, W windows, S inputs of a window.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class StridedWindows(NamedTuple):
+    """Where windows lie in the token stream.
+
+    Attributes:
+      starts_W: int64, first token of each window, in order.
+      stops_W: int64, end of each window's tokens, the last label included.
+      dropped_documents: documents of which no window is left.
+      dropped_tokens: tokens that are in no window.
+    """
+
+    starts_W: np.ndarray
+    stops_W: np.ndarray
+    dropped_documents: int
+    dropped_tokens: int
+
+
+def strided_windows(
+    document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
+) -> StridedWindows:
+    """Finds the windows of documents that lie end to end.
+
+    Args:
+      document_offsets: int64 [D + 1], first token of each document, then the end of the last.
+      min_length: labels that a window needs at least; shorter ones are dropped.
+      max_length: S, inputs (and labels) of a whole window; at least `min_length`.
+      stride: tokens between the starts of windows of a document; at most `max_length`, so that
+        each token of a document but its first is a label.
+    """
+    assert 1 <= min_length <= max_length, (min_length, max_length)
+    assert 1 <= stride <= max_length, (stride, max_length)
+    begins_D, ends_D = document_offsets[:-1], document_offsets[1:]
+    sizes_D = ends_D - begins_D
+    # The last window is the first that reaches the end: all later ones would lie in it.
+    counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
+    document_W = np.repeat(np.arange(sizes_D.size), counts_D)
+    first_W = np.cumsum(counts_D) - counts_D
+    number_W = np.arange(document_W.size) - first_W[document_W]
+    starts_W = begins_D[document_W] + number_W * stride
+    stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
+    kept_W = stops_W - starts_W > min_length
+    starts_W, stops_W, document_W = starts_W[kept_W], stops_W[kept_W], document_W[kept_W]
+    # Only the last window of a document can be too short, so the others cover a beginning of it.
+    covered_D = begins_D.astype(np.int64)
+    np.maximum.at(covered_D, document_W, stops_W)
+    return StridedWindows(
+        starts_W,
+        stops_W,
+        dropped_documents=int(sizes_D.size - np.unique(document_W).size),
+        dropped_tokens=int((ends_D - covered_D).sum()),
+    )
+
+
+def rows_of_windows(
+    pieces: Sequence[np.ndarray], max_length: int, filler_id: int, ignore_label: int
+) -> dict[str, np.ndarray]:
+    """Inputs, mask and labels of windows.
+
+    Args:
+      pieces: W int32 arrays, each of 2 to S + 1 tokens.
+      max_length: S.
+      filler_id: input where there is no token.
+      ignore_label: label where there is none.
+
+    Returns:
+      Arrays [W, S]: int32 `input_ids`; int8 `attention_mask`, 1 where the input is a token; int32
+      `labels`, the token after each input.
+    """
+    shape = (len(pieces), max_length)
+    rows = {
+        "input_ids": np.full(shape, filler_id, np.int32),
+        "attention_mask": np.zeros(shape, np.int8),
+        "labels": np.full(shape, ignore_label, np.int32),
+    }
+    for row, piece in enumerate(pieces):
+        num_inputs = min(piece.size, max_length)
+        rows["input_ids"][row, :num_inputs] = piece[:num_inputs]
+        rows["attention_mask"][row, :num_inputs] = 1
+        rows["labels"][row, : piece.size - 1] = piece[1:]
+    return rows

@@ -1,0 +1,99 @@
+"""Raw text read by a training run: tokenised on its first use, read as a data set afterwards.
+
+    <cache_dir>/text/<hash>/    a prepared data set with one split, train
+
+The hash is of everything that decides about the ids, so a file that changed gets a folder of its
+own. Imports no jax.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
+from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.preparation.preparing import make_once
+from MaxText.input_pipeline.preparation.sources.finding import find_files
+from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
+from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+
+
+def open_text(
+    files: list[str],
+    *,
+    tokenizer_path: str,
+    tokenizer_type: str,
+    text_field: str,
+    add_bos: bool,
+    add_eos: bool,
+    cache_dir: str | Path,
+    show: Callable[[str], None],
+) -> Path:
+    """The folder of a data set with the text of `files`; made now if it was not before.
+
+    Safe when several processes of a machine (or of machines that share `cache_dir`) ask at once:
+    one works, the others wait. What a killed process had finished is kept.
+
+    Args:
+      files: records of text: local paths or URLs, in order.
+      tokenizer_path, tokenizer_type, text_field, add_bos, add_eos: the keys of that name.
+      cache_dir: folder for what is made.
+      show: takes lines about what was done.
+
+    Raises:
+      UserError: no tokenizer is given, or as `prepare`.
+    """
+    assert files
+    if not tokenizer_path and tokenizer_type != "byte":
+        raise UserError(
+            f"{files[0]} holds text, and tokenizer_path is not set. Give the tokenizer to read it "
+            "with, or prepare the text into token records first (prepare_data.py)."
+        )
+    preparation = Preparation.model_validate(
+        {
+            "prepare_source": ",".join(files),
+            "text_field": text_field,
+            "tokenizer_path": tokenizer_path,
+            "tokenizer_type": tokenizer_type,
+            "add_bos": add_bos,
+            "add_eos": add_eos,
+            "validation_fraction": 0.0,
+            "prepare_output_format": "bin",
+        }
+    )
+    tokenizer = load_tokenizer(tokenizer_path, tokenizer_type)
+    decisive = {
+        "files": [[storage.absolute(file), *storage.version(file)] for file in files],
+        "tokenizer": tokenizer.entry.sha256,
+        "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
+        "text_field": text_field,
+        "add_bos": add_bos,
+        "add_eos": add_eos,
+    }
+    name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
+    folder = Path(cache_dir).expanduser() / "text" / name
+    if not (folder / MANIFEST_NAME).exists():
+        show(f"Text of {_shown(files)}: tokenised now, and read from {folder} from then on")
+        make_once(
+            preparation,
+            _corpus(files, text_field),
+            folder,
+            MANIFEST_NAME,
+            lambda: read_manifest(str(folder)),
+            show,
+        )
+    return folder
+
+
+def _corpus(files: Sequence[str], text_field: str) -> Corpus:
+    found = [source_file for file in files for source_file in find_files(file)]
+    units = cut_into_units(found, [""] * len(found), text_field, UNIT_BYTES)
+    return Corpus(_shown([source_file.name for source_file in found]), len(found), units)
+
+
+def _shown(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{len(files):,} files ({files[0]} ...)"

@@ -1,0 +1,116 @@
+"""Runs independent pieces of work in processes of this machine: `run`. Imports no jax."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Any, TypeVar
+
+from MaxText.errors import UserError
+
+Shared = TypeVar("Shared")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+Advance = Callable[[int], None]
+"""Takes the bytes done since its last call."""
+
+_POLL_SECONDS = 0.5
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def run(
+    function: Callable[[Shared, Job, Advance], Result],
+    shared: Shared,
+    jobs: Sequence[Job],
+    num_processes: int,
+    advance: Advance,
+) -> Iterator[Result]:
+    """Calls `function(shared, job, advance)` for each job, in this process if one is enough.
+
+    Args:
+      function: of a module, so that other processes find it.
+      shared: what all jobs need; sent to each process once.
+      jobs: each is done once.
+      num_processes: at most; 1 works in this process.
+      advance: takes what the jobs report.
+
+    Yields:
+      Results in any order.
+
+    Raises:
+      UserError: a process was killed.
+      Exception: what `function` raises; jobs that have not begun are not begun then.
+    """
+    num_processes = min(num_processes, len(jobs))
+    if num_processes <= 1:
+        for job in jobs:
+            yield function(shared, job, advance)
+        return
+    # Spawned, not forked: a fork of a process with threads (tokenizers, jax) can hang.
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    pool = ProcessPoolExecutor(
+        num_processes, context, initializer=_start, initargs=(function, shared, counter)
+    )
+    reported = 0
+    try:
+        waiting = {pool.submit(_work, job) for job in jobs}
+        while waiting:
+            done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
+            now = counter.value
+            advance(now - reported)
+            reported = now
+            yield from (future.result() for future in done)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A process that prepares data was killed, by hand or for want of memory. Run the same "
+            "command again: what was finished is kept. A smaller prepare_num_workers needs less "
+            "memory."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Of a worker process: the function, what is shared, and the way to report.
+_task: tuple[Callable[..., Any], Any, Advance] | None = None
+
+
+def _start(function: Callable[..., Any], shared: Any, counter: Any) -> None:
+    global _task
+    # Ctrl-C goes to all processes; the first one ends the others in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+
+    def advance(done: int) -> None:
+        with counter.get_lock():
+            counter.value += done
+
+    _task = (function, shared, advance)
+
+
+def _work(job: Any) -> Any:
+    assert _task is not None
+    function, shared, advance = _task
+    return function(shared, job, advance)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, even if that one was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end with parent").start()

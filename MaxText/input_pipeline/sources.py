@@ -1,0 +1,276 @@
+"""Which data sets a run reads, how each is cut into rows, and in which order they are visited.
+
+Imports no jax.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
+from MaxText.errors import UserError
+from MaxText.input_pipeline.megatron_order import document_range
+from MaxText.input_pipeline.mixture import Chain, Mixture, Rows, Source
+from MaxText.input_pipeline.opening import open_token_data
+from MaxText.input_pipeline.packing import PackedDocuments
+from MaxText.input_pipeline.sample_index import SampleWindows
+from MaxText.input_pipeline.token_data import TokenData
+from MaxText.input_pipeline.window_order import WindowOrder
+from MaxText.input_pipeline.windows import (
+    Cutting,
+    DocumentWindows,
+    PackedWindows,
+    StitchedWindows,
+    Windows,
+)
+
+CHUNKS = SAMPLINGS[0]
+_WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One data set of a run.
+
+    Attributes:
+      location: what dataset_path may be.
+      key: configuration key that named it.
+      weight: its share in a mixture, before mixture_temperature.
+      sampling: chunks, or GPT-Neo's documents_random or documents_fixed.
+      stitch: documents joined for a window by the latter two.
+    """
+
+    location: str
+    key: str
+    weight: float = 1.0
+    sampling: str = CHUNKS
+    stitch: int = 1
+
+
+def train_entries(data: Data) -> list[Entry]:
+    """The data sets to train on.
+
+    Raises:
+      UserError: a weight that is no number above 0.
+    """
+    if data.dataset_mix:
+        parts = map(mix_part, data.dataset_mix)
+        return [
+            Entry(location, "dataset_mix", weight, sampling, stitch)
+            for location, stitch, sampling, weight in parts
+        ]
+    if data.grain_train_files:
+        return _weighted(data.grain_train_files, "grain_train_files")
+    return _weighted(data.dataset_path, "dataset_path")
+
+
+def eval_entries(data: Data) -> list[Entry]:
+    """The data sets to evaluate on: grain_eval_files, else the eval_split of what is trained on.
+
+    Raises:
+      UserError: as train_entries.
+    """
+    if data.grain_eval_files:
+        return _weighted(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_path:
+        return _weighted(data.dataset_path, "dataset_path")
+    return train_entries(data)
+
+
+def _weighted(text: str, key: str) -> list[Entry]:
+    entries = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        match = _WEIGHTED.fullmatch(part)
+        try:
+            weight = float(match["weight"]) if match else 1.0
+        except ValueError as error:
+            raise UserError(
+                f"{key}: {part!r} does not end with a number after the comma."
+            ) from error
+        if weight <= 0:
+            raise UserError(f"{key}: the weight of {part!r} must be above 0.")
+        entries.append(Entry(match["location"] if match else part, key, weight))
+    if not entries:
+        raise UserError(
+            f"{key} is not set, and dataset_type=grain reads a data set. Make one with: python "
+            "MaxText/prepare_data.py prepare_source=<files, folders or python_stdlib> "
+            "dataset_path=<folder>, name token records that are there (dataset_path or "
+            "grain_train_files), or train on random tokens with dataset_type=synthetic."
+        )
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedSource:
+    """A data set of a run, opened.
+
+    Attributes:
+      entry: what named it.
+      data: its tokens.
+      rows: its rows in the order they are visited.
+    """
+
+    entry: Entry
+    data: TokenData
+    rows: Source
+
+
+def open_sources(
+    data: Data,
+    preparation: Preparation,
+    entries: list[Entry],
+    split: str,
+    *,
+    length: int,
+    vocab_size: int,
+    num_samples: int | None,
+    for_training: bool,
+    show: Callable[[str], None],
+) -> list[OpenedSource]:
+    """Opens data sets for reading.
+
+    Args:
+      data: the keys about data.
+      preparation: the keys about tokenising text while reading.
+      entries: what to open.
+      split: the split's name.
+      length: T, tokens of a row.
+      vocab_size: ids the model knows.
+      num_samples: rows of the whole run, None where it has no end.
+      for_training: shuffled and repeated as `data` says; otherwise in order, once.
+      show: takes lines about what is done.
+
+    Raises:
+      UserError: a data set is missing, damaged, does not fit vocab_size or has nothing to predict.
+    """
+    cutting = Cutting(
+        length,
+        data.attend_across_documents,
+        data.zero_loss,
+        data.use_truncation and not data.packing,
+    )
+    opened = []
+    for number, entry in enumerate(entries):
+        tokens = open_token_data(
+            entry.location,
+            key=entry.key,
+            data=data,
+            preparation=preparation,
+            split=split,
+            for_training=for_training,
+            show=show,
+        )
+        if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
+            raise UserError(
+                f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
+                f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
+                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+            )
+        if data.megatron_order == "gpt_neox":
+            windows = _in_sample_order(data, tokens, cutting, for_training, num_samples)
+        else:
+            windows = _cut(data, entry, tokens, cutting)
+        if len(windows) == 0:
+            raise UserError(
+                f"{entry.key}={entry.location} has {len(tokens.stream)} tokens in "
+                f"{len(tokens.stream.document_offsets) - 1} documents of split {split}: nothing to "
+                "predict. Prepare more text."
+            )
+        if for_training and isinstance(windows, PackedWindows) and len(tokens.stream) <= length:
+            raise UserError(
+                f"Split {split} of {entry.location} has {len(tokens.stream)} tokens, and one "
+                f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
+                "prepare more text."
+            )
+        # Sources of a mixture that are alike must not be visited in the same order.
+        seed = data.data_shuffle_seed + 1_000_003 * number
+        order = WindowOrder(
+            len(windows),
+            seed,
+            data.enable_data_shuffling and for_training and not windows.has_own_order,
+            data.num_epoch if for_training else 1,
+            _file_groups(data, tokens, windows),
+        )
+        opened.append(OpenedSource(entry, tokens, Source(windows, order, seed)))
+    return opened
+
+
+def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windows:
+    if entry.sampling != CHUNKS:
+        return StitchedWindows(tokens, cutting, entry.stitch, entry.sampling == "documents_random")
+    if not data.packing or tokens.rows or tokens.labels is not None:
+        return DocumentWindows(tokens, cutting)
+    if data.grain_packing_type == "concat_then_split":
+        return PackedWindows(tokens, cutting)
+    cache_dir = Path(data.data_cache_dir).expanduser()
+    return PackedDocuments(tokens, cutting, data.grain_packing_type == "best_fit", cache_dir)
+
+
+def _in_sample_order(
+    data: Data, tokens: TokenData, cutting: Cutting, for_training: bool, num_samples: int | None
+) -> SampleWindows:
+    documents = None
+    if data.megatron_split:
+        num_documents = len(tokens.stream.document_offsets) - 1
+        documents = document_range(data.megatron_split, 0 if for_training else 1, num_documents)
+    samples = num_samples if for_training else None
+    return SampleWindows(tokens, cutting, data.data_shuffle_seed, samples, documents)
+
+
+def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
+    """First window of each group of iter_file_nums files, and the end."""
+    if not data.iter_file_nums or tokens.file_of_document is None:
+        return None
+    firsts = tokens.file_of_document[:-1][:: data.iter_file_nums]
+    return np.unique(np.append(windows.first_window(firsts), len(windows)))
+
+
+def combine(data: Data, opened: list[OpenedSource]) -> Rows:
+    """The rows to train on: of the only source, or a mixture.
+
+    Raises:
+      UserError: a mixture with num_epoch.
+    """
+    if len(opened) == 1:
+        return opened[0].rows
+    if data.num_epoch != -1:
+        raise UserError(
+            f"num_epoch={data.num_epoch}: the sources of a mixture end at different times, so it "
+            "repeats each of them without end. Leave num_epoch=-1 and set steps; the passes over "
+            "each source are printed."
+        )
+    return Mixture([source.rows for source in opened], weights(data, opened))
+
+
+def chain(opened: list[OpenedSource]) -> Rows:
+    """The rows to evaluate on: all sources, one after the other."""
+    return opened[0].rows if len(opened) == 1 else Chain([source.rows for source in opened])
+
+
+def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
+    """Share of each source in the rows of the mixture, before scaling to 1."""
+    shares = []
+    for source in opened:
+        weight = source.entry.weight
+        if data.mixture_temperature:
+            weight *= len(source.data.stream) ** (1 / data.mixture_temperature)
+        shares.append(weight)
+    return shares
+
+
+def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
+    """Lines about the sources: what each is, its share and its passes over `num_rows` rows."""
+    lines = [source.data.description for source in opened]
+    if len(opened) > 1:
+        shares = weights(data, opened)
+        for source, share in zip(opened, shares, strict=True):
+            part = share / sum(shares)
+            line = f"  {part:.2%} of the rows from {source.entry.location}"
+            if num_rows is not None:
+                passes = num_rows * part / len(source.rows.windows)
+                line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""Tokenizers of Hugging Face: a tokenizer.json, or vocab.json with merges.txt.
+
+Imports no jax.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TOKENIZER_NAME, TokenizerEntry
+from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
+from MaxText.input_pipeline.tokenization.interface import (
+    KNOWN_CONTROL_TOKENS,
+    TextTokenizer,
+    control_token_candidates,
+    control_token_settings,
+)
+from MaxText.input_pipeline.tokenization.tokenizer_files import read_json, write_files
+
+
+class HuggingFaceTokenizer(TextTokenizer):
+    """A tokenizer.json; encodes through tiktoken where that provably gives the same ids.
+
+    Attributes:
+      file_text: contents of its tokenizer.json.
+    """
+
+    def __init__(
+        self, file_text: str, origin: str, settings: Mapping[str, Any], num_threads: int = 0
+    ):
+        """Builds it from the text of a tokenizer.json and the tokenizer_config.json beside it.
+
+        Raises:
+          UserError: the text is not a tokenizer, or documents could forge a control id.
+        """
+        self.file_text = file_text
+        self._settings = control_token_settings(settings)
+        self._tokenizer = _parse(file_text, origin)
+        ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
+        entry = TokenizerEntry(
+            origin=origin,
+            sha256=hashlib.sha256(file_text.encode()).hexdigest(),
+            vocab_size=max(vocabulary.values()) + 1,
+            bos_id=ids["bos"],
+            eos_id=ids["eos"],
+            pad_id=ids["pad"],
+        )
+        super().__init__(entry, "tokenizers", ids["mask"], num_threads)
+        self._fast = None
+        self._refuse_forgery(
+            {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
+            f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
+        )
+        self._fast = fast_encoder(self._tokenizer)
+        if self._fast:
+            self.engine = "tiktoken"
+
+    def _control_id(self, name: str) -> int | None:
+        for candidate in control_token_candidates(name, self._settings):
+            found = self._tokenizer.token_to_id(candidate)
+            if found is not None:
+                return found
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The library's own pickle forgets that control tokens in a text are text.
+        state = dict(vars(self))
+        del state["_tokenizer"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._tokenizer = _parse(self.file_text, self.entry.origin)
+
+    def _ids(self, text: str) -> np.ndarray:
+        if self._fast:
+            try:
+                return self._fast.encode(text)
+            except ValueError:
+                # tiktoken's word finder gives up on a hundred thousand white spaces in a row.
+                pass
+        return self._ids_by_definition(text)
+
+    def _ids_by_definition(self, text: str) -> np.ndarray:
+        # The call for batches is the one that leaves out character offsets, which cost time.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32)
+
+    def use_definition(self) -> None:
+        """See TextTokenizer."""
+        super().use_definition()
+        self._fast = None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See TextTokenizer."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, folder: Path) -> list[Path]:
+        """See TextTokenizer."""
+        return write_files(folder, {TOKENIZER_NAME: self.file_text.encode()}, self._settings)
+
+
+def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(file_text)
+    except Exception as error:  # The library raises bare Exception.
+        raise UserError(
+            f"{origin} is not a Hugging Face {TOKENIZER_NAME}: {error}. Copy it again, or give "
+            "another tokenizer_path."
+        ) from error
+    # Windows are cut by the reader, and a control token in a text is text.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The text of a tokenizer.json for a folder with GPT-2's vocab.json and merges.txt.
+
+    Tokens of added_tokens.json, and the control tokens that the vocabulary has, become special.
+
+    Raises:
+      UserError: the files are not what they should be.
+    """
+    vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
+    try:
+        model = models.BPE.from_file(str(vocab_path), str(merges_path))
+    except Exception as error:  # The library raises bare Exception.
+        raise UserError(
+            f"{vocab_path} and merges.txt are not a byte-level BPE: {error}. Copy both again."
+        ) from error
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=settings.get("add_prefix_space") is True
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    known = [control_token_candidates(name, settings) for name in KNOWN_CONTROL_TOKENS]
+    present = {
+        token for tokens in known for token in tokens if tokenizer.token_to_id(token) is not None
+    }
+    added = read_json(folder / "added_tokens.json")
+    in_order = sorted(added, key=lambda token: added[token])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in [*sorted(present), *in_order]]
+    )
+    for token in in_order:
+        if tokenizer.token_to_id(token) != added[token]:
+            raise UserError(
+                f"{folder / 'added_tokens.json'} gives {token!r} the id {added[token]}, and the "
+                f"next free one is {tokenizer.token_to_id(token)}. Save the tokenizer as "
+                f"{TOKENIZER_NAME} with transformers and give that."
+            )
+    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)

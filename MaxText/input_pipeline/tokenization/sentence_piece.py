@@ -1,0 +1,115 @@
+"""SentencePiece models (`tokenizer.model`), through the package sentencepiece.
+
+Imports no jax.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.tokenization.interface import (
+    KNOWN_CONTROL_TOKENS,
+    TextTokenizer,
+    control_token_settings,
+)
+from MaxText.input_pipeline.tokenization.tokenizer_files import write_files
+
+SENTENCE_PIECE_NAME = "tokenizer.model"
+
+
+class SentencePieceTokenizer(TextTokenizer):
+    """A SentencePiece model as it is: its normalisation, dummy prefix and byte fallback apply."""
+
+    def __init__(
+        self, model: bytes, origin: str, settings: Mapping[str, Any], num_threads: int = 0
+    ):
+        """Builds it from the bytes of a model file and the tokenizer_config.json beside it.
+
+        Control tokens that the settings name and the model has come before the model's own.
+
+        Raises:
+          UserError: sentencepiece is not installed, the bytes are no model, or documents could
+            forge a control id.
+        """
+        self._model_bytes = model
+        self._settings = control_token_settings(settings)
+        self._model = _parse(model, origin)
+        ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
+        entry = TokenizerEntry(
+            origin=origin,
+            sha256=hashlib.sha256(model).hexdigest(),
+            vocab_size=self._model.get_piece_size(),
+            bos_id=ids["bos"],
+            eos_id=ids["eos"],
+            pad_id=ids["pad"],
+        )
+        super().__init__(entry, "sentencepiece", ids["mask"], num_threads)
+        self._refuse_forgery(
+            {i: self._model.id_to_piece(i) for i in ids.values() if i is not None},
+            "Train the model with that token among control_symbols, or name another one in "
+            "tokenizer_config.json.",
+        )
+
+    def _control_id(self, name: str) -> int | None:
+        named = self._settings.get(f"{name}_token")
+        candidates = KNOWN_CONTROL_TOKENS[name] if named is None else (named,)
+        own = {
+            "bos": self._model.bos_id,
+            "eos": self._model.eos_id,
+            "pad": self._model.pad_id,
+        }
+        if named is None and name in own and own[name]() >= 0:
+            return own[name]()
+        for candidate in candidates:
+            found = self._model.piece_to_id(candidate)
+            # A piece that the model does not have gets the id of the unknown piece.
+            if self._model.id_to_piece(found) == candidate:
+                return found
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        del state["_model"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._model = _parse(self._model_bytes, self.entry.origin)
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text), np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See TextTokenizer; control ids have no text."""
+        return self._model.decode([int(i) for i in ids if 0 <= i < self.entry.vocab_size])
+
+    def save(self, folder: Path) -> list[Path]:
+        """See TextTokenizer."""
+        return write_files(folder, {SENTENCE_PIECE_NAME: self._model_bytes}, self._settings)
+
+
+def _parse(model: bytes, origin: str) -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise UserError(
+            f"{origin} is a SentencePiece model, and the package sentencepiece is not installed. "
+            "Install it: pip install 'MaxText[data]'"
+        ) from error
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        size = processor.get_piece_size()
+    except Exception as error:  # Its kind differs between versions of the library.
+        raise UserError(
+            f"{origin} is no SentencePiece model ({type(error).__name__}). Copy it again, or set "
+            "tokenizer_type."
+        ) from error
+    if size == 0:
+        raise UserError(f"{origin} is a SentencePiece model without pieces. Copy it again.")
+    return processor

@@ -1,0 +1,289 @@
+"""Vocabularies of tiktoken: a file with the bytes of a token (base64) and its rank on each line.
+
+Such a file says neither how text is cut into words nor which ids are control tokens. Both are
+known for the published ones, by name; for others a tokenizer_config.json beside the file says it:
+
+    {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
+
+Imports no jax.
+"""
+
+import base64
+import binascii
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.tokenization.interface import (
+    KNOWN_CONTROL_TOKENS,
+    TextTokenizer,
+    control_token_candidates,
+    control_token_settings,
+)
+from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, write_files
+from MaxText.input_pipeline.tokenization.word_patterns import (
+    BYTES_OF_UTF8,
+    CL100K_WORDS,
+    GPT2_WORDS,
+    LLAMA3_WORDS,
+    O200K_WORDS,
+    UNUSED_TOKEN,
+)
+
+TIKTOKEN_NAME = "tokenizer.tiktoken"
+
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
+
+_LLAMA3_RESERVED = {f"<|reserved_special_token_{i}|>": 128_005 + i for i in range(5, 251)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """A published vocabulary: its words, its size, and the ids beside the ranks."""
+
+    word_pattern: str
+    num_ranks: int
+    special_tokens: Mapping[str, int]
+
+
+_PUBLISHED = {
+    "gpt2": _Published(GPT2_WORDS, 50_256, {"<|endoftext|>": 50_256}),
+    "r50k_base": _Published(GPT2_WORDS, 50_256, {"<|endoftext|>": 50_256}),
+    "p50k_base": _Published(GPT2_WORDS, 50_280, {"<|endoftext|>": 50_256}),
+    "cl100k_base": _Published(
+        CL100K_WORDS,
+        100_256,
+        {
+            "<|endoftext|>": 100_257,
+            "<|fim_prefix|>": 100_258,
+            "<|fim_middle|>": 100_259,
+            "<|fim_suffix|>": 100_260,
+            "<|endofprompt|>": 100_276,
+        },
+    ),
+    "o200k_base": _Published(
+        O200K_WORDS, 199_998, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}
+    ),
+    "llama3": _Published(
+        LLAMA3_WORDS,
+        128_000,
+        {
+            "<|begin_of_text|>": 128_000,
+            "<|end_of_text|>": 128_001,
+            "<|start_header_id|>": 128_006,
+            "<|end_header_id|>": 128_007,
+            "<|eot_id|>": 128_009,
+            **_LLAMA3_RESERVED,
+        },
+    ),
+}
+
+
+def is_tiktoken_file(head: bytes) -> bool:
+    """Whether the first line of a file, given its first few thousand bytes, is like tiktoken's."""
+    return _LINE.fullmatch(head.split(b"\n", 1)[0].rstrip(b"\r")) is not None
+
+
+class TiktokenTokenizer(TextTokenizer):
+    """A tiktoken vocabulary."""
+
+    def __init__(
+        self,
+        contents: bytes,
+        name: str,
+        origin: str,
+        settings: Mapping[str, Any],
+        num_threads: int = 0,
+    ):
+        """Builds it from the bytes of the file and the tokenizer_config.json beside it.
+
+        Args:
+          contents: the file.
+          name: its name without ending, which tells a published vocabulary.
+          origin: where it comes from, in words.
+          settings: `word_pattern`, `special_tokens`, and control tokens as `eos_token`.
+          num_threads: threads that encode, 0 is one per core.
+
+        Raises:
+          UserError: a damaged file, or one whose words are not known.
+        """
+        self._contents = contents
+        ranks = _read_ranks(contents, origin)
+        published = _find_published(name, settings, ranks)
+        pattern = settings.get("word_pattern") or (published and published.word_pattern)
+        if not isinstance(pattern, str):
+            raise UserError(
+                f"{origin}: a tiktoken file does not say how text is cut into words, and its name "
+                f"is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} beside it "
+                'with "word_pattern" (one of these names, or a regular expression) and '
+                '"special_tokens" (token to id).'
+            )
+        if pattern in _PUBLISHED:
+            pattern = _PUBLISHED[pattern].word_pattern
+        special = _special_tokens(settings, published, ranks, origin)
+        vocab_size = max(*ranks.values(), *special.values()) + 1
+        try:
+            self._encoding = tiktoken.Encoding(
+                name,
+                pat_str=pattern,
+                mergeable_ranks=ranks,
+                special_tokens=special or {UNUSED_TOKEN: vocab_size},
+            )
+        except ValueError as error:
+            raise UserError(
+                f'{origin}: "word_pattern" {pattern!r} is no regular expression: {error}. Correct '
+                f"it in {CONFIG_NAME}."
+            ) from error
+        self._settings = {
+            **control_token_settings(settings),
+            "word_pattern": pattern,
+            "special_tokens": special,
+        }
+        ids = {
+            control: next(
+                (special[t] for t in control_token_candidates(control, settings) if t in special),
+                None,
+            )
+            for control in KNOWN_CONTROL_TOKENS
+        }
+        # Not only the file decides about the ids, so not only the file is digested.
+        identity = json.dumps([pattern, special], sort_keys=True).encode()
+        entry = TokenizerEntry(
+            origin=origin,
+            sha256=hashlib.sha256(contents + identity).hexdigest(),
+            vocab_size=vocab_size,
+            bos_id=ids["bos"],
+            eos_id=ids["eos"],
+            pad_id=ids["pad"],
+        )
+        super().__init__(entry, "tiktoken", ids["mask"], num_threads)
+        spelled = {special[token]: token for token in special}
+        # tiktoken 0.10 and older took control tokens in a text for control ids here.
+        self._refuse_forgery(
+            {i: spelled[i] for i in ids.values() if i is not None}, "Update the package tiktoken."
+        )
+
+    def _ids(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:
+            # Its word finder gives up on a hundred thousand white spaces in a row. The package
+            # regex, which tiktoken brings along, does not; a word alone stays one word.
+            words = _compiled(self._settings["word_pattern"]).findall(text)
+            ids = [i for word in words for i in self._encoding.encode_ordinary(word)]
+            return np.array(ids, np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See TextTokenizer."""
+        pieces = []
+        for i in map(int, ids):
+            if 0 <= i < self.entry.vocab_size:
+                # Between the ranks and the control ids some vocabularies have gaps.
+                with contextlib.suppress(KeyError):
+                    pieces.append(self._encoding.decode_single_token_bytes(i))
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def save(self, folder: Path) -> list[Path]:
+        """See TextTokenizer."""
+        return write_files(folder, {TIKTOKEN_NAME: self._contents}, self._settings)
+
+
+def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
+    """Bytes -> rank.
+
+    Raises:
+      UserError: a line that is not base64 and a number, a token twice, or a byte without token.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(contents.splitlines(), 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            decoded, id_ = base64.b64decode(token, validate=True), int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise UserError(
+                f"{origin} line {number}: {line[:60]!r} is not a token in base64 and its rank. "
+                "Copy the file again."
+            ) from error
+        if decoded in ranks or not decoded or not 0 <= id_ < 1 << 32:
+            raise UserError(
+                f"{origin} line {number}: token {decoded!r} with rank {id_} is empty, repeated or "
+                "has an impossible rank. Copy the file again."
+            )
+        ranks[decoded] = id_
+    if len(set(ranks.values())) != len(ranks):
+        raise UserError(f"{origin} gives one rank to two tokens. Copy the file again.")
+    missing = [byte for byte in BYTES_OF_UTF8 if bytes([byte]) not in ranks]
+    if missing:
+        raise UserError(
+            f"{origin} has no token for byte {missing[0]} and {len(missing) - 1} others, so some "
+            "texts have no ids. The file is cut short: copy it again."
+        )
+    return ranks
+
+
+def _find_published(
+    name: str, settings: Mapping[str, Any], ranks: Mapping[bytes, int]
+) -> _Published | None:
+    """What is known about the vocabulary: by the name in its settings, of the file, or its size."""
+    for candidate in (settings.get("word_pattern"), name.lower().replace("-", "")):
+        for known, published in _PUBLISHED.items():
+            if isinstance(candidate, str) and candidate.startswith(known):
+                return published
+    # The file of Llama 3 is called tokenizer.model.
+    llama3 = _PUBLISHED["llama3"]
+    return llama3 if len(ranks) == llama3.num_ranks else None
+
+
+def _special_tokens(
+    settings: Mapping[str, Any],
+    published: _Published | None,
+    ranks: Mapping[bytes, int],
+    origin: str,
+) -> dict[str, int]:
+    """Control tokens by spelling: from the settings, else those of the published vocabulary."""
+    stated = settings.get("special_tokens")
+    if stated is None and isinstance(settings.get("added_tokens_decoder"), Mapping):
+        # As transformers writes it: {"5000": {"content": "<|endoftext|>"}}.
+        entries = settings["added_tokens_decoder"].items()
+        stated = {
+            entry["content"]: int(i)
+            for i, entry in entries
+            if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and i.isdigit()
+        }
+    if stated is None:
+        complete = published is not None and published.num_ranks == len(ranks)
+        return dict(published.special_tokens) if published and complete else {}
+    taken = set(ranks.values())
+    if not isinstance(stated, Mapping):
+        raise UserError(
+            f'{origin}: "special_tokens" in {CONFIG_NAME} is a {type(stated).__name__}. Make it '
+            'an object such as {"<|endoftext|>": 5000}.'
+        )
+    for token, i in stated.items():
+        if not token or type(i) is not int or not 0 <= i < 1 << 32 or i in taken:
+            raise UserError(
+                f"{origin}: the control token {token!r} in {CONFIG_NAME} has the id {i!r}, which "
+                "is no number or taken by another token, or it is empty. Give it a free id."
+            )
+        taken.add(i)
+    return dict(stated)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(pattern: str) -> Any:
+    import regex
+
+    return regex.compile(pattern)

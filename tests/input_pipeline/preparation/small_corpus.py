@@ -1,0 +1,66 @@
+"""Small texts to prepare, and what a prepared data set holds."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.manifest import Manifest, read_manifest
+from MaxText.input_pipeline.preparation import preparing
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.token_stream import TokenStream
+
+
+def write_texts(folder: Path, count: int = 30) -> list[str]:
+    """Text files of random words; returns their texts in the order they are read."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 8))) for _ in range(100)]
+    folder.mkdir(parents=True)
+    texts = []
+    for index in range(count):
+        text = " ".join(rng.choice(words, 60)) + f"\nText {index}, äöü 漢字 🙂.\r\n"
+        (folder / f"{index:03d}.txt").write_bytes(text.encode())
+        texts.append(text)
+    return texts
+
+
+def options(source: Path | str, **keys) -> Preparation:
+    """Keys to prepare `source` with a tiny tokenizer that is trained on it."""
+    keys.setdefault("tokenizer_vocab_size", 300)
+    return Preparation(prepare_source=str(source), **keys)
+
+
+def byte_options(source: Path | str, **keys) -> Preparation:
+    """Keys to prepare `source` with the bytes of its text as ids."""
+    return Preparation(prepare_source=str(source), tokenizer_path="bytes", **keys)
+
+
+def quiet(line: str) -> None:
+    """Takes a line and shows nothing."""
+    del line
+
+
+def cut_small(monkeypatch, unit_bytes: int) -> None:
+    """Makes units of a few hundred bytes, so that small texts have many."""
+    small = functools.partial(open_corpus, unit_bytes=unit_bytes)
+    monkeypatch.setattr(preparing, "open_corpus", small)
+
+
+def documents(folder: Path, split: str, manifest: Manifest | None = None) -> list[list[int]]:
+    """The ids of each document of a split."""
+    manifest = manifest or read_manifest(str(folder))
+    if split not in manifest.splits:
+        return []
+    stream = TokenStream(str(folder), manifest, split)
+    tokens, ends = stream[:], stream.document_offsets
+    return [tokens[ends[i] : ends[i + 1]].tolist() for i in range(len(ends) - 1)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

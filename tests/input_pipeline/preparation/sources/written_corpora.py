@@ -1,0 +1,210 @@
+"""Writes lists of texts as files of every format that is read, with the formats' own writers."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow
+import zstandard
+from array_record.python import (
+    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from pyarrow import parquet
+
+from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.preparation.corpus import Document
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "zst": zstandard.compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+}
+
+
+def read_documents(
+    source: object, text_field: str = "text", unit_bytes: int = 2**26
+) -> tuple[list[Document], Counter[str]]:
+    """All documents of a corpus, and what was left out."""
+    skipped: Counter[str] = Counter()
+    corpus = open_corpus(str(source), text_field, unit_bytes)
+    return [document for unit in corpus.units for document in unit.documents(skipped)], skipped
+
+
+def read_texts(source: object, text_field: str = "text", unit_bytes: int = 2**26) -> list[str]:
+    """Texts of all documents of a corpus."""
+    return [document.text for document in read_documents(source, text_field, unit_bytes)[0]]
+
+
+def rows(texts: Sequence[str], text_field: str = "text") -> bytes:
+    """One JSON object per line."""
+    lines = (json.dumps({"id": i, text_field: text}) + "\n" for i, text in enumerate(texts))
+    return "".join(lines).encode()
+
+
+def frames(texts: Sequence[str]) -> bytes:
+    """Rows as zstd frames one after the other, as writers that are closed and opened again do."""
+    contents = [zstandard.compress(rows([text])) for text in texts]
+    return b"".join(contents) or zstandard.compress(b"")
+
+
+def counted(texts: Sequence[str]) -> bytes:
+    """Each text behind its length in 16 digits."""
+    encoded = [text.encode() for text in texts]
+    return b"".join(b"%016d" % len(text) + text for text in encoded)
+
+
+def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
+    """A tar archive; `mode` adds a compression."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode=mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Members of an archive, one per text; names longer than a tar header holds."""
+    return [(f"folder/{'long' * 30}/{i}.txt", text.encode()) for i, text in enumerate(texts)]
+
+
+def zipped(texts: Sequence[str]) -> bytes:
+    """A zip archive with one member per text."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members_of(texts):
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+def openwebtext(texts: Sequence[str]) -> bytes:
+    """Archives of one or two texts each, in an archive."""
+    parts = [texts[i : i + 2] for i in range(0, len(texts), 2)]
+    inner = [
+        (f"openwebtext/urlsf_subset{i:02d}-1_data.xz", tar(members_of(part), "w:xz"))
+        for i, part in enumerate(parts)
+    ]
+    return tar(inner, "w:xz")
+
+
+def rows_in_tar(texts: Sequence[str]) -> bytes:
+    """A tar archive of compressed rows, with and without their endings."""
+    return tar([("a.jsonl.zst", frames(texts[:3])), ("no_ending", frames(texts[3:]))])
+
+
+def table(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> pyarrow.Table:
+    """A column of numbers and one of texts."""
+    column = pyarrow.array(list(texts), kind or pyarrow.string())
+    return pyarrow.table({"number": pyarrow.array(range(len(texts))), "text": column})
+
+
+def parquet_file(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> bytes:
+    """Parquet in row groups of 2."""
+    content = io.BytesIO()
+    parquet.write_table(table(texts, kind), content, row_group_size=2)
+    return content.getvalue()
+
+
+def arrow_stream(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> bytes:
+    """An arrow stream in batches of 2."""
+    content, data = io.BytesIO(), table(texts, kind)
+    with pyarrow.ipc.new_stream(content, data.schema) as writer:
+        writer.write_table(data, max_chunksize=2)
+    return content.getvalue()
+
+
+def arrow_file(texts: Sequence[str]) -> bytes:
+    """An arrow file in batches of 2."""
+    content, data = io.BytesIO(), table(texts)
+    with pyarrow.ipc.new_file(content, data.schema) as writer:
+        writer.write_table(data, max_chunksize=2)
+    return content.getvalue()
+
+
+def write_array_record(path: Path, records: Sequence[bytes]) -> None:
+    """An ArrayRecord file."""
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def _write_text_array_record(path: Path, texts: Sequence[str]) -> None:
+    write_array_record(path, [text.encode() for text in texts])
+
+
+def _write_example_array_record(path: Path, texts: Sequence[str]) -> None:
+    write_array_record(path, [tf_example.encode({"id": [7], "text": text}) for text in texts])
+
+
+def _write_tfrecord(path: Path, texts: Sequence[str]) -> None:
+    with tfrecord.TFRecordWriter(path) as writer:
+        for text in texts:
+            writer.write(tf_example.encode({"text": text, "id": [3]}))
+
+
+def _bytes_writer(content: Callable[[Sequence[str]], bytes]) -> Callable:
+    return lambda path, texts: path.write_bytes(content(texts))
+
+
+def _packed(content: Callable[[Sequence[str]], bytes], compression: str) -> Callable:
+    return _bytes_writer(lambda texts: COMPRESS[compression](content(texts)))
+
+
+def _list(texts: Sequence[str]) -> bytes:
+    return json.dumps(list(texts)).encode()
+
+
+def _objects(texts: Sequence[str]) -> bytes:
+    return json.dumps([{"text": text, "meta": {}} for text in texts], indent=1).encode()
+
+
+def _strings(texts: Sequence[str]) -> bytes:
+    return "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
+    ".jsonl": _bytes_writer(rows),
+    ".json": _bytes_writer(rows),
+    "_list.json": _bytes_writer(_list),
+    "_objects.json": _bytes_writer(_objects),
+    "_strings.jsonl": _bytes_writer(_strings),
+    ".jsonl.gz": _packed(rows, "gz"),
+    ".jsonl.zst": _bytes_writer(frames),
+    ".jsonl.xz": _packed(rows, "xz"),
+    ".jsonl.bz2": _packed(rows, "bz2"),
+    ".json.gz": _packed(_strings, "gz"),
+    ".json.zst": _packed(_list, "zst"),
+    ".dat.zst": _packed(counted, "zst"),
+    ".tar": _bytes_writer(lambda texts: tar(members_of(texts))),
+    ".tar.gz": _bytes_writer(lambda texts: tar(members_of(texts), "w:gz")),
+    ".tgz": _bytes_writer(lambda texts: tar(members_of(texts), "w:gz")),
+    ".tar.zst": _packed(lambda texts: tar(members_of(texts)), "zst"),
+    ".tar.bz2": _bytes_writer(lambda texts: tar(members_of(texts), "w:bz2")),
+    ".jsonl.zst.tar": _bytes_writer(rows_in_tar),
+    "openwebtext.tar.xz": _bytes_writer(openwebtext),
+    "urlsf_subset00-3_data.xz": _bytes_writer(lambda texts: tar(members_of(texts), "w:xz")),
+    ".zip": _bytes_writer(zipped),
+    "_zips.tar": _bytes_writer(lambda texts: tar([("a.zip", zipped(texts))])),
+    ".parquet": _bytes_writer(parquet_file),
+    ".arrow": _bytes_writer(arrow_stream),
+    "_file.arrow": _bytes_writer(arrow_file),
+    "_text.array_record": _write_text_array_record,
+    "_example.array_record": _write_example_array_record,
+    ".tfrecord": _write_tfrecord,
+    ".tfrecord-00000-of-00001": _write_tfrecord,
+}
+"""Ending of a file -> how texts are written into it."""

@@ -1,0 +1,105 @@
+"""Raw text is tokenised when it is first read, and never again."""
+
+import json
+import os
+import threading
+
+import fsspec
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import read_manifest
+from MaxText.input_pipeline.preparation.text_cache import open_text
+
+from .small_corpus import documents
+
+
+def opened(files, tmp_path, lines=None, **keys):
+    keys = {
+        "tokenizer_path": "bytes",
+        "tokenizer_type": "auto",
+        "text_field": "text",
+        "add_bos": False,
+        "add_eos": True,
+    } | keys
+    show = (lambda line: None) if lines is None else lines.append
+    return open_text([str(file) for file in files], cache_dir=tmp_path / "cache", show=show, **keys)
+
+
+@pytest.fixture
+def files(tmp_path):
+    # Names with characters that mean something in lists and patterns.
+    paths = [tmp_path / "b,c [1].jsonl", tmp_path / "a.jsonl"]
+    for number, path in enumerate(paths):
+        rows = [{"text": f"row {row} of {number}", "body": "other"} for row in range(20)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+def test_text_becomes_a_data_set_of_one_split(files, tmp_path):
+    lines = []
+    folder = opened(files, tmp_path, lines)
+    manifest = read_manifest(str(folder))
+    assert (manifest.format, list(manifest.splits)) == ("bin", ["train"])
+    texts = [bytes(ids[:-1]).decode() for ids in documents(folder, "train")]
+    assert texts == [f"row {row} of {number}" for number in range(2) for row in range(20)]
+    assert f"tokenised now, and read from {folder} from then on" in lines[0]
+    assert str(tmp_path) not in manifest.source.description
+
+
+def test_it_is_made_once(files, tmp_path):
+    folder = opened(files, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    lines = []
+    assert opened(files, tmp_path, lines) == folder
+    assert lines == []
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_whatever_decides_about_ids_has_a_folder_of_its_own(files, tmp_path):
+    folders = {
+        opened(files, tmp_path),
+        opened(files[::-1], tmp_path),
+        opened(files[:1], tmp_path),
+        opened(files, tmp_path, add_bos=True),
+        opened(files, tmp_path, add_eos=False),
+        opened(files, tmp_path, text_field="body"),
+    }
+    os.utime(files[0], (1, 1))
+    folders.add(opened(files, tmp_path))
+    assert len(folders) == 7
+
+
+def test_several_at_once(files, tmp_path):
+    folders, lines = [], []
+    threads = [
+        threading.Thread(target=lambda: folders.append(opened(files, tmp_path, lines)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 3
+    assert len(set(folders)) == 1
+    assert sum(line.startswith("Wrote") for line in lines) == 1
+    assert [path.name for path in (tmp_path / "cache" / "text").iterdir()] == [folders[0].name]
+
+
+def test_remote_files(tmp_path):
+    with fsspec.open("memory://text_cache/a.jsonl", "w") as file:
+        file.write('{"text": "far away"}\n')
+    folder = opened(["memory://text_cache/a.jsonl"], tmp_path)
+    assert [bytes(ids[:-1]) for ids in documents(folder, "train")] == [b"far away"]
+
+
+def test_without_tokenizer(files, tmp_path):
+    with pytest.raises(UserError, match=r"a\.jsonl holds text, and tokenizer_path is not set"):
+        opened(files[1:], tmp_path, tokenizer_path="")
+    folder = opened(files, tmp_path, tokenizer_path="", tokenizer_type="byte")
+    assert documents(folder, "train")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match=r"gone\.jsonl cannot be read"):
+        opened([tmp_path / "gone.jsonl"], tmp_path)

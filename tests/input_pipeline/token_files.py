@@ -1,0 +1,79 @@
+"""Small files of token ids in every format, written with each format's own library."""
+
+import io
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from array_record.python import array_record_module
+
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.megatron_index import write_index
+from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+
+Documents = Sequence[np.ndarray]
+
+
+def documents(seed: int, sizes: Sequence[int], vocab_size: int = 50_000) -> list[np.ndarray]:
+    """Documents of random ids of the given sizes."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, size).astype(np.int32) for size in sizes]
+
+
+def write_tfrecord(path: Path, ids: Documents, field: str = "input_ids") -> None:
+    with TFRecordWriter(path) as writer:
+        for document in ids:
+            writer.write(tf_example.encode({field: document}))
+
+
+def write_array_record(
+    path: Path, ids: Documents, field: str = "input_ids", options: str = "group_size:1"
+) -> None:
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for document in ids:
+        writer.write(tf_example.encode({field: document}))
+    writer.close()
+
+
+def write_tar(path: Path, ids: Documents, field: str = "input_id") -> None:
+    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as archive:
+        for number, document in enumerate(ids):
+            stored = io.BytesIO()
+            np.save(stored, document.astype(np.int64))
+            for name, content in {
+                f"s/{number:06d}.json": b"{}",
+                f"s/{number:06d}.{field}.npy": stored.getvalue(),
+            }.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def table(ids: Documents, **columns):
+    import pyarrow
+
+    lists = pyarrow.array([document.tolist() for document in ids], pyarrow.list_(pyarrow.int32()))
+    return pyarrow.table({"input_ids": lists, **columns})
+
+
+def write_parquet(path: Path, ids: Documents, row_group_size: int = 3, **columns) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        table(ids, **columns), path, row_group_size=row_group_size, write_page_checksum=True
+    )
+
+
+def write_arrow(path: Path, ids: Documents, stream: bool = True) -> None:
+    import pyarrow.ipc
+
+    content = table(ids)
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(str(path), content.schema) as writer:
+        writer.write_table(content, max_chunksize=3)
+
+
+def write_megatron(prefix: Path, ids: Documents, dtype: str = "<u2") -> None:
+    np.concatenate([np.empty(0, np.int32), *ids]).astype(dtype).tofile(f"{prefix}.bin")
+    write_index(f"{prefix}.idx", np.dtype(dtype), [*map(len, ids)], range(len(ids) + 1))

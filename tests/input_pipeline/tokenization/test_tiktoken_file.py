@@ -1,0 +1,168 @@
+"""tiktoken files."""
+
+import base64
+import json
+import pickle
+
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, given, settings
+from tiktoken_ext import openai_public
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.word_patterns import LLAMA3_WORDS
+from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def pairs():
+    """The bytes, and tokens of two and three of them in an order of their own."""
+    everyday = [*b" \n\t'absxte01.,<|>", 0xC3, 0xA9]
+    two = [bytes([a, b]) for a in everyday for b in everyday]
+    return [*BYTES, *sorted(two, key=lambda token: token[::-1]), b"the", b" th", b"'ll"]
+
+
+def write(path, tokens=None, **config):
+    lines = [b"%s %d" % (base64.b64encode(t), i) for i, t in enumerate(tokens or pairs())]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    if config:
+        (path.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """name -> (our tokenizer, tiktoken's own of that name with the same ranks)."""
+    ranks = {token: i for i, token in enumerate(pairs())}
+    folder = tmp_path_factory.mktemp("published")
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
+        patch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *_, **__: ranks)
+        for name in ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
+            stated = openai_public.ENCODING_CONSTRUCTORS[name]()
+            stated.pop("explicit_n_vocab", None)
+            ours = load_tokenizer(str(write(folder / f"{name}.tiktoken")), num_threads=1)
+            found[name] = ours, tiktoken.Encoding(**stated)
+    return found
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(text=texts())
+def test_published_names_give_tiktokens_own_ids(published, text):
+    for ours, library in published.values():
+        (ids,) = ours.encode([text])
+        assert ids.tolist() == library.encode_ordinary(text)
+        assert ours.decode(ids.tolist()) == text
+
+
+def test_the_file_of_llama_3_is_known_by_its_size(tmp_path):
+    tokens = [*BYTES, *(bytes([a, b, c]) for a in range(2) for b in range(250) for c in range(256))]
+    path = write(tmp_path / "tokenizer.model", tokens[:128_000])
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.engine == "tiktoken"
+    entry = tokenizer.entry
+    assert (entry.vocab_size, entry.bos_id, entry.eos_id) == (128_256, 128_000, 128_001)
+    library = tiktoken.Encoding(
+        "x", pat_str=LLAMA3_WORDS, mergeable_ranks={b: i for i, b in enumerate(BYTES)},
+        special_tokens={},
+    )  # fmt: skip
+    for text in SAMPLE:
+        assert tokenizer.encode([text])[0].tolist() == library.encode_ordinary(text)
+
+
+def test_words_and_control_tokens_by_settings(tmp_path):
+    special = {"<|endoftext|>": 2000, "[MASK]": 2005, "<stop>": 2001}
+    path = write(
+        tmp_path / "own.tiktoken", word_pattern="cl100k_base", special_tokens=special,
+        eos_token="<stop>",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(path))
+    entry = tokenizer.entry
+    assert (entry.vocab_size, entry.eos_id, entry.bos_id, entry.pad_id) == (2006, 2001, 2000, None)
+    assert tokenizer.mask_id == 2005
+    (ids,) = tokenizer.encode(["a<|endoftext|>[MASK]<stop>"])
+    assert max(ids) < 2000
+    # Ids in the gap and beyond the vocabulary have no text.
+    assert tokenizer.decode([97, 2000, 1999, 5000, -1, 98]) == "a<|endoftext|>b"
+    other = write(tmp_path / "own.tiktoken", word_pattern=r"\S|\s", special_tokens=special)
+    assert load_tokenizer(str(other)).entry.sha256 != entry.sha256
+    assert load_tokenizer(str(other)).encode(["ab"])[0].tolist() == [97, 98]
+
+
+def test_control_tokens_as_transformers_writes_them(tmp_path):
+    write(
+        tmp_path / "own.tiktoken",
+        word_pattern="llama3",
+        added_tokens_decoder={"3000": {"content": "</s>"}, "3001": {"content": "<pad>"}},
+    )
+    entry = load_tokenizer(str(tmp_path)).entry
+    assert (entry.vocab_size, entry.eos_id, entry.pad_id) == (3002, 3000, 3001)
+
+
+def test_a_run_of_white_space_beyond_the_word_finder(tmp_path):
+    path = write(tmp_path / "gpt2.tiktoken")
+    tokenizer = load_tokenizer(str(path))
+    longer, short = " \n" * 200_000 + "the 's", " \n" * 20 + "the 's"
+    (ids,), (few,) = tokenizer.encode([longer]), tokenizer.encode([short])
+    assert tokenizer.decode(ids.tolist()) == longer
+    assert ids[-3:].tolist() == few[-3:].tolist()
+
+
+def test_saved_and_loaded_and_pickled(tmp_path):
+    path = write(tmp_path / "o200k_base.tiktoken", special_tokens={"<|endoftext|>": 2000})
+    tokenizer = load_tokenizer(str(path))
+    target = tmp_path / "saved"
+    target.mkdir()
+    written = tokenizer.save(target)
+    assert [file.name for file in written] == ["tokenizer.tiktoken", "tokenizer_config.json"]
+    assert written[0].read_bytes() == path.read_bytes()
+    again = load_tokenizer(str(target))
+    assert again.entry == tokenizer.entry.model_copy(update={"origin": "file tokenizer.tiktoken"})
+    for copy in (again, pickle.loads(pickle.dumps(tokenizer))):
+        assert copy.encode(SAMPLE)[1].tolist() == tokenizer.encode(SAMPLE)[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"YQ== 0\nYQ==\n", r"line 2: b'YQ==' is not a token"),
+        (b"YQ== 0\n!!== 1\n", r"line 2"),
+        (b"YQ== 0\nYQ== 1\n", r"line 2: token b'a' with rank 1 is empty, repeated"),
+        (b"YQ== 0\nYg== 0\n", r"gives one rank to two tokens"),
+        (b"YQ== 0\nYg== 1\n", r"no token for byte 0 and 240 others"),
+        (b"YQ== 99999999999\n", r"impossible rank"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, contents, message):
+    path = tmp_path / "gpt2.tiktoken"
+    path.write_bytes(contents)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "does not say how text is cut into words"),
+        ({"word_pattern": "("}, "is no regular expression"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": 97}}, "'<s>' in .* has the id 97"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": "9"}}, "has the id '9'"),
+        ({"word_pattern": "gpt2", "special_tokens": {"": 2000}}, "or it is empty"),
+        ({"word_pattern": "gpt2", "special_tokens": ["<s>"]}, "is a list"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, config, message):
+    path = write(tmp_path / "own.tiktoken", **config)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(path))
+
+
+def test_without_control_tokens_there_are_none(tmp_path):
+    tokenizer = load_tokenizer(str(write(tmp_path / "gpt2.tiktoken")))
+    assert (tokenizer.entry.vocab_size, tokenizer.entry.eos_id) == (len(pairs()), None)
+    assert tokenizer.decode([len(pairs())]) == ""
