@@ -1,0 +1,115 @@
+"""Shows what a data set holds, and the batch of any step: python MaxText/inspect_data.py DATASET"""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText.configuration import command_line
+from MaxText.configuration.loading import Layer, Loaded
+from MaxText.errors import UserError
+
+USAGE = """
+Shows what a data set holds and how training would see it.
+
+  python MaxText/inspect_data.py data/corpus                  ids, lengths, duplicates, rows
+  python MaxText/inspect_data.py data/corpus step=1000        the batch of a step, as text
+  python MaxText/inspect_data.py configs/gpt2.yml dataset_path=data/corpus step=1000
+  python MaxText/inspect_data.py 'records/*.tfrecord' tokenizer_path=gpt2 max_target_length=1024
+
+The first word is a config file (.yml), or a data set: whatever dataset_path may be. Keys are those
+of train.py and mean the same; train_split=validation inspects the held-out split. Besides:
+
+  step=N         only the batch of step N (from 0), read exactly as train.py does
+  num_devices=N  devices that share the batch, 1 by default
+  sample=N       tokens to read at most, 200000000 by default; what is more is sampled evenly
+  output=PATH    picture of the lengths, lengths.png by default; empty for none
+"""
+
+_CONFIG_FILE = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
+_KEY_AND_VALUE = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_LEAST = {"step": 0, "num_devices": 1, "sample": 1}
+
+
+@dataclasses.dataclass
+class Options:
+    """What the command line says to this program alone.
+
+    Attributes:
+      step: whose batch is shown; None for statistics.
+      num_devices: devices that share a batch.
+      sample: tokens read at most.
+      output: the picture; None for none.
+    """
+
+    step: int | None = None
+    num_devices: int = 1
+    sample: int = 200_000_000
+    output: Path | None = Path("lengths.png")
+
+
+def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Takes this program's own words out of a command line; the rest is that of train.py.
+
+    Raises:
+      UserError: a number is none.
+    """
+    options = Options()
+    rest: list[str] = []
+    for index, argument in enumerate(arguments):
+        match = _KEY_AND_VALUE.fullmatch(argument)
+        name, text = match.groups() if match else ("", "")
+        if name == "output":
+            options.output = Path(text).expanduser() if text else None
+        elif name in _LEAST:
+            digits = text.replace("_", "")
+            if not (digits.isascii() and digits.isdigit()) or int(digits) < _LEAST[name]:
+                raise UserError(
+                    f"{name}={text} is no whole number from {_LEAST[name]}. Write for example "
+                    f"{name}={_LEAST[name]}."
+                )
+            setattr(options, name, int(digits))
+        elif index == 0 and not match and argument[:1] not in ("", "-"):
+            is_config = _CONFIG_FILE.fullmatch(argument)
+            rest.append(argument if is_config else f"dataset_path={argument}")
+        else:
+            rest.append(argument)
+    return options, rest
+
+
+def inspect(loaded: Loaded, options: Options) -> None:
+    """Prints what was asked for."""
+    from MaxText.input_pipeline.inspection import Inspection
+
+    has_model = loaded.origins["vocab_size"].layer is not Layer.DEFAULT
+    inspection = Inspection(loaded.config, options.num_devices, has_model, print)
+    if options.step is None:
+        inspection.show_statistics(options.sample, options.output)
+    else:
+        inspection.show_batch(options.step)
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 a mistake in the command line, or data that cannot be trained on."""
+    # A text may hold what the terminal cannot show.
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        options, arguments = own_options(sys.argv[1:])
+        inspect(command_line.parse("inspect_data.py", arguments, USAGE), options)
+        sys.stdout.flush()
+    except UserError as error:
+        sys.stdout.flush()
+        command_line.fail(error)
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

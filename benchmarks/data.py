@@ -1,0 +1,372 @@
+"""Speed of the input pipeline, each stage against the limit measured in the same run.
+
+    python benchmarks/data.py            31 MB of text: the source code of the interpreter
+    python benchmarks/data.py --quick    3 MB of it
+
+Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
+and per second of wall time. The limits: tiktoken's own call on the same texts, numpy writing the
+same ids, numpy reading the same places from a mapped file, and as a peer of the whole loader
+Grain's DataLoader over ArrayRecord files with one record per row. Aims: preparing reaches 80 % of
+tiktoken alone; the loader gives 40,000 records of 1024 tokens per CPU second from .bin, shuffled,
+packed, batched and on the device.
+"""
+
+import argparse
+import collections
+import itertools
+import os
+import pathlib
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from MaxText.configuration.data_sections import Data, Masking, Preparation  # noqa: E402
+
+LENGTH = 1024
+BATCH = 64
+QUICK_BYTES = 3_000_000
+VOCAB_SIZE = 4096
+# Each rate is measured for about this long.
+SECONDS = 3.0
+# Encoding and preparing are measured this often; the least cost counts.
+ROUNDS = 3
+
+
+class Cost(NamedTuple):
+    """Seconds that something took."""
+
+    wall: float
+    cpu: float
+
+
+def cost_of(function: Callable[[], Any]) -> Cost:
+    """Runs a function once. CPU time counts its threads and the processes that it waited for."""
+
+    def cpu() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + children.ru_utime + children.ru_stime
+
+    wall_began, cpu_began = time.perf_counter(), cpu()
+    function()
+    return Cost(time.perf_counter() - wall_began, cpu() - cpu_began)
+
+
+def cost_of_one(function: Callable[[], Any], seconds: float = SECONDS) -> Cost:
+    """Runs a function until time is over; the mean of a run, the first one left out."""
+    function()
+    count, total = 0, Cost(0.0, 0.0)
+    while total.wall < seconds:
+        cost = cost_of(function)
+        count, total = count + 1, Cost(total.wall + cost.wall, total.cpu + cost.cpu)
+    return Cost(total.wall / count, total.cpu / count)
+
+
+def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> None:
+    """Prints a table; the first row is what the others are compared with."""
+    print(f"\n{title}")
+    print(f"  {'':44}{unit + '/CPU s':>18}{unit + '/s':>14}{'of the first':>14}")
+    first = next(iter(costs.values()))
+    for name, cost in costs.items():
+        per_cpu, per_second = amount / cost.cpu, amount / cost.wall
+        print(f"  {name:44}{per_cpu:>18,.1f}{per_second:>14,.1f}{first.cpu / cost.cpu:>14.0%}")
+
+
+def text_of(source: str) -> list[str]:
+    """The documents that prepare_data.py reads."""
+    from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+
+    corpus = open_corpus(source, "text")
+    skipped: collections.Counter[str] = collections.Counter()
+    return [document.text for unit in corpus.units for document in unit.documents(skipped)]
+
+
+def slice_of_text(folder: pathlib.Path) -> str:
+    """Writes the first QUICK_BYTES of the documents as files; returns their folder."""
+    folder.mkdir()
+    size = 0
+    for number, text in enumerate(text_of("python_stdlib")):
+        if size > QUICK_BYTES:
+            break
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+        size += len(text.encode())
+    return str(folder)
+
+
+def measure_encoding(source: str, folder: pathlib.Path) -> None:
+    """Text to ids, and to a data set; leaves `trained`, `bin` and `array_record` in `folder`."""
+    from MaxText.input_pipeline.preparation.preparing import prepare
+    from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+
+    def prepared(output_format: str, tokenizer_path: str, name: str, workers: int) -> None:
+        keys = Preparation(
+            prepare_source=source,
+            tokenizer_path=tokenizer_path,
+            tokenizer_vocab_size=VOCAB_SIZE,
+            prepare_output_format=output_format,  # pyright: ignore[reportArgumentType]
+            prepare_num_workers=workers,
+        )
+        prepare(keys, str(folder / name), show=lambda line: None)
+
+    trained = str(folder / "trained")
+    training = cost_of(lambda: prepared("bin", "", "trained", 0))
+    texts = text_of(source)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    print(f"{num_bytes / 1e6:.1f} MB of text in {len(texts):,} documents, {os.cpu_count()} cores")
+    print(f"tokenizer trained and data prepared in {training.wall:.1f} s")
+
+    tokenizer = load_tokenizer(trained)
+    encoding = tiktoken_encoding(trained)
+    threads = os.cpu_count() or 1
+    names = (f"attempt-{number}" for number in itertools.count())
+
+    def prepare_as(output_format: str, workers: int) -> Callable[[], None]:
+        return lambda: prepared(output_format, trained, next(names), workers)
+
+    runs: dict[str, Callable[[], Any]] = {
+        "tiktoken alone, encode_ordinary_batch": lambda: encoding.encode_ordinary_batch(
+            texts, num_threads=threads
+        ),
+        "our encode": lambda: tokenizer.encode(texts),
+        "prepare .bin, a process per core": prepare_as("bin", 0),
+        "prepare .bin, 1 process": prepare_as("bin", 1),
+        "prepare array_record, a process per core": prepare_as("array_record", 0),
+    }
+    # In turn, so that all see the machine at its best once.
+    rounds = [{name: cost_of(run) for name, run in runs.items()} for _ in range(ROUNDS)]
+    costs = {name: Cost(*map(min, zip(*(r[name] for r in rounds), strict=True))) for name in runs}
+    for output_format in ("bin", "array_record"):
+        prepared(output_format, trained, output_format, 0)
+    show_rates("Text to ids (aim: prepare .bin at 80 %)", "MB", num_bytes / 1e6, costs)
+
+
+def tiktoken_encoding(folder: str) -> Any:
+    """The tokenizer of a folder as tiktoken's own object."""
+    import tokenizers
+
+    from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
+
+    encoder = fast_encoder(tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json"))
+    assert encoder is not None
+    return encoder._encoding
+
+
+def read_ids(folder: pathlib.Path) -> np.ndarray:
+    """All ids of the training split of a .bin data set."""
+    files = sorted((folder / "train").glob("*.bin"))
+    return np.concatenate([np.fromfile(file, "<u2") for file in files])
+
+
+def measure_writing(folder: pathlib.Path) -> None:
+    """Ids to files."""
+    from MaxText.input_pipeline.preparation.part_files import PartWriter
+    from MaxText.input_pipeline.preparation.token_writer import FileFormat, SplitPlan, write_split
+
+    ids = read_ids(folder / "bin")
+    dtype = np.dtype("<u2")
+    offsets = np.load(folder / "bin" / "train" / "document_offsets.npy")
+
+    def raw() -> None:
+        with (folder / "raw").open("wb") as file:
+            ids.tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def written(file_format: FileFormat) -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            parts = pathlib.Path(place)
+            writer = PartWriter(parts, "part", dtype)
+            for row, (start, stop) in enumerate(itertools.pairwise(offsets)):
+                writer.add(ids[start:stop], 0, "text", row)
+            (parts / "train").mkdir()
+            write_split(
+                SplitPlan(parts, (writer.finish(),), parts / "train", VOCAB_SIZE, file_format)
+            )
+
+    costs = {
+        "numpy.tofile and fsync": cost_of(raw),
+        "parts and .bin, with digests and counts": cost_of(lambda: written("bin")),
+        "parts and array_record": cost_of(lambda: written("array_record")),
+    }
+    show_rates("Ids to files", "M tokens", ids.size / 1e6, costs)
+
+
+def open_stream(folder: pathlib.Path) -> Any:
+    """The training tokens of a prepared data set."""
+    from MaxText.input_pipeline.opening import open_token_data
+
+    return open_token_data(
+        str(folder),
+        key="dataset_path",
+        data=Data(dataset_path=str(folder)),
+        preparation=Preparation(),
+        split="train",
+        for_training=True,
+        show=print,
+    ).stream
+
+
+def measure_random_reads(folder: pathlib.Path) -> None:
+    """Windows of LENGTH + 1 tokens at random places, BATCH at a time, as int32."""
+    (file, *more) = sorted((folder / "bin" / "train").glob("*.bin"))
+    assert not more, "one file holds this text"
+    mapped = np.memmap(file, "<u2", mode="r")
+    generator = np.random.default_rng(0)
+
+    def starts() -> np.ndarray:
+        return generator.integers(0, mapped.size - LENGTH - 1, BATCH)
+
+    def raw() -> None:
+        batch = np.empty((BATCH, LENGTH + 1), np.int32)
+        for row, start in enumerate(starts().tolist()):
+            batch[row] = mapped[start : start + LENGTH + 1]
+
+    def by_ranges(stream: Any) -> Callable[[], Any]:
+        return lambda: stream.ranges([(s, s + LENGTH + 1) for s in starts().tolist()])
+
+    flat = open_stream(folder / "bin")
+    gather = getattr(flat, "gather", None)
+    readers = {"numpy.memmap, a slice per record": raw, ".bin, ranges": by_ranges(flat)}
+    if gather is not None:
+        readers[".bin, gather"] = lambda: gather(starts(), LENGTH + 1)
+    readers["array_record, ranges"] = by_ranges(open_stream(folder / "array_record"))
+    costs = {name: cost_of_one(repeated(read, 20)) for name, read in readers.items()}
+    show_rates("Random reads of 1025 tokens", "records", 20 * BATCH, costs)
+
+
+def repeated(function: Callable[[], Any], times: int) -> Callable[[], None]:
+    """A function that calls another several times."""
+
+    def repeat() -> None:
+        for _ in range(times):
+            function()
+
+    return repeat
+
+
+def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """One ArrayRecord record per row of LENGTH + 1 tokens, as Grain's own reader wants them."""
+    from array_record.python import (
+        array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+    ids = read_ids(folder / "bin")
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for row in ids[: ids.size // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1):
+        writer.write(row.tobytes())
+    writer.close()
+
+
+def peer_batches(path: pathlib.Path) -> Any:
+    """Shuffled batches of inputs and targets by Grain's DataLoader, in threads of this process."""
+    import grain.python as grain
+
+    class Cut(grain.MapTransform):
+        def map(self, element: bytes) -> dict[str, np.ndarray]:
+            ids = np.frombuffer(element, "<u2").astype(np.int32)
+            return {"tokens": ids[:-1], "targets": ids[1:]}
+
+    # Its class does not declare the protocol that it fulfils.
+    records: Any = grain.ArrayRecordDataSource([str(path)])
+    sampler = grain.IndexSampler(len(records), grain.NoSharding(), shuffle=True, seed=0)
+    return iter(
+        grain.DataLoader(
+            data_source=records,
+            sampler=sampler,
+            operations=[Cut(), grain.Batch(BATCH, drop_remainder=True)],
+            worker_count=0,
+        )
+    )
+
+
+def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
+    """What train.py reads."""
+    from MaxText.input_pipeline.batch_plan import BatchPlan
+    from MaxText.input_pipeline.loader import train_loader
+
+    return train_loader(
+        Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
+        plan=BatchPlan.constant(BATCH, LENGTH),
+        vocab_size=VOCAB_SIZE,
+        masking=masking,
+    )
+
+
+def cost_of_batches(batches: Any, on_device: bool = True) -> Cost:
+    """Mean cost of a batch that is read and put on the device."""
+    import jax
+
+    def read() -> None:
+        for _ in range(50):
+            batch = next(batches)
+            if on_device:
+                batch = jax.block_until_ready(jax.device_put(batch))
+
+    return cost_of_one(read)
+
+
+def measure_loader(folder: pathlib.Path) -> None:
+    """Whole batches, shuffled, packed and on the device."""
+    flat, records = folder / "bin", folder / "array_record"
+    peer = folder / "peer.array_record"
+    write_peer(folder, peer)
+    masked = Masking(mlm_training=True, mlm_mask_id=1)
+    loaders: dict[str, Callable[[], Any]] = {
+        "Grain DataLoader over ArrayRecord": lambda: peer_batches(peer),
+        ".bin, document masks": lambda: our_batches(flat),
+        ".bin, attend_across_documents": lambda: our_batches(flat, attend_across_documents=True),
+        ".bin, packing=false": lambda: our_batches(flat, packing=False),
+        ".bin, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
+        ".bin, best_fit": lambda: our_batches(flat, grain_packing_type="best_fit"),
+        ".bin, masked language modelling": lambda: our_batches(flat, masked),
+        "array_record, document masks": lambda: our_batches(records),
+        "array_record, attend_across_documents": lambda: our_batches(
+            records, attend_across_documents=True
+        ),
+        "array_record, first_fit": lambda: our_batches(records, grain_packing_type="first_fit"),
+    }
+    costs: dict[str, Cost] = {}
+    for name, opened in loaders.items():
+        batches = opened()
+        costs[name] = cost_of_batches(batches)
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+    show_rates(
+        f"Loader, batches of {BATCH} x {LENGTH} tokens on the device (aim: .bin at 40,000)",
+        "records",
+        50 * BATCH,
+        costs,
+    )
+
+
+STAGES: dict[str, Callable[[pathlib.Path], None]] = {
+    "write": measure_writing,
+    "read": measure_random_reads,
+    "load": measure_loader,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Speed of the input pipeline.")
+    parser.add_argument("--quick", action="store_true", help="3 MB of text instead of 31")
+    parser.add_argument("--stages", nargs="*", choices=list(STAGES), default=list(STAGES))
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place)
+        source = slice_of_text(folder / "text") if options.quick else "python_stdlib"
+        measure_encoding(source, folder)
+        for stage in options.stages:
+            STAGES[stage](folder)
+
+
+if __name__ == "__main__":
+    main()
