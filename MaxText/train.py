@@ -112,7 +112,6 @@ def train(config) -> int:
         )
     if train_batches.description:
         print(train_batches.description)
-    last_step = min(run.steps, train_batches.num_steps or run.steps) - 1
 
     # --- Compiled steps, while the state is restored or drawn -------------------------------------
     from MaxText.parallelism.compiled_steps import CompiledSteps
@@ -127,7 +126,8 @@ def train(config) -> int:
     train_step = CompiledSteps(
         lambda shapes: layout.compile_step(step_function, abstract_state, shapes), print
     )
-    stage = plan.at(checkpoints.latest_step() or 0)
+    newest = checkpoints.latest_step()
+    stage = plan.at(0 if newest is None else newest + 1)
     first_shapes = batch_shapes(plan.rows(stage), stage.length, train_batches.has_documents)
     compiling = start_up.in_background(
         lambda: train_step.prepare(layout.abstract_batch(first_shapes))
@@ -152,8 +152,15 @@ def train(config) -> int:
         train_batches.seek(start.first_step)
     else:
         train_batches.resume(start.position)
+    # Where the data ends depends on the samples read so far.
+    num_steps = train_batches.num_steps
+    last_step = (run.steps if num_steps is None else min(run.steps, num_steps)) - 1
     if start.first_step > last_step:
-        print(f"The run is complete: {start.source}, steps={run.steps}. Raise steps to go on.")
+        limit = "steps" if last_step + 1 == run.steps else "num_epoch"
+        print(
+            f"The run is complete: {start.source}, steps={run.steps}, "
+            f"num_epoch={config.data.num_epoch}. Raise {limit} to go on."
+        )
         return 0
     (run_folder / "config.yml").write_text(resolved_yaml(config))
     metadata = checkpoint_metadata(config_flat, abstract_state.params)

@@ -90,7 +90,7 @@ class FlatStream:
         Raises:
           BadRecord: a file is gone or was cut short.
         """
-        if len(self._files) == 1 and not is_url(self._files[0]):
+        if places and len(self._files) == 1 and not is_url(self._files[0]):
             ids = self._map(0)
             assert all(0 <= start <= stop <= ids.size for start, stop in places), places
             return [ids[start:stop].astype(np.int32) for start, stop in places]

@@ -182,9 +182,9 @@ class BatchIterator(Iterator[Batch]):
             stand for other text. Names each key with both values.
         """
         differences = [
-            f"{_KEY_OF[name]} was {position[name]!r} and is {value!r}"
-            for name, value in self._identity.items()
-            if name in position and position[name] != value
+            f"{words} was {position.get(name)!r} and is {self._identity.get(name)!r}"
+            for name, words in _KEY_OF.items()
+            if position.get(name) != self._identity.get(name)
         ]
         if differences:
             raise UserError(
@@ -193,7 +193,7 @@ class BatchIterator(Iterator[Batch]):
                 + ". Set back what differs to continue that run exactly, or begin a new run "
                 "(another run_name) from its weights with load_parameters_path."
             )
-        self.seek(position["step"], position["samples"])
+        self.seek(position["step"], position.get("samples"))
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -266,6 +266,7 @@ class EvalBatches:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.bad_records.begin_pass()
         reader = _read_ahead(self._source, 0, 0, _num_threads(self._opened))
         try:
             for arrays in reader:
@@ -294,6 +295,11 @@ def _masked(
     special: set[int] = set()
     mask_id = None
     for source in opened:
+        if source.data.labels is not None:
+            raise UserError(
+                f"mlm_training=true chooses its own targets, and {source.entry.location} has "
+                "labels. Name records without labels, or train without mlm_training."
+            )
         special.update(source.data.special_ids)
         mask_id = source.data.mask_id if mask_id is None else mask_id
     return MaskedLanguageModel(masking, vocab_size, mask_id, special)
@@ -414,10 +420,10 @@ def train_loader(
         "data_set": " ".join(source.data.fingerprint for source in opened),
         "split": data.train_split,
         "shuffle": data.enable_data_shuffling,
-        "packing": _packing(data, opened, num_samples),
+        "packing": _packing(data, opened),
     }
     if len(opened) > 1:
-        identity["mixture"] = " ".join(f"{weight:g}" for weight in sources.weights(data, opened))
+        identity["mixture"] = " ".join(map(repr, sources.weights(data, opened)))
     if masked is not None:
         identity["masking"] = masking.model_dump_json()
     return BatchIterator(
@@ -432,13 +438,15 @@ def train_loader(
     )
 
 
-def _packing(data: Data, opened: list[sources.OpenedSource], num_samples: int | None) -> str:
+def _packing(data: Data, opened: list[sources.OpenedSource]) -> str:
     """How rows are cut and ordered, in words that change when rows would."""
     kinds = [type(source.rows.windows).__name__ for source in opened]
     entries = [f"{source.entry.sampling}:{source.entry.stitch}" for source in opened]
     facts = [data.grain_packing_type, data.use_truncation, data.iter_file_nums]
     if data.megatron_order == "gpt_neox":
-        facts += [data.megatron_order, data.megatron_split, f"samples:{num_samples}"]
+        # The order depends on how many passes are shuffled together, which this number tells.
+        samples = [len(source.rows.windows) for source in opened]
+        facts += [data.megatron_order, data.megatron_split, f"samples:{samples}"]
     return " ".join(map(str, [*kinds, *entries, *facts]))
 
 

@@ -11,7 +11,7 @@ from MaxText.input_pipeline.flat_stream import FlatFile, FlatStream
 from MaxText.input_pipeline.formats.megatron_index import read_index
 from MaxText.input_pipeline.record_index import is_rows
 from MaxText.input_pipeline.storage import fingerprint, list_files, version
-from MaxText.input_pipeline.token_data import TokenData
+from MaxText.input_pipeline.token_data import TokenData, boundaries_digest
 
 
 def open_megatron(files: Sequence[str], key: str, location: str) -> TokenData:
@@ -59,7 +59,7 @@ def open_megatron(files: Sequence[str], key: str, location: str) -> TokenData:
         description=(
             f"{len(stream):,} tokens in {offsets.size - 1:,} {kind} of the Megatron data {prefix}"
         ),
-        fingerprint=fingerprint([indices[0], *shards], [len(stream), offsets.size]),
+        fingerprint=fingerprint([indices[0], *shards], [boundaries_digest(offsets)]),
         rows=rows,
     )
 

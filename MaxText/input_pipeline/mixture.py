@@ -4,6 +4,7 @@ Legend: B rows, T tokens of a window.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -109,12 +110,11 @@ class Mixture:
         self.has_documents = any(source.has_documents for source in sources)
         for source in sources:
             source.windows.has_documents = self.has_documents
-        rest = float(sum(weights))
-        self._shares = []
-        for weight in weights[:-1]:
-            self._shares.append(round(min(weight / rest, 1.0) * 2**_SHARE_BITS))
-            rest -= weight
-        self._shares.append(2**_SHARE_BITS)
+        # Each share is of the rows that the sources before left; the last one takes all of them.
+        self._shares = [
+            round(weight / math.fsum(weights[index:]) * 2**_SHARE_BITS)
+            for index, weight in enumerate(weights)
+        ]
 
     def place(self, row: int) -> tuple[int, int]:
         """The source of a row of the mixture, and its number among that source's rows."""
@@ -170,4 +170,5 @@ class Chain:
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
         index = int(np.searchsorted(self._first_row, row, side="right")) - 1
+        index = min(index, len(self._sources) - 1)
         return self._sources[index].origin(row - int(self._first_row[index]))

@@ -3,6 +3,7 @@
 Whether records hold ids or text is told by the first of them.
 """
 
+import contextlib
 import gzip
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.file_kinds import choose_kind, choose_split
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.formats.array_record_ids import (
@@ -49,7 +51,7 @@ from MaxText.input_pipeline.storage import (
     open_file,
     open_stream,
 )
-from MaxText.input_pipeline.token_data import TokenData
+from MaxText.input_pipeline.token_data import TokenData, boundaries_digest
 from MaxText.input_pipeline.token_stream import TokenStream
 
 # Features and columns that hold ids where tokens_field does not say.
@@ -119,12 +121,10 @@ def open_token_data(
     if kind in ("parquet", "arrow"):
         return _open_tables(request, files)
     if kind == "webdataset":
-        files = [_plain(request, file) for file in files]
         return _open_records(request, files, TarTensors(data.tokens_field), kind)
     if kind == "tfrecord":
         if _holds_text(request, files, _first_of_tfrecord):
             return _open_text(request, files)
-        files = [_plain(request, file) for file in files]
         return _open_records(request, files, TFRecordIds(request.fields), kind)
     assert kind == "arrayrecord", kind
     if _holds_text(request, files, _first_of_array_record):
@@ -183,13 +183,19 @@ def _first_of_tfrecord(file: str) -> bytes | None:
             return next(tfrecord.read_records(file, contents), None)
     blocks = Blocks(open_file(file))
     for offset, length in tfrecord.payloads(blocks, file):
-        return blocks[offset : offset + length]
+        # A damaged record says nothing about the others; the index finds it.
+        with contextlib.suppress(BadRecord):
+            stored = blocks[offset : offset + length + tfrecord.FOOTER_BYTES]
+            return tfrecord.check(stored, file, offset)
     return None
 
 
 def _first_of_array_record(file: str) -> bytes | None:
     reader = open_reader(file)
-    return read_records(reader, file, [0])[0] if reader.num_records() else None
+    for number in range(reader.num_records()):
+        with contextlib.suppress(BadRecord):
+            return read_records(reader, file, [number])[0]
+    return None
 
 
 def _holds_text(
@@ -271,7 +277,8 @@ def _open_records(
     request: _Request, files: list[str], record_format: RecordFormat, kind: str
 ) -> TokenData:
     skip = request.data.on_bad_record == "skip"
-    index = open_index(files, record_format, request.cache_dir, request.show, skip)
+    plain = [_plain(request, file) for file in files]
+    index = open_index(plain, record_format, request.cache_dir, request.show, skip)
     eos_id = request.data.records_eos_id
     stream = RecordStream(index, record_format, eos_id)
     sizes = np.diff(index.document_offsets)
@@ -289,7 +296,10 @@ def _open_records(
     return TokenData(
         stream=stream,
         description=description,
-        fingerprint=fingerprint(files, [repr(record_format), eos_id, len(stream)]),
+        # Of the files as they were given: names of decompressed copies depend on their place.
+        fingerprint=fingerprint(
+            files, [repr(record_format), eos_id, boundaries_digest(index.document_offsets)]
+        ),
         filler_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         rows=rows,

@@ -4,12 +4,14 @@ Legend: T tokens of a window, I items, R rows, G groups.
 """
 
 import hashlib
-import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.token_data import TokenData
+from MaxText.errors import UserError
+from MaxText.input_pipeline.token_data import TokenData, boundaries_digest
 from MaxText.input_pipeline.windows import EMPTY, Cutting, Spans, Windows
 
 # Documents are packed in groups of this many that follow each other, so that a row's documents lie
@@ -55,6 +57,9 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
     return rows_GI
 
 
+_FILES = ("starts.npy", "first_item.npy")
+
+
 class PackedDocuments(Windows):
     """Rows of several whole documents; those longer than T give full windows and a last piece.
 
@@ -71,20 +76,16 @@ class PackedDocuments(Windows):
 
     def _load_or_plan(self, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
         offsets = self.data.stream.document_offsets
-        name = f"{self.data.fingerprint} {self.length} {self._best_fit} {GROUP}"
+        # A plan depends on these alone; data of one fingerprint could differ in them.
+        name = f"{boundaries_digest(offsets)} {self.length} {self._best_fit} {GROUP}"
         folder = cache_dir / f"packing-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        files = [folder / "starts.npy", folder / "first_item.npy"]
-        if all(file.is_file() for file in files):
-            starts, first_item = (np.load(file, mmap_mode="r") for file in files)
+        try:
+            starts, first_item = (np.load(folder / file, mmap_mode="r") for file in _FILES)
             return starts, first_item
-        plan = _plan(offsets, self.length, self._best_fit)
+        except (OSError, EOFError, ValueError):  # not there, or damaged
+            plan = _plan(offsets, self.length, self._best_fit)
         if len(plan[0]) >= _KEPT_FROM:
-            building = folder.with_name(f".{folder.name}.{os.getpid()}")
-            building.mkdir(parents=True, exist_ok=True)
-            for file, array in zip(files, plan, strict=True):
-                np.save(building / file.name, array)
-            if not folder.exists():
-                building.rename(folder)
+            _keep(folder, plan)
         return plan
 
     def __len__(self) -> int:
@@ -112,6 +113,29 @@ class PackedDocuments(Windows):
         return np.searchsorted(
             np.maximum.accumulate(starts_R), self.data.stream.document_offsets[documents]
         )
+
+
+def _keep(folder: Path, plan: tuple[np.ndarray, np.ndarray]) -> None:
+    """Writes a plan beside its place and renames it there; one that is there already is kept."""
+    building = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        for file, array in zip(_FILES, plan, strict=True):
+            np.save(building / file, array)
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+    except OSError as error:
+        raise UserError(
+            f"data_cache_dir={folder.parent} cannot be written ({error.strerror or error}). Set "
+            "data_cache_dir to a folder on a disk with room."
+        ) from error
+    finally:
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _plan(offsets: np.ndarray, length: int, best_fit: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -74,8 +74,11 @@ class FileScan:
             num_tokens = count()
         except BadRecord as error:
             self._damaged.append((len(self._offsets), error.reason))
-            # Records of one length are the common case.
+            # Records of one length are the common case: as many as the one before, or after.
             num_tokens = self._num_tokens[-1] if self._num_tokens else 1
+        else:
+            if len(self._damaged) == len(self._num_tokens):
+                self._num_tokens = [num_tokens] * len(self._num_tokens)
         self._offsets.append(offset)
         self._sizes.append(size)
         self._num_tokens.append(num_tokens)

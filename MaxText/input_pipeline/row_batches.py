@@ -74,15 +74,19 @@ class RowBatches:
         if self._rows.num_rows == sys.maxsize:
             return self._limit
         skipped = self.first_sample - self.plan.samples_before(self.first_step)
-        return min(self._limit, self.plan.steps_for(self._rows.num_rows - skipped))
+        # With smaller batches from here on the data may have ended before step 0 of this plan.
+        return max(0, min(self._limit, self.plan.steps_for(self._rows.num_rows - skipped)))
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
         bad: list[BadRecord] = []
         arrays: dict[str, Any] = self._rows.read(rows_B, bad.append if self._skip_bad else None)
-        if self._largest_id is not None and arrays["tokens"].max(initial=0) > self._largest_id:
-            self._refuse(arrays["tokens"], rows_B)
+        if self._largest_id is not None:
+            # Labels are targets that need not occur among the tokens.
+            ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
+            if ids_BT.max(initial=0) > self._largest_id:
+                self._refuse(ids_BT, rows_B)
         if self._masked is not None:
             arrays = self._masked.apply(arrays, rows_B, self._seed, self.plan.window)
         if stage.length != self.plan.window:
@@ -100,10 +104,10 @@ class RowBatches:
         share = self.plan.at(step).samples // count
         return self.samples_before(step) + index * share + np.arange(share, dtype=np.int64)
 
-    def _refuse(self, tokens_BT: np.ndarray, rows_B: np.ndarray) -> None:
-        row = int(tokens_BT.max(axis=1).argmax())
+    def _refuse(self, ids_BT: np.ndarray, rows_B: np.ndarray) -> None:
+        row = int(ids_BT.max(axis=1).argmax())
         documents = ", ".join(name for name, _, _ in self._rows.origin(int(rows_B[row])))
-        largest, size = tokens_BT.max(), (self._largest_id or 0) + 1
+        largest, size = ids_BT.max(), (self._largest_id or 0) + 1
         raise UserError(
             f"vocab_size={size} is too small: id {largest} occurs in {documents}. Raise "
             "vocab_size, or check that these are token ids of the tokenizer you mean "
@@ -128,6 +132,10 @@ class BadRecords:
         """Args: `limit`: records after which it raises; `show`: takes a line for each."""
         self._limit = limit
         self._show = show
+        self.count = 0
+
+    def begin_pass(self) -> None:
+        """Counts from 0: evaluation meets the same records again each time."""
         self.count = 0
 
     def take(self, arrays: dict[str, Any]) -> None:

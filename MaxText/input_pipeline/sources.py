@@ -4,6 +4,7 @@ Imports no jax.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +91,8 @@ def _weighted(text: str, key: str) -> list[Entry]:
             raise UserError(
                 f"{key}: {part!r} does not end with a number after the comma."
             ) from error
-        if weight <= 0:
-            raise UserError(f"{key}: the weight of {part!r} must be above 0.")
+        if not 0 < weight < math.inf:
+            raise UserError(f"{key}: the weight of {part!r} must be above 0 and finite.")
         entries.append(Entry(match["location"] if match else part, key, weight))
     if not entries:
         raise UserError(
@@ -169,6 +170,16 @@ def open_sources(
                 f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
                 + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
             )
+        if tokens.filler_id >= vocab_size:
+            # The id of padding may lie outside the model's table; it counts nowhere.
+            tokens = dataclasses.replace(tokens, filler_id=0)
+        if tokens.labels is not None and (
+            entry.sampling != CHUNKS or data.megatron_order == "gpt_neox"
+        ):
+            raise UserError(
+                f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
+                "megatron_order=stored and the sampling chunks."
+            )
         if data.megatron_order == "gpt_neox":
             windows = _in_sample_order(data, tokens, cutting, for_training, num_samples)
         else:
@@ -187,11 +198,13 @@ def open_sources(
             )
         # Sources of a mixture that are alike must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
+        # All passes of an order of its own are in that order.
+        ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
         order = WindowOrder(
             len(windows),
             seed,
             data.enable_data_shuffling and for_training and not windows.has_own_order,
-            data.num_epoch if for_training else 1,
+            1 if ends else data.num_epoch,
             _file_groups(data, tokens, windows),
         )
         opened.append(OpenedSource(entry, tokens, Source(windows, order, seed)))
@@ -212,11 +225,15 @@ def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windo
 def _in_sample_order(
     data: Data, tokens: TokenData, cutting: Cutting, for_training: bool, num_samples: int | None
 ) -> SampleWindows:
-    documents = None
+    offsets = tokens.stream.document_offsets
+    documents = 0, len(offsets) - 1
     if data.megatron_split:
-        num_documents = len(tokens.stream.document_offsets) - 1
-        documents = document_range(data.megatron_split, 0 if for_training else 1, num_documents)
+        documents = document_range(data.megatron_split, 0 if for_training else 1, documents[1])
     samples = num_samples if for_training else None
+    if for_training and data.num_epoch > 0:
+        num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
+        of_passes = (data.num_epoch * num_tokens - 1) // cutting.length
+        samples = of_passes if samples is None else min(samples, of_passes)
     return SampleWindows(tokens, cutting, data.data_shuffle_seed, samples, documents)
 
 

@@ -1,6 +1,7 @@
 """What every data set looks like to the reader: a stream of tokens with document boundaries."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -43,6 +44,11 @@ class TokenStream(Protocol):
         ...
 
 
+def boundaries_digest(document_offsets: np.ndarray) -> str:
+    """Hex digest of where documents begin (int64 [documents + 1])."""
+    return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenData:
     """A split that can be read.
@@ -50,8 +56,8 @@ class TokenData:
     Attributes:
       stream: its tokens.
       description: a line or two for people.
-      fingerprint: hex digest of what is read (contents, or names and sizes of files): equal data
-        gives equal batches.
+      fingerprint: hex digest of what is read (contents, or names and sizes of files and where
+        documents begin): equal data gives equal batches.
       filler_id: id written where a window has no token; its weight is 0.
       eos_id: id that ends documents, None where unknown.
       special_ids: ids that are never text (bos, eos, pad), as far as they are known.

@@ -202,12 +202,7 @@ class Windows(abc.ABC):
         if not self.has_documents:
             return rows
         num_rows = len(rows["tokens"])
-        # Where documents begin, in order: pieces, and documents inside them.
-        span_Q, inside_Q = _boundaries(self.data.stream.document_offsets, spans)
-        row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
-        place_Q = np.concatenate([spans.place_P, spans.place_P[span_Q] + inside_Q])
-        order = np.lexsort((place_Q, row_Q))
-        row_Q, place_Q = row_Q[order], place_Q[order]
+        row_Q, place_Q = self._beginnings(spans)
         if self.joined:
             # The target before it is of another document.
             later = place_Q > 0
@@ -232,6 +227,25 @@ class Windows(abc.ABC):
             positions[beyond] = 0
         rows["positions"], rows["segments"] = positions, segments
         return rows
+
+    def _beginnings(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin, in order: (row, place), each once.
+
+        Where documents attend to each other a row is one: segments then only show its filling.
+        """
+        if self.cutting.attend_across_documents:
+            first_P = spans.place_P == 0
+            return spans.row_P[first_P], spans.place_P[first_P]
+        # At pieces, and inside them.
+        span_Q, inside_Q = _boundaries(self.data.stream.document_offsets, spans)
+        row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
+        place_Q = np.concatenate([spans.place_P, spans.place_P[span_Q] + inside_Q])
+        order = np.lexsort((place_Q, row_Q))
+        row_Q, place_Q = row_Q[order], place_Q[order]
+        # Empty documents begin where the one after them does.
+        new_Q = np.ones(row_Q.size, bool)
+        new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(place_Q) != 0)
+        return row_Q[new_Q], place_Q[new_Q]
 
     def _places(self, spans: Spans) -> np.ndarray:
         """Places that pieces fill with inputs, their last token included where there is room."""
@@ -356,7 +370,10 @@ class StitchedWindows(Windows):
         if self._random:
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
             starts = starts + (draws[rows] % places).astype(np.int64)
-        return one_per_row(rows, starts, np.minimum(starts + self.length + 1, ends))
+        stops = np.minimum(starts + self.length + 1, ends)
+        # Empty documents make a row that counts nowhere.
+        filled = stops > starts
+        return one_per_row(rows[filled], starts[filled], stops[filled])
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return -(-documents // self._stitch)

@@ -97,6 +97,19 @@ def test_stages_and_rampup_resume_with_another_batch(place, train):
     assert [position["samples"] for position in positions] == [26, 42]
 
 
+def test_a_pass_ends_with_its_last_window_also_after_another_batch(place, train):
+    keys = ["dataset_path=a", "num_epoch=1"]
+    train("pass", *keys)
+    assert len(losses(place, "pass")) == 8  # of 4 windows
+    tokens = json.loads((place / "a/manifest.json").read_text())["splits"]["train"]["num_tokens"]
+    windows = -(-(tokens - 1) // 32)
+    assert windows > 32
+    larger = [*keys, "steps=100", "per_device_batch_size=16"]
+    train("pass", *larger)
+    assert len(losses(place, "pass")) == 8 + -(-(windows - 32) // 16)
+    assert "num_epoch=1. Raise num_epoch to go on." in train("pass", *larger).stdout
+
+
 def test_mixture_says_how_often_it_passes_over_each_source(train):
     output = train("mixed", "dataset_mix=[[a,1],[b,3,documents_random,2]]").stdout
     assert "33.33% of the rows from a: " in output

@@ -107,6 +107,14 @@ def test_a_file_that_vanished_or_shrank_is_a_bad_record(tmp_path):
         stream.gather(np.array([40]), 4)
 
 
+def test_no_pieces_need_no_file(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(8))
+    stream = FlatStream([FlatFile(str(path), 0)], np.dtype("<u2"), np.array([0, 4]))
+    path.unlink()
+    assert stream.ranges([]) == []
+
+
 def test_names_of_documents(tmp_path):
     stream, _ = written(tmp_path, [50, 50])
     assert stream.document_name(0) == "tokens-0.bin, document 0"

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from MaxText.configuration.data_sections import Data, Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline import loader
 from MaxText.input_pipeline.batch import Batch
@@ -16,6 +17,7 @@ from MaxText.input_pipeline.manifest import MANIFEST_NAME, describe, read_manife
 from MaxText.input_pipeline.token_stream import TokenStream
 from MaxText.input_pipeline.window_order import WindowOrder
 
+from . import token_files
 from .small_data import VOCAB_SIZE, data_keys, numbered_documents, random_documents, write_data_set
 
 LENGTH = 16
@@ -140,6 +142,48 @@ def test_seeds_give_different_orders_also_shifted_by_epochs():
     assert all(sorted(epoch) == list(range(50)) for epoch in seen)
 
 
+@pytest.mark.parametrize("num_windows", [1000, 10**6, 10**9, 4 * 10**9])
+def test_rows_that_follow_each_other_are_spread_evenly(num_windows):
+    steps, chi_squared = [], []
+    for seed in range(40):
+        order = WindowOrder(num_windows, seed, shuffle=True, num_epoch=-1)
+        places = order[1000 * seed + np.arange(128)] / num_windows
+        steps.append(np.abs(np.diff(places)).mean())
+        counts = np.bincount((16 * places).astype(int), minlength=16)
+        chi_squared.append(((counts - 8) ** 2 / 8).sum())
+    assert abs(np.mean(steps) - 1 / 3) < 0.02
+    assert np.mean(chi_squared) < 18  # 15 degrees of freedom: 15 +- 0.9
+
+
+def test_the_order_of_a_seed_is_known():
+    # Another version of Grain must not change it: a run would go on with other windows.
+    order = WindowOrder(10, seed=7, shuffle=True, num_epoch=-1)
+    assert order[np.arange(20)].tolist() == [
+        5,
+        4,
+        0,
+        2,
+        6,
+        8,
+        3,
+        7,
+        1,
+        9,
+        1,
+        4,
+        0,
+        6,
+        5,
+        8,
+        2,
+        9,
+        3,
+        7,
+    ]
+    order = WindowOrder(10**9, seed=7, shuffle=True, num_epoch=-1)
+    assert order[10**12 + np.arange(3)].tolist() == [366132735, 681748578, 327301016]
+
+
 def test_order_is_spread_evenly():
     # First tenth of the rows, over many epochs: windows of each tenth come equally often.
     order = WindowOrder(1000, seed=0, shuffle=True, num_epoch=-1)
@@ -164,6 +208,119 @@ def test_resumed_run_equals_the_uninterrupted_one(folder, keys, stop):
         assert_same(batch, expected)
     for batch, expected in zip(take(open_train(data, start=stop), 10), whole[stop:], strict=True):
         assert_same(batch, expected)
+
+
+def test_the_end_of_the_data_after_another_batch_size(tmp_path):
+    write_data_set(tmp_path / "d", {"train": numbered_documents([30] * 20)})  # 38 windows
+    data = data_keys(tmp_path / "d", num_epoch=1)
+    small = open_train(data, batch=4)
+    take(small, 2)
+    large = open_train(data, batch=8)
+    assert large.num_steps == 5
+    large.resume(small.position)
+    assert large.num_steps == 6  # 8 samples in 2 steps, 30 in 4
+    assert len(take(large, 100)) == 4
+    at_the_end = large.position
+    assert at_the_end["samples"] == 40
+    smallest = open_train(data, batch=1)
+    smallest.resume(at_the_end)
+    assert take(smallest, 100) == []
+    few_steps = open_train(data, batch=32)
+    take(few_steps, 2)
+    smallest.resume(few_steps.position)
+    assert smallest.num_steps == 0
+    assert take(smallest, 100) == []
+
+
+def test_masking_may_not_begin_or_end_on_resume(folder):
+    # With CLS windows are shorter by one token: other samples.
+    options = {"plan": BatchPlan.constant(8, LENGTH), "vocab_size": VOCAB_SIZE}
+    masking = Masking(mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=4)
+    masked = train_loader(data_keys(folder), masking=masking, **options)
+    plain = train_loader(data_keys(folder), **options)
+    for first, second in ((masked, plain), (plain, masked)):
+        with pytest.raises(UserError, match="the mlm_ keys was"):
+            second.resume(first.position)
+
+
+def test_each_weight_of_a_mixture_is_part_of_the_position(folder):
+    first, second = (
+        open_train(Data(dataset_mix=((str(folder), 1.0), (str(folder), weight))))
+        for weight in (0.12345678, 0.12345679)
+    )
+    with pytest.raises(UserError, match=r"the weights of the mixture was '1\.0 0\.12345678'"):
+        second.resume(first.position)
+
+
+def test_gpt_neox_order_ends_after_its_passes_and_lasts_while_they_are_as_many(tmp_path):
+    (tmp_path / "d").mkdir()
+    token_files.write_megatron(tmp_path / "d" / "c", token_files.documents(0, [30, 50, 41]))
+
+    def opened(steps, **keys):
+        data = data_keys(tmp_path / "d", megatron_order="gpt_neox", **keys)
+        plan = BatchPlan.constant(1, 12)
+        return train_loader(data, plan=plan, vocab_size=VOCAB_SIZE, num_steps=steps)
+
+    for passes in (1, 2):
+        iterator = opened(35, num_epoch=passes)
+        assert iterator.num_steps == 10 * passes  # 121 tokens are 1 + 10 x 12, 242 1 + 20 x 12 + 1
+        assert len(take(iterator, 100)) == 10 * passes
+    # 31 to 40 samples take four passes, the 41st a fifth.
+    position = opened(35).position
+    opened(40).resume(position)
+    with pytest.raises(UserError, match="the keys about packing"):
+        opened(41).resume(position)
+
+
+def test_filling_outside_the_vocabulary_is_not_written(tmp_path):
+    manifest = write_data_set(tmp_path / "d", {"train": numbered_documents([20, 20])})
+    tokenizer = manifest.tokenizer.model_copy(update={"pad_id": 41})
+    changed = manifest.model_copy(update={"tokenizer": tokenizer})
+    (tmp_path / "d" / MANIFEST_NAME).write_text(changed.to_json())
+    for vocab_size, filler in ((42, 41), (41, 0)):
+        data = data_keys(tmp_path / "d", num_epoch=1, enable_data_shuffling=False)
+        batch = list(open_train(data, batch=3, vocab_size=vocab_size))[-1]
+        assert batch.tokens_BT[2].tolist() == [*range(33, 41)] + [filler] * 8
+
+
+def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
+    labels = pyarrow.array([[6, 7, -100], [9, 70, -100]], pyarrow.list_(pyarrow.int64()))
+    ids = [np.array([5, 6, 7]), np.array([8, 9, 0])]
+    token_files.write_parquet(tmp_path / "x.parquet", ids, labels=labels)
+    data = data_keys(tmp_path / "x.parquet", data_cache_dir=str(tmp_path / "cache"))
+    assert len(take(open_train(data, batch=2, vocab_size=71), 1)) == 1
+    with pytest.raises(UserError, match="vocab_size=70 is too small: id 70 occurs"):
+        take(open_train(data, batch=2, vocab_size=70), 1)
+    neox = data.model_copy(update={"megatron_order": "gpt_neox"})
+    with pytest.raises(UserError, match="has labels, whose rows are read as they are"):
+        open_train(neox, batch=2)
+
+
+def test_each_evaluation_counts_bad_records_anew(tmp_path):
+    path = tmp_path / "train.tfrecord"
+    token_files.write_tfrecord(path, [np.arange(1, 30), np.arange(30, 90), np.arange(90, 99)])
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(range(40, 50)))] ^= 1
+    path.write_bytes(content)
+    batches = eval_loader(
+        data_keys(
+            path,
+            eval_split="train",
+            on_bad_record="skip",
+            max_bad_records=3,
+            data_cache_dir=str(tmp_path / "cache"),
+        ),
+        eval_steps=-1,
+        max_target_length=LENGTH,
+        vocab_size=VOCAB_SIZE,
+        global_batch_size=2,
+        show=lambda line: None,
+    )
+    for _ in range(3):
+        # Records of 29 and 9 ids; the other one is two rows.
+        assert sum(float(batch.weights_BT.sum()) for batch in batches) == 28 + 8
+        assert batches.bad_records.count == 2
 
 
 def test_host_count_may_change_on_resume(folder):

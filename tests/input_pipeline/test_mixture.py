@@ -32,6 +32,13 @@ def test_shares_are_exact_after_any_number_of_rows(weights):
         assert places[of_source, 1].tolist() == list(range(counts[-1]))
 
 
+def test_weights_may_differ_by_any_factor():
+    mixture = Mixture([source(1, 50) for _ in range(3)], [1.0, 1e-17, 3e-17])
+    assert {mixture.place(row)[0] for row in range(1000)} == {0}
+    mixture = Mixture([source(1, 50) for _ in range(3)], [1e17, 1.0, 1e17])
+    assert [mixture.place(row)[0] for row in range(4)] == [2, 0, 2, 0]
+
+
 def test_a_far_row_is_found_without_counting():
     mixture = Mixture([source(1, 50), source(1, 50)], [1, 2])
     index, place = mixture.place(3 * 10**11)
@@ -67,6 +74,7 @@ def test_a_chain_reads_each_source_once():
     assert counted.tolist() == [*range(2, 10), *range(102, 114)]
     assert not batch["weights"][5:].any()
     assert chain.origin(3)[0][0] == "document 0"
+    assert chain.origin(6) == []
 
 
 def test_draws_look_random_and_depend_on_seed_and_row():

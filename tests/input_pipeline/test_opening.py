@@ -203,6 +203,31 @@ def test_equal_data_elsewhere_has_the_same_fingerprint(tmp_path, opened):
     assert prints[0] == prints[1] != prints[2]
 
 
+def test_compressed_data_elsewhere_has_the_same_fingerprint(tmp_path, opened):
+    prints = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for number in range(2):
+            path = tmp_path / folder / f"{number}.tfrecord.gz"
+            write_compressed_tfrecord(path, documents(number, [5, 6]))
+        prints.append(opened(tmp_path / folder).fingerprint)
+    assert prints[0] == prints[1]
+
+
+def test_documents_in_another_order_have_another_fingerprint(tmp_path, opened):
+    # Names, sizes and number of tokens are the same.
+    prints = []
+    for folder, sizes in (("a", [3, 20, 9]), ("b", [9, 3, 20])):
+        (tmp_path / folder).mkdir()
+        token_files.write_megatron(tmp_path / folder / "corpus", documents(0, sizes))
+        ids = [np.arange(size) for size in sizes]
+        token_files.write_tfrecord(tmp_path / folder / "corpus.tfrecord", ids)
+        prints.append([opened(tmp_path / folder / f"corpus.{end}") for end in ("idx", "tfrecord")])
+    for first, second in zip(*prints, strict=True):
+        assert len(first.stream) == len(second.stream)
+        assert first.fingerprint != second.fingerprint
+
+
 def test_labels_beside_ids(tmp_path, opened):
     import pyarrow
 
@@ -262,17 +287,31 @@ def test_megatron_data_that_is_incomplete(tmp_path, opened):
         opened(tmp_path)
 
 
-def test_damage_is_skipped_only_where_asked(tmp_path, opened):
+@pytest.mark.parametrize("place", [30, -20])  # in the first record, in the last
+def test_damage_is_skipped_only_where_asked(tmp_path, opened, place):
     path = tmp_path / "x.tfrecord"
     token_files.write_tfrecord(path, [np.arange(50)] * 3)
     content = bytearray(path.read_bytes())
-    content[-20] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
     with pytest.raises(BadRecord, match="the CRC of the record is wrong"):
         opened(path)
     data = opened(path, on_bad_record="skip")
     assert data.stream.document_offsets.tolist() == [0, 50, 100, 150]
     assert data.rows
+
+
+def test_the_kind_of_records_is_told_by_the_first_sound_one(tmp_path, opened):
+    path = tmp_path / "x.array_record"
+    ids = documents(0, [400] * 3)
+    token_files.write_array_record(path, ids, options="group_size:1,uncompressed")
+    content = bytearray(path.read_bytes())
+    content[bytes(content).index(tf_example.encode({"input_ids": ids[0]})) + 200] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(BadRecord, match="the record is damaged"):
+        opened(path)
+    data = opened(path, on_bad_record="skip")
+    assert data.stream.ranges([(400, 1200)])[0].tolist() == joined(ids[1:])
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record", "plain", "parquet", "jsonl"])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from MaxText.errors import UserError
 from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.megatron_order import GptNeoxOrder
 from MaxText.input_pipeline.mixture import draws
@@ -236,6 +237,66 @@ def test_plan_is_kept_and_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "_plan", None)
     again = cut("first_fit", documents, 16, tmp_path)
     np.testing.assert_array_equal(read_all(first)["tokens"], read_all(again)["tokens"])
+
+
+def test_a_plan_is_used_for_the_same_documents_only(tmp_path, monkeypatch):
+    from MaxText.input_pipeline import packing
+
+    monkeypatch.setattr(packing, "_KEPT_FROM", 1)
+    # Data of one fingerprint, as that of InMemory always is.
+    for sizes in ([3, 20, 9], [9, 3, 20]):
+        documents = numbered_documents(sizes)
+        rows = read_all(cut("first_fit", documents, 16, tmp_path))
+        counted = np.sort(rows["targets"][rows["weights"] == 1])
+        expected = np.concatenate([document[1:] for document in documents])
+        np.testing.assert_array_equal(counted, expected)
+
+
+def test_a_plan_that_another_process_made_or_damaged_is_no_error(tmp_path, monkeypatch):
+    from MaxText.input_pipeline import packing
+
+    monkeypatch.setattr(packing, "_KEPT_FROM", 1)
+    documents = random_documents(3, count=40, longest=30)
+    first = read_all(cut("first_fit", documents, 16, tmp_path))["tokens"]
+    (folder,) = tmp_path.glob("packing-*")
+    (folder / "starts.npy").write_bytes(b"")
+    np.testing.assert_array_equal(
+        first, read_all(cut("first_fit", documents, 16, tmp_path))["tokens"]
+    )
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_plan_that_cannot_be_kept_names_the_key(tmp_path, monkeypatch):
+    from MaxText.input_pipeline import packing
+
+    monkeypatch.setattr(packing, "_KEPT_FROM", 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data_cache_dir=.*file cannot be written"):
+        cut("first_fit", random_documents(3, count=9, longest=30), 16, tmp_path / "file")
+
+
+def test_empty_documents_change_nothing():
+    documents = numbered_documents([5, 6, 18])
+    empty = np.empty(0, int)
+    with_empty = [empty, documents[0], empty, documents[1], empty, empty, documents[2], empty]
+    plain = read_all(PackedWindows(as_data(InMemory(documents)), Cutting(8)))
+    rows = read_all(PackedWindows(as_data(InMemory(with_empty)), Cutting(8)))
+    for name, values in plain.items():
+        np.testing.assert_array_equal(rows[name], values, err_msg=name)
+    stitched = StitchedWindows(as_data(InMemory(with_empty)), Cutting(8), stitch=1, random=True)
+    assert read_all(stitched)["weights"].sum(axis=1).tolist() == [0, 4, 0, 5, 0, 0, 8, 0]
+
+
+def test_segments_of_rows_that_are_one_sequence_show_filling_only(tmp_path):
+    documents = numbered_documents([5, 6, 4])
+    windows = PackedDocuments(
+        as_data(InMemory(documents)), Cutting(10, True), best_fit=False, cache_dir=tmp_path
+    )
+    windows.has_documents = True
+    rows = read_all(windows)
+    assert rows["segments"].tolist() == [[1] * 9 + [0], [1] * 3 + [0] * 7]
+    assert rows["positions"].tolist() == [[*range(9), 0], [0, 1, 2] + [0] * 7]
+    assert rows["weights"].tolist() == rows["segments"].tolist()
 
 
 def test_stitched_windows_begin_evenly_in_joined_documents():

@@ -16,13 +16,13 @@ import pydantic
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
 from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.held_out import (
+    TRAIN,
+    VALIDATION,
     HeldOut,
     document_number,
     lowest_rank_of_training,
     ranks,
 )
-
-TRAIN, VALIDATION = "train", "validation"
 
 # Text of a file where the number of files is not given.
 _SHARD_BYTES = 256_000_000

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TRAIN, VALIDATION = "train", "validation"
-"""Names of the splits that a corpus is divided into."""
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+"""Names of splits; a corpus without splits of its own is divided into the first two."""
 
 HELD_OUT, SAMPLED = 0, 1
 """Purposes, whose hashes have nothing to do with each other."""

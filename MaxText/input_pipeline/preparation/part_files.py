@@ -6,6 +6,7 @@
 """
 
 import array
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -161,6 +162,8 @@ class PartWriter:
 
     def give_up(self) -> None:
         """Deletes what was written."""
-        self._tokens.close()
+        # On a full disk what is still buffered cannot be written, and need not be.
+        with contextlib.suppress(OSError):
+            self._tokens.close()
         for path in self._writing.values():
             path.unlink(missing_ok=True)

@@ -19,19 +19,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import pydantic
-from array_record.python import (
-    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation import building_lock
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.corpus import Corpus
 from MaxText.input_pipeline.preparation.export_plan import (
-    TRAIN,
-    VALIDATION,
     ExportPlan,
     UnitCounts,
     count_unit,
@@ -40,6 +36,8 @@ from MaxText.input_pipeline.preparation.export_plan import (
     unit_texts,
 )
 from MaxText.input_pipeline.preparation.held_out import (
+    TRAIN,
+    VALIDATION,
     document_number,
     lowest_rank_of_training,
     ranks,
@@ -57,9 +55,6 @@ LEDGER_NAME = "export.json"
 TEXT_FEATURE = "text"
 
 _ENDINGS = MappingProxyType({"text_tfrecord": "tfrecord", "text_array_record": "array_record"})
-
-# Grain fetches single records: groups of 1 keep each one separately readable.
-_WRITER_OPTIONS = "group_size:1"
 
 # The keys whose change makes another export.
 _KEYS = (
@@ -159,30 +154,6 @@ class _Writer(Protocol):
     def write(self, record: bytes) -> None: ...
 
     def close(self) -> None: ...
-
-
-class _ArrayRecordWriter:
-    """Writes an ArrayRecord file; what goes wrong is an OSError, as with other files."""
-
-    def __init__(self, path: Path):
-        with _failures_of_the_disk():
-            self._writer: Any = array_record_module.ArrayRecordWriter(str(path), _WRITER_OPTIONS)
-
-    def write(self, record: bytes) -> None:
-        with _failures_of_the_disk():
-            self._writer.write(record)
-
-    def close(self) -> None:
-        with _failures_of_the_disk():
-            self._writer.close()
-
-
-@contextlib.contextmanager
-def _failures_of_the_disk() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise OSError(str(error)) from error
 
 
 class _Export:
@@ -349,7 +320,7 @@ class _Export:
         """A writer of records in the format that is asked for."""
         if self._preparation.prepare_output_format == "text_tfrecord":
             return TFRecordWriter(path)
-        return _ArrayRecordWriter(path)
+        return ArrayRecordWriter(path)
 
     def path(self, name: str) -> Path:
         """Where a file of this name goes."""

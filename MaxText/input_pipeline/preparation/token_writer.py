@@ -10,12 +10,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
-from array_record.python import (
-    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
 from MaxText.input_pipeline.manifest import (
     OFFSETS_NAME,
@@ -25,6 +22,7 @@ from MaxText.input_pipeline.manifest import (
     Split,
     unigram_entropy,
 )
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.part_files import Part
 from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
 
@@ -37,9 +35,6 @@ CHUNK_LENGTH = 8192
 
 # 256 MiB of uint16 per file: few files for a trillion tokens, still copied in parallel.
 RECORDS_PER_FILE = 16384
-
-# Grain and our reader fetch single records: groups of 1 keep each one separately readable.
-WRITER_OPTIONS = "group_size:1"
 
 # Ids read, counted and written at a time.
 _BLOCK_TOKENS = 2**21
@@ -131,17 +126,14 @@ def write_token_file(plan: SplitPlan, index: int) -> TokenFile:
     writing = writing_name(path)
     counts_V = np.zeros(plan.vocab_size, np.int64)
     num_records = 0
-    # Both take bytes with `write`.
-    if plan.file_format == "array_record":
-        file: Any = array_record_module.ArrayRecordWriter(str(writing), WRITER_OPTIONS)
-    else:
-        file = writing.open("wb")
+    is_array_record = plan.file_format == "array_record"
+    file = ArrayRecordWriter(writing) if is_array_record else writing.open("wb")
     try:
         for tokens in plan.blocks(start, stop):
             counts = np.bincount(tokens, minlength=plan.vocab_size)
             assert counts.size == plan.vocab_size, "an id is not below vocab_size"
             counts_V += counts
-            length = plan.chunk_length if plan.file_format == "array_record" else tokens.size
+            length = plan.chunk_length if is_array_record else tokens.size
             for at in range(0, tokens.size, length):
                 file.write(tokens[at : at + length].tobytes())
                 num_records += 1
@@ -152,7 +144,7 @@ def write_token_file(plan: SplitPlan, index: int) -> TokenFile:
     entry = RecordFile(
         name=path.name,
         num_bytes=path.stat().st_size,
-        num_records=num_records if plan.file_format == "array_record" else num_tokens,
+        num_records=num_records if is_array_record else num_tokens,
         num_tokens=num_tokens,
     )
     return TokenFile(entry, counts_V)
@@ -169,7 +161,7 @@ def tokens_digest(plan: SplitPlan) -> str:
 def write_document_files(plan: SplitPlan) -> str:
     """Writes what is known about documents: first tokens, rows and source files.
 
-    Memory: that of one part; the arrays are mapped.
+    Memory: that of one part.
 
     Returns:
       sha256 of the offsets as little-endian int64.
@@ -181,38 +173,45 @@ def write_document_files(plan: SplitPlan) -> str:
         default=0,
     )
     # Rows fit int32, except in sources that count something else than rows.
-    row_type = np.int32 if widest <= np.iinfo(np.int32).max else np.int64
+    row_type = np.dtype("<i4" if widest <= np.iinfo(np.int32).max else "<i8")
+    offset_type = np.dtype("<i8")
     paths = [plan.folder / name for name in (OFFSETS_NAME, ROWS_NAME)]
-    offsets = np.lib.format.open_memmap(paths[0], "w+", np.dtype("<i8"), (count + 1,))
-    offsets[0] = 0
-    digest.update(offsets[:1].tobytes())
-    # An array without elements cannot be mapped.
-    rows = (
-        np.lib.format.open_memmap(paths[1], "w+", np.dtype(row_type), (count,)) if count else None
-    )
-    at = 0
+    at = num_tokens = 0
     source_files: list[tuple[int, str]] = []
-    for part in plan.parts:
-        end = at + part.num_documents
-        offsets[at + 1 : end + 1] = offsets[at] + np.cumsum(part.lengths(plan.parts_folder))
-        digest.update(offsets[at + 1 : end + 1].tobytes())
-        if rows is not None:
-            rows[at:end] = part.rows(plan.parts_folder)
-        for document, name in part.source_files:
-            if not source_files or source_files[-1][1] != name:
-                source_files.append((at + document, name))
-        at = end
-    assert int(offsets[-1]) == plan.num_tokens, (offsets[-1], plan.num_tokens)
-    offsets.flush()
-    if rows is None:
-        np.save(paths[1], np.empty(0, row_type))
-    else:
-        rows.flush()
+    # Written from front to back: a full disk is then an error, where it kills a process that
+    # fills a map of the file.
+    with paths[0].open("wb") as offsets, paths[1].open("wb") as rows:
+        _begin_array(offsets, offset_type, count + 1)
+        _begin_array(rows, row_type, count)
+
+        def add_offsets(offsets_N: np.ndarray) -> None:
+            data = offsets_N.astype(offset_type).tobytes()
+            offsets.write(data)
+            digest.update(data)
+
+        add_offsets(np.zeros(1))
+        for part in plan.parts:
+            ends = num_tokens + np.cumsum(part.lengths(plan.parts_folder))
+            add_offsets(ends)
+            rows.write(part.rows(plan.parts_folder).astype(row_type).tobytes())
+            for document, name in part.source_files:
+                if not source_files or source_files[-1][1] != name:
+                    source_files.append((at + document, name))
+            at += part.num_documents
+            num_tokens += part.num_tokens
+            assert ends.size == part.num_documents, part
+            assert not ends.size or ends[-1] == num_tokens, part
     for path in paths:
         sync_file(path)
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
     write_whole(plan.folder / SOURCE_FILES_NAME, f"[{lines}]\n")
     return digest.hexdigest()
+
+
+def _begin_array(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """Writes what an .npy file of [count] begins with."""
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def split_entry(

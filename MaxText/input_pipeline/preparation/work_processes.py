@@ -49,7 +49,8 @@ def run(
 
     Raises:
       UserError: a process was killed.
-      Exception: what `function` raises; jobs that have not begun are not begun then.
+      Exception: what `function` raises; jobs that have not begun are not begun then. Work that
+        has begun is finished, except after Ctrl-C.
     """
     num_processes = min(num_processes, len(jobs))
     if num_processes <= 1:
@@ -59,24 +60,42 @@ def run(
     # Spawned, not forked: a fork of a process with threads (tokenizers, jax) can hang.
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
+    others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(
         num_processes, context, initializer=_start, initargs=(function, shared, counter)
     )
     reported = 0
     try:
         waiting = {pool.submit(_work, job) for job in jobs}
+        processes = {*multiprocessing.active_children()} - others
         while waiting:
+            # The executor overlooks the end of the process that it started last while the others
+            # give no result.
+            if any(process.exitcode is not None for process in processes):
+                raise BrokenProcessPool
             done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-            now = counter.value
+            # Not under the counter's lock, which a process that is killed may hold for ever.
+            now = counter.get_obj().value
             advance(now - reported)
             reported = now
             yield from (future.result() for future in done)
-    except BrokenProcessPool as error:
-        raise UserError(
-            "A process that prepares data was killed, by hand or for want of memory. Run the same "
-            "command again: what was finished is kept. A smaller prepare_num_workers needs less "
-            "memory."
-        ) from error
+    except BaseException as error:
+        # To start a process while the pool breaks fails in other ways than BrokenProcessPool.
+        is_broken = isinstance(error, BrokenProcessPool) or (
+            isinstance(error, (ValueError, OSError)) and bool(getattr(pool, "_broken", False))
+        )
+        if is_broken or not isinstance(error, Exception):
+            # Who presses Ctrl-C does not want to wait for work that has begun. Of a broken pool
+            # the executor ends all processes but one that was just starting, and waits for that.
+            for process in {*multiprocessing.active_children()} - others:
+                process.kill()
+        if is_broken:
+            raise UserError(
+                "A process that prepares data was killed, by hand or for want of memory. Run the "
+                "same command again: what was finished is kept. A smaller prepare_num_workers "
+                "needs less memory."
+            ) from error
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -93,11 +93,11 @@ class TextTokenizer(abc.ABC):
         return list(itertools.chain.from_iterable(encoded))
 
     def _encode_group(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._ids(_without_surrogates(text)) for text in texts]
+        return [self._ids(without_surrogates(text)) for text in texts]
 
     def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
         """As `encode`, always by the library that defines the ids."""
-        return [self._ids_by_definition(_without_surrogates(text)) for text in texts]
+        return [self._ids_by_definition(without_surrogates(text)) for text in texts]
 
     def use_definition(self) -> None:
         """Encodes by the library that defines the ids from now on."""
@@ -182,7 +182,7 @@ def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[start:]
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """`text` with U+FFFD for each lone surrogate (JSON can spell them, UTF-8 cannot)."""
     if text.isascii():
         return text

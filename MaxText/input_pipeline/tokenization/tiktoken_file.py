@@ -180,8 +180,8 @@ class TiktokenTokenizer(TextTokenizer):
         except ValueError:
             # Its word finder gives up on a hundred thousand white spaces in a row. The package
             # regex, which tiktoken brings along, does not; a word alone stays one word.
-            words = _compiled(self._settings["word_pattern"]).findall(text)
-            ids = [i for word in words for i in self._encoding.encode_ordinary(word)]
+            words = _compiled(self._settings["word_pattern"]).finditer(text)
+            ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
             return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.input_pipeline.manifest import unigram_entropy
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.part_files import PartWriter
 from MaxText.input_pipeline.preparation.token_writer import SplitPlan, write_split
 
@@ -144,3 +145,36 @@ def test_parts_do_not_show(tmp_path_factory, lengths, cuts, file_format, chunk_l
     for path in whole.iterdir():
         assert path.read_bytes() == (pieces / path.name).read_bytes(), path.name
     assert whole_entry.num_tokens == sum(len(ids) + 2 for ids, _, _ in members)
+
+
+def test_document_files_are_as_numpy_writes_them(tmp_path):
+    parts = [[([1, 2], "a", 0), ([3], "a", 3)], [([4, 5, 6], "b", 2**31)]]
+    folder, _ = write(tmp_path, parts)
+    for name, array in (
+        ("document_offsets.npy", np.array([0, 2, 3, 6], np.int64)),
+        ("document_rows.npy", np.array([0, 3, 2**31], np.int64)),
+    ):
+        np.save(tmp_path / name, array)
+        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_an_array_record_on_a_full_disk_is_an_error_of_the_system(tmp_path):
+    # A file cannot grow beyond the limit, as if the disk were full there.
+    resource = pytest.importorskip("resource", reason="limits of processes are of Unix")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_file():
+        writer = ArrayRecordWriter(tmp_path / "a.array_record")
+        try:
+            for number in range(10):
+                writer.write(np.random.default_rng(number).bytes(100_000))
+        finally:
+            writer.close()
+
+    write_file()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"write\(\) failed"):
+            write_file()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

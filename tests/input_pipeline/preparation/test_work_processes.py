@@ -1,7 +1,9 @@
 """Work in several processes, and how its progress is shown."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
@@ -42,6 +44,60 @@ def test_mistakes_come_through():
 def test_a_killed_process_is_reported():
     with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
         list(work_processes.run(multiply, 3, [1000, 1000], 2, lambda done: None))
+
+
+class SlowToSend:
+    """Takes a second to be sent to the second process."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __getstate__(self):
+        self.times += 1
+        if self.times == 2:
+            time.sleep(1)
+        return {}
+
+
+def kill_itself(shared, number, advance):
+    """Ends its process as kill -9 does."""
+    del shared, number, advance
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_killed_while_another_one_starts():
+    with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
+        list(work_processes.run(kill_itself, SlowToSend(), [0, 1, 2], 2, lambda done: None))
+    assert multiprocessing.active_children() == []
+
+
+def kill_itself_while_it_reports(shared, number, advance):
+    """Holds the lock of the counter when it ends."""
+    del shared, number
+    advance.__closure__[0].cell_contents.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_killed_while_it_reports():
+    with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
+        list(work_processes.run(kill_itself_while_it_reports, None, [0, 1], 2, lambda done: None))
+
+
+def wait_long(shared, number, advance):
+    """Work that goes on when the program is interrupted."""
+    del shared, number
+    advance(1)
+    time.sleep(60)
+
+
+def test_an_interrupt_does_not_wait_for_work_that_has_begun():
+    def interrupt(done):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(work_processes.run(wait_long, None, [0, 1, 2], 2, interrupt))
+    assert multiprocessing.active_children() == []
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch):

@@ -131,7 +131,7 @@ def tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
     Args:
       file: the archive, decompressed.
       place: the archive, for messages.
-      skipped: counts hidden files and links.
+      skipped: counts hidden files, also those in hidden folders, and links.
 
     Yields:
       Name and contents of each file.
@@ -154,6 +154,18 @@ def tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
                 yield member.name, cast(BinaryIO, contents)
             elif not member.isreg() and not member.isdir():
                 skipped["links and devices in archives"] += 1
+        _check_end(archive, place)
+
+
+def _check_end(archive: tarfile.TarFile, place: str) -> None:
+    """Makes sure that only zeros follow the end mark: another archive would be lost there."""
+    rest = cast(BinaryIO, archive.fileobj)
+    while piece := rest.read(_BUFFER_BYTES):
+        if any(piece):
+            raise UserError(
+                f"{place} goes on behind its end, as archives do that were put together with cat. "
+                "Unpack it (tar -x --ignore-zeros) and name the files to read."
+            )
 
 
 def zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
@@ -186,7 +198,7 @@ def zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
 
 
 def _left_out(name: str, skipped: Counter[str]) -> bool:
-    hidden = name.rsplit("/", 1)[-1].startswith(".")
+    hidden = any(part.startswith(".") and part.strip(".") for part in name.split("/"))
     if hidden:
         skipped["hidden files in archives"] += 1
     return hidden

@@ -8,7 +8,7 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
@@ -19,9 +19,9 @@ from MaxText.input_pipeline.storage import is_url, open_stream
 
 _BUFFER_BYTES = 2**18
 
-# Decompressed at a time: zstd gives back all that a piece of input stands for, which is at most
-# some thousand times as much.
-_ZSTD_PIECE_BYTES = 2**16
+# Decompressed at a time: what comes back is all that a piece stands for, which is some thousand
+# times as much where a file is nothing but repetition.
+_PIECE_BYTES = 2**14
 # `zstd --long=31` is the widest there is, and what large published dumps are made with.
 _ZSTD_WINDOW_BYTES = 2**31
 
@@ -113,25 +113,30 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
     file = cast(BinaryIO, buffered(file))
     if not cast(Any, file).peek(1):
         raise EOFError("it is empty")
-    contents: Any
-    if compression == "gz":
-        contents = gzip.GzipFile(fileobj=file, mode="rb")
-    elif compression == "xz":
-        contents = lzma.LZMAFile(file)  # noqa: SIM115 - closed with what is returned
-    elif compression == "bz2":
-        contents = bz2.BZ2File(file)
-    else:
-        assert compression == "zst", compression
-        contents = _ZstdStream(file)
-    return io.BufferedReader(contents, _BUFFER_BYTES)
+    begin: dict[str, Callable[[], Any]] = {
+        "xz": lzma.LZMADecompressor,
+        "bz2": bz2.BZ2Decompressor,
+        "zst": zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj,
+    }
+    contents = (
+        gzip.GzipFile(fileobj=file, mode="rb")
+        if compression == "gz"
+        else _Frames(file, begin[compression])
+    )
+    return io.BufferedReader(cast(io.RawIOBase, contents), _BUFFER_BYTES)
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompresses zstd frames; unlike zstandard's own reader it notices that one is cut short."""
+class _Frames(io.RawIOBase):
+    """Decompresses zstd frames, xz or bz2 streams that follow one another, to the last one.
 
-    def __init__(self, file: BinaryIO):
+    The readers of the libraries are not strict enough: zstandard's takes a frame that is cut short
+    for the end, and those for xz and bz2 take damage between two streams for it.
+    """
+
+    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
+        """Reads `file` with the decompressors, one per frame, that `begin` makes."""
         self._file = file
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+        self._begin = begin
         self._frame: Any = None
         self._ready = memoryview(b"")
 
@@ -140,10 +145,10 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while not self._ready:
-            piece = self._file.read(_ZSTD_PIECE_BYTES)
+            piece = self._file.read(_PIECE_BYTES)
             if not piece:
                 if self._frame is not None:
-                    raise EOFError("it ends in the middle of a zstd frame")
+                    raise EOFError("it ends in the middle of its compressed data")
                 return 0
             self._ready = memoryview(self._decompress(piece))
         count = min(len(buffer), len(self._ready))
@@ -155,7 +160,11 @@ class _ZstdStream(io.RawIOBase):
         contents = []
         while piece:
             if self._frame is None:
-                self._frame = self._decompressor.decompressobj()
+                # xz files may have zeros between streams; no frame of any kind begins with one.
+                piece = piece.lstrip(b"\0")
+                if not piece:
+                    break
+                self._frame = self._begin()
             contents.append(self._frame.decompress(piece))
             piece = b""
             if self._frame.eof:

@@ -6,6 +6,7 @@ The order depends on names only, never on the machine.
 import glob
 import json
 import os
+import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,15 @@ def _source_file(path: str, name: str) -> SourceFile:
     if storage.is_url(path):
         return SourceFile(path, name, _remote_size(path), kind)
     path = storage.local_path(path)
-    return SourceFile(path, name, os.stat(path).st_size, kind)
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(
+            f"{path} is no plain file, and what it gives cannot be read twice. Copy what it holds "
+            "to a file and name that, or leave it out of prepare_source."
+        )
+    # Of a name that is not UTF-8 Python keeps the bytes, which cannot be shown or stored.
+    name = os.fsencode(name).decode(errors="replace")
+    return SourceFile(path, name, found.st_size, kind)
 
 
 def _remote_size(url: str) -> int:

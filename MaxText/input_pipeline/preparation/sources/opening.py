@@ -6,6 +6,7 @@ import re
 
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.preparation.held_out import TEST, TRAIN, VALIDATION
 from MaxText.input_pipeline.preparation.sources.finding import (
     STDLIB,
     SourceFile,
@@ -14,7 +15,6 @@ from MaxText.input_pipeline.preparation.sources.finding import (
 )
 from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), VALIDATION),

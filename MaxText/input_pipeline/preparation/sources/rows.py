@@ -12,6 +12,7 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.sources.byte_streams import decode
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 # A file without line ends is no file of rows: stop before it fills the memory.
 LONGEST_ROW = 2**30
@@ -45,7 +46,8 @@ def row_texts(
     number = 0
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
         at += len(line)
-        if not line.isspace():
+        row = line.removeprefix(codecs.BOM_UTF8)
+        if row and not row.isspace():
             row_place = f"{place}:{number + 1}"
             if start:
                 row_place = f"{place}, line {number + 1} from byte {start} on,"
@@ -54,7 +56,7 @@ def row_texts(
                     f"{row_place} is longer than {LONGEST_ROW} bytes. Cut it, or name the file "
                     ".txt if it holds no rows."
                 )
-            yield number, _line_text(line, row_place, text_field)
+            yield number, _line_text(row, row_place, text_field)
         number += 1
 
 
@@ -69,8 +71,6 @@ def _skip_line(file: io.BufferedReader) -> int:
 
 
 def _line_text(line: bytes, place: str, text_field: str) -> str:
-    if line.startswith(codecs.BOM_UTF8):
-        line = line[len(codecs.BOM_UTF8) :]
     try:
         row = json.loads(decode(line, place))
     except UserError:
@@ -82,7 +82,7 @@ def _line_text(line: bytes, place: str, text_field: str) -> str:
         ) from error
     text = text_of_row(row, place, text_field)
     # Only an escape can name half of a surrogate pair: what was decoded from UTF-8 has none.
-    return whole_characters(text) if b"\\u" in line else text
+    return without_surrogates(text) if b"\\u" in line else text
 
 
 def begins_list(file: io.BufferedReader) -> bool:
@@ -108,7 +108,7 @@ def list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterator
     values = _ListReader(file, place)
     for number, row in enumerate(values.rows()):
         text = text_of_row(row, f"{place}, value {number + 1} of its list,", text_field)
-        yield number, whole_characters(text)
+        yield number, without_surrogates(text)
 
 
 class _ListReader:
@@ -215,12 +215,3 @@ def no_text(place: str, text_field: str, fields: list[str]) -> UserError:
         f"{place} has no text in field {text_field!r}; fields with text: "
         f"{', '.join(fields) or 'none'}. Set text_field to one of them."
     )
-
-
-def whole_characters(text: str) -> str:
-    """`text` with halves of surrogate pairs replaced, which no encoding of text can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

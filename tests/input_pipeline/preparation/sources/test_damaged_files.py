@@ -182,6 +182,23 @@ def test_links_and_hidden_files_of_archives_are_counted(tmp_path):
     assert skipped == {"links and devices in archives": 1, "hidden files in archives": 1}
 
 
+def test_hidden_folders_of_archives_are_left_out_as_those_on_disk(tmp_path):
+    members = [("a/.git/objects/x", b"\xff"), ("./a/b.txt", b"text"), ("../c.txt", b"up")]
+    (tmp_path / "a.tar").write_bytes(tar(members))
+    documents, skipped = read_documents(tmp_path / "a.tar")
+    assert [document.text for document in documents] == ["text", "up"]
+    assert skipped == {"hidden files in archives": 1}
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_archives_put_together_with_cat_are_refused(tmp_path, compression):
+    pack = COMPRESS["gz"] if compression else bytes
+    content = b"".join(pack(tar([(name, b"text")])) for name in ("a.txt", "b.txt"))
+    (tmp_path / f"a.tar{compression}").write_bytes(content)
+    with pytest.raises(UserError, match=r"goes on behind its end, as archives do that .* cat"):
+        read_texts(tmp_path)
+
+
 def test_archives_in_archives_end_somewhere(tmp_path):
     content = b"text"
     for depth in range(6):
@@ -317,6 +334,27 @@ def test_several_frames_are_one_file(tmp_path):
         content = b"".join(pack(part.encode()) for part in parts)
         (tmp_path / f"a.txt.{compression}").write_bytes(content)
     assert read_texts(tmp_path) == ["first second third"] * 4
+
+
+def test_zeros_between_streams_of_xz(tmp_path):
+    content = lzma.compress(b"first ") + bytes(8) + lzma.compress(b"second") + bytes(4)
+    (tmp_path / "a.txt.xz").write_bytes(content)
+    assert read_texts(tmp_path) == ["first second"]
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("xz", lzma.compress), ("bz2", bz2.compress)])
+def test_a_damaged_later_stream_is_noticed(tmp_path, ending, pack):
+    content = pack(b"first ") + b"?" + pack(b"second")[1:]
+    (tmp_path / f"a.txt.{ending}").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.txt\.{ending} (is not a whole|cannot be read)"):
+        read_texts(tmp_path)
+
+
+def test_a_byte_order_mark_alone_is_no_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf\r\n"text"')
+    documents, _ = read_documents(tmp_path)
+    assert [(each.text, each.file, each.row) for each in documents] == [("text", "b.jsonl", 1)]
 
 
 def test_wide_zstd_windows(tmp_path):

@@ -278,3 +278,20 @@ def test_splits_of_the_source_are_known(tmp_path, names, splits):
     texts = [[d.text for d in unit.documents(Counter())] for unit in corpus.units]
     assert [text for unit in texts for text in unit] == names
     assert len(texts) == max(1, len(splits))
+
+
+def test_pipes_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(UserError, match=r"b\.txt is no plain file"):
+        open_corpus(str(tmp_path), "text")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_names_that_are_not_utf8_can_be_shown(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"a\xff.txt")
+    with open(path, "wb") as file:
+        file.write(b"text")
+    corpus = open_corpus(str(tmp_path), "text")
+    (document,) = corpus.units[0].documents(Counter())
+    assert document == Document("text", "a\ufffd.txt", 0)
