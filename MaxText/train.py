@@ -86,8 +86,8 @@ def train(config) -> int:
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.batch import batch_shapes
-    from MaxText.input_pipeline.batch_plan import plan_batches
     from MaxText.input_pipeline.loader import eval_loader, train_loader
+    from MaxText.input_pipeline.rows.batch_plan import plan_batches
 
     length = model_section.shape.max_target_length
     plan = plan_batches(

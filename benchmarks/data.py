@@ -103,7 +103,7 @@ def slice_of_text(folder: pathlib.Path) -> str:
 def measure_encoding(source: str, folder: pathlib.Path) -> None:
     """Text to ids, and to a data set; leaves `trained`, `bin` and `array_record` in `folder`."""
     from MaxText.input_pipeline.preparation.preparing import prepare
-    from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+    from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
     def prepared(output_format: str, tokenizer_path: str, name: str, workers: int) -> None:
         keys = Preparation(
@@ -200,7 +200,7 @@ def measure_writing(folder: pathlib.Path) -> None:
 
 def open_stream(folder: pathlib.Path) -> Any:
     """The training tokens of a prepared data set."""
-    from MaxText.input_pipeline.opening import open_token_data
+    from MaxText.input_pipeline.streams.opening import open_token_data
 
     return open_token_data(
         str(folder),
@@ -288,8 +288,8 @@ def peer_batches(path: pathlib.Path) -> Any:
 
 def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
     """What train.py reads."""
-    from MaxText.input_pipeline.batch_plan import BatchPlan
     from MaxText.input_pipeline.loader import train_loader
+    from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 
     return train_loader(
         Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),

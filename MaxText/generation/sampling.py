@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from MaxText.configuration.training_sections import Sampling
 from MaxText.input_pipeline.batch import Batch
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.layers.model import Model, Parameters
 
 

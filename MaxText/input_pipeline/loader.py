@@ -21,12 +21,12 @@ from MaxText.configuration.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.batch import Batch
-from MaxText.input_pipeline.batch_plan import BatchPlan
-from MaxText.input_pipeline.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.row_batches import BadRecords, RowBatches
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
+from MaxText.input_pipeline.rows.synthetic import EVAL_STREAM, SyntheticRows
+from MaxText.input_pipeline.rows.windows import PackedWindows
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.synthetic import EVAL_STREAM, SyntheticRows
-from MaxText.input_pipeline.windows import PackedWindows
 
 # An element is a whole batch: a few threads hide slow storage, and few batches are kept ready.
 # Mapped files need no waiting, and threads that only compute hand Python's lock to and fro: batches

@@ -13,20 +13,20 @@ import numpy as np
 
 from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
 from MaxText.errors import UserError
-from MaxText.input_pipeline.megatron_order import document_range
-from MaxText.input_pipeline.mixture import Chain, Mixture, Rows, Source
-from MaxText.input_pipeline.opening import open_token_data
-from MaxText.input_pipeline.packing import PackedDocuments
-from MaxText.input_pipeline.sample_index import SampleWindows
-from MaxText.input_pipeline.token_data import TokenData
-from MaxText.input_pipeline.window_order import WindowOrder
-from MaxText.input_pipeline.windows import (
+from MaxText.input_pipeline.rows.mixture import Chain, Mixture, Rows, Source
+from MaxText.input_pipeline.rows.packing import PackedDocuments
+from MaxText.input_pipeline.rows.sample_index import SampleWindows
+from MaxText.input_pipeline.rows.window_order import WindowOrder
+from MaxText.input_pipeline.rows.windows import (
     Cutting,
     DocumentWindows,
     PackedWindows,
     StitchedWindows,
     Windows,
 )
+from MaxText.input_pipeline.streams.megatron_order import document_range
+from MaxText.input_pipeline.streams.opening import open_token_data
+from MaxText.input_pipeline.streams.token_data import TokenData
 
 CHUNKS = SAMPLINGS[0]
 _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.bad_record import BadRecord
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")

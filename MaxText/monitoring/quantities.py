@@ -3,7 +3,7 @@
 import dataclasses
 
 from MaxText.configuration.training_sections import Batch
-from MaxText.input_pipeline.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import FlopCount
 from MaxText.monitoring.peak_flops import PeakFlops

@@ -11,14 +11,14 @@ from MaxText.configuration.data_sections import Data, Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline import loader
 from MaxText.input_pipeline.batch import Batch
-from MaxText.input_pipeline.batch_plan import BatchPlan
 from MaxText.input_pipeline.loader import eval_loader, train_loader
 from MaxText.input_pipeline.manifest import MANIFEST_NAME, describe, read_manifest
-from MaxText.input_pipeline.token_stream import TokenStream
-from MaxText.input_pipeline.window_order import WindowOrder
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.window_order import WindowOrder
+from MaxText.input_pipeline.streams.token_stream import TokenStream
 
-from . import token_files
 from .small_data import VOCAB_SIZE, data_keys, numbered_documents, random_documents, write_data_set
+from .streams import token_files
 
 LENGTH = 16
 

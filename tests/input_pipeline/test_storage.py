@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.bad_record import BadRecord
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 NAMES = ["shard-2.tar", "shard-10.tar", "deep/er/shard-1.tar", ".hidden", "deep/.git/x"]
 

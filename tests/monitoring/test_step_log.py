@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.training_sections import Guard, Monitoring
-from MaxText.input_pipeline.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.recorder import Recorder

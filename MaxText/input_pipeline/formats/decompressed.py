@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.storage import absolute, open_stream, version
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 
 def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -> str:

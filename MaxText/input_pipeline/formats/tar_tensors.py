@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.formats.tar_members import Member, members
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
-from MaxText.input_pipeline.record_index import FileRecords, FileScan
 from MaxText.input_pipeline.storage import Blocks, open_file
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
 
 _ENDINGS = (".pth", ".pt", ".npy")
 # Fields that are taken without asking when a sample has several.

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.formats.token_ids import as_ids
-from MaxText.input_pipeline.record_index import FileRecords, FileScan
 from MaxText.input_pipeline.storage import Blocks, open_file
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ from MaxText.input_pipeline.preparation.unit_encoding import (
     finished_unit,
 )
 from MaxText.input_pipeline.sync import sync_file, write_whole
-from MaxText.input_pipeline.tokenization.text_tokenizer import TextTokenizer
+from MaxText.input_pipeline.tokenization.loading import TextTokenizer
 
 Show = Callable[[str], None]
 

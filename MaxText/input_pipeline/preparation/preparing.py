@@ -43,7 +43,7 @@ from MaxText.input_pipeline.preparation.survey import (
     survey_unit,
 )
 from MaxText.input_pipeline.sync import sync_file, write_whole
-from MaxText.input_pipeline.tokenization.text_tokenizer import TextTokenizer, load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
 
 Show = Callable[[str], None]

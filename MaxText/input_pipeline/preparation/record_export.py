@@ -31,8 +31,8 @@ from MaxText.input_pipeline.preparation.record_shards import (
     write_shard,
 )
 from MaxText.input_pipeline.preparation.work_processes import Advance
+from MaxText.input_pipeline.streams.token_stream import TokenStream
 from MaxText.input_pipeline.sync import WRITING_SUFFIX, publish, write_whole, writing_name
-from MaxText.input_pipeline.token_stream import TokenStream
 
 LEDGER_NAME = "records.json"
 _LEDGER_SCHEMA = 1

@@ -19,7 +19,7 @@ from MaxText.input_pipeline.preparation.corpus import Corpus
 from MaxText.input_pipeline.preparation.preparing import make_once
 from MaxText.input_pipeline.preparation.sources.finding import find_files
 from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 
 def open_text(

@@ -29,7 +29,7 @@ from MaxText.input_pipeline.preparation.part_files import Part, PartWriter
 from MaxText.input_pipeline.preparation.survey import SurveyJob, SurveySettings, TextDigest
 from MaxText.input_pipeline.preparation.survey import survey_unit as read_unit
 from MaxText.input_pipeline.sync import write_whole
-from MaxText.input_pipeline.tokenization.text_tokenizer import TextTokenizer
+from MaxText.input_pipeline.tokenization.loading import TextTokenizer
 
 # Text encoded at a time: enough for several threads, little enough to hold in memory (the
 # tokenizers library needs some hundred bytes per token while it works).

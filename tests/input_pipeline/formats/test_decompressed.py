@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.formats.decompressed import decompressed_copy
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 
 def test_a_copy_is_made_once_and_again_after_a_change(tmp_path):

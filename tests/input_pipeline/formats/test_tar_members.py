@@ -5,9 +5,9 @@ import tarfile
 
 import pytest
 
-from MaxText.input_pipeline.bad_record import BadRecord
 from MaxText.input_pipeline.formats.tar_members import members
 from MaxText.input_pipeline.storage import open_file
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 CONTENTS = {
     "a.txt": b"",

@@ -20,7 +20,7 @@ from MaxText.input_pipeline.manifest import Manifest, read_manifest
 from MaxText.input_pipeline.preparation import building, preparing
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.sources import finding
-from MaxText.input_pipeline.token_stream import TokenStream
+from MaxText.input_pipeline.streams.token_stream import TokenStream
 
 from .small_corpus import (
     byte_options,

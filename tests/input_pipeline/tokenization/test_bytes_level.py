@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from tiktoken_ext import openai_public
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.input_pipeline.tokenization.word_patterns import LLAMA3_WORDS
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.tokenization.text_tokenizer import load_tokenizer, train_tokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer, train_tokenizer
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, assert_same_ids
 
 

@@ -1,0 +1,218 @@
+"""What inspect_data.py does: statistics of the data of a run, or the batch of one of its steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.input_pipeline.inspection import report as inspection_report
+from MaxText.input_pipeline.inspection.data_statistics import (
+    document_lengths,
+    measure_rows,
+    measure_tokens,
+    window_origin,
+)
+from MaxText.input_pipeline.inspection.length_picture import draw_lengths
+from MaxText.input_pipeline.loader import BatchIterator, train_loader
+from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.rows.batch_plan import plan_batches
+from MaxText.input_pipeline.sources import OpenedSource
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+
+# Stands for "no model is meant": every id fits.
+_ANY_ID = 2**31 - 1
+
+# Bytes of an id as it is read, for the progress, which counts bytes.
+_ID_BYTES = 4
+
+# Messages of unreadable records that are shown.
+_SHOWN_BAD_RECORDS = 10
+
+
+class Inspection:
+    """The data of a run, opened as train.py opens it."""
+
+    def __init__(
+        self, config: Config, num_devices: int, has_model: bool, show: Callable[[str], None]
+    ):
+        """Opens the data.
+
+        Args:
+          config: of the run.
+          num_devices: devices that share a batch.
+          has_model: whether vocab_size is that of a model, which the ids have to fit.
+          show: takes the lines of the report.
+
+        Raises:
+          UserError: there is no data, or train.py would not read it.
+        """
+        if config.data.dataset_type == "synthetic":
+            raise UserError(
+                "dataset_type=synthetic is random tokens, of which there is nothing to inspect. "
+                "Name a data set."
+            )
+
+        def samples(per_device: float) -> int:
+            return _whole(per_device, num_devices) * config.batch.gradient_accumulation_steps
+
+        vocab_size = config.model.shape.vocab_size
+        self._length = config.model.shape.max_target_length
+        self._config = config
+        self._show = show
+        self._vocab_size = vocab_size if has_model else None
+        self._batches: BatchIterator = train_loader(
+            config.data,
+            plan=plan_batches(config.batch, self._length, samples),
+            # What masks hide depends on the vocabulary; otherwise ids are compared after reading.
+            vocab_size=vocab_size if config.masking.mlm_training else _ANY_ID,
+            masking=config.masking,
+            preparation=config.preparation,
+            num_steps=config.run.steps,
+            show=show,
+        )
+        show(self._batches.description)
+        self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, show)
+
+    def show_batch(self, step: int) -> None:
+        """Shows the batch of a step, row by row.
+
+        Raises:
+          UserError: the data ends before, cannot be read, or has ids that the model has not.
+        """
+        batches, masking = self._batches, self._config.masking
+        if batches.num_steps is not None and step >= batches.num_steps:
+            raise UserError(
+                f"step={step}: with num_epoch={self._config.data.num_epoch} the data ends after "
+                f"{batches.num_steps} steps. Give a step from 0 to {batches.num_steps - 1}."
+            )
+        batches.seek(step)
+        try:
+            batch = next(batches)
+        finally:
+            batches.close()
+        arrays = {"tokens": batch.tokens_BT, "weights": batch.weights_BT}
+        if batch.segments_BT is not None:
+            arrays["segments"] = batch.segments_BT
+        mask_id = None
+        if masking.mlm_training:
+            of_tokenizers = [source.data.mask_id for source in batches.opened]
+            named = [token for token in of_tokenizers if token is not None]
+            mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else named[0]
+        filler_id = batches.opened[0].data.filler_id
+
+        def show_tokens(tokens_T: np.ndarray) -> list[str]:
+            return inspection_report.show_row(tokens_T, self._tokenizer, mask_id)
+
+        self._lines(
+            inspection_report.batch_lines(
+                step, arrays, batches.origin(step), show_tokens, filler_id
+            )
+        )
+        self._check_ids(int(batch.tokens_BT.max()))
+
+    def show_statistics(self, most_tokens: int, picture: Path | None) -> None:
+        """Shows ids, documents and rows of each data set.
+
+        Args:
+          most_tokens: tokens read at most of each; what is more is sampled evenly.
+          picture: the PNG for the lengths of documents; further data sets have theirs beside it,
+            with _2, _3 ... in the name. None draws none.
+
+        Raises:
+          UserError: the data cannot be read, or has ids that the model has not.
+        """
+        unreadable: dict[str, None] = {}
+        largest_id = -1
+        for number, source in enumerate(self._batches.opened, 1):
+            self._show(f"\n{source.entry.location}")
+            path = picture
+            if path is not None and number > 1:
+                path = path.with_stem(f"{path.stem}_{number}")
+            found = self._show_source(source, most_tokens, path, unreadable)
+            largest_id = max(largest_id, found)
+        if unreadable:
+            self._show(f"\nRecords that cannot be read: {len(unreadable):,}")
+            self._lines([f"  {message}" for message in list(unreadable)[:_SHOWN_BAD_RECORDS]])
+        self._check_ids(largest_id)
+
+    def _show_source(
+        self,
+        source: OpenedSource,
+        most_tokens: int,
+        picture: Path | None,
+        unreadable: dict[str, None],
+    ) -> int:
+        """Shows one data set, adds the messages of bad records; returns the largest id."""
+        data, windows = source.data, source.rows.windows
+
+        def note(problem: BadRecord) -> None:
+            # Read again, a record is still one.
+            unreadable[str(problem)] = None
+
+        on_bad = note if self._config.data.on_bad_record == "skip" else None
+        num_bytes = _ID_BYTES * min(most_tokens, len(data.stream))
+        with show_progress("Reading tokens", num_bytes, self._show) as progress:
+            tokens = measure_tokens(
+                data, most_tokens, on_bad, lambda done: progress(_ID_BYTES * done)
+            )
+        self._lines(inspection_report.token_lines(data, tokens, self._tokenizer, self._vocab_size))
+        lengths = document_lengths(data.stream.document_offsets)
+        self._lines(
+            inspection_report.document_lines(lengths, tokens.documents, data.stream.document_name)
+        )
+        num_bytes = _ID_BYTES * min(most_tokens, len(windows) * windows.length)
+        with show_progress("Reading rows", num_bytes, self._show) as progress:
+            rows = measure_rows(
+                source.rows, most_tokens, on_bad, lambda done: progress(_ID_BYTES * done)
+            )
+        self._lines(
+            inspection_report.row_lines(
+                rows, windows.length, lambda window: window_origin(source.rows, window)
+            )
+        )
+        if picture is not None:
+            title = f"{source.entry.location}, {lengths.num_documents:,} documents"
+            draw_lengths(picture, lengths, self._length, title)
+            self._show(f"  picture of the lengths: {picture}")
+        return tokens.largest_id
+
+    def _check_ids(self, largest_id: int) -> None:
+        if self._vocab_size is not None and largest_id >= self._vocab_size:
+            raise UserError(
+                f"vocab_size={self._vocab_size} is too small: id {largest_id} occurs. Set "
+                f"vocab_size to {largest_id + 1} or more, or check that these are token ids of the "
+                "tokenizer you mean."
+            )
+
+    def _lines(self, lines: list[str]) -> None:
+        self._show("\n".join(lines))
+
+
+def _whole(per_device: float, num_devices: int) -> int:
+    samples = per_device * num_devices
+    if samples != int(samples):
+        raise UserError(
+            f"{per_device:g} sequences per device x num_devices={num_devices} is no whole number. "
+            "Set num_devices to the devices of the run."
+        )
+    return int(samples)
+
+
+def _load(
+    preparation: Preparation, folder: Path | None, show: Callable[[str], None]
+) -> TextTokenizer | None:
+    """The tokenizer of the data set, else tokenizer_path; None where neither can be used."""
+    try:
+        if folder is not None:
+            return load_tokenizer(str(folder))
+        if preparation.tokenizer_path:
+            return load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+    except UserError as error:
+        # Ids can be looked at without it.
+        show(f"Showing ids instead of text: {error}")
+    return None

@@ -1,0 +1,176 @@
+"""Token streams over flat files of ids: Megatron's .bin, and data sets prepared as `bin`."""
+
+import collections
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.storage import is_url, local_path, open_file, version
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+
+# Mapped files at once: a map keeps its file open.
+_MOST_MAPPED = 128
+
+
+class FlatFile(NamedTuple):
+    """One file of ids: its path, and the token of the stream that it begins with."""
+
+    path: str
+    first_token: int
+
+
+class FlatStream:
+    """The ids of some files, end to end. See TokenStream.
+
+    Local files are mapped, others read by ranges.
+    """
+
+    def __init__(self, files: Sequence[FlatFile], dtype: np.dtype, document_offsets: np.ndarray):
+        """Checks the sizes of the files and opens none.
+
+        Args:
+          files: in the order of their tokens, without gaps.
+          dtype: integer type of a stored id, little-endian.
+          document_offsets: int64 [D + 1]: first token of each document, then the end.
+
+        Raises:
+          UserError: a file is missing or has another size than its tokens need.
+        """
+        assert dtype.kind in "iu", dtype
+        self._files = [file.path for file in files]
+        self._dtype = dtype
+        self.document_offsets = document_offsets
+        self._num_tokens = int(document_offsets[-1])
+        self._first = np.array([*(file.first_token for file in files), self._num_tokens], np.int64)
+        assert self._first[0] == 0, self._first
+        for path, expected in zip(self._files, np.diff(self._first).tolist(), strict=True):
+            size = version(path)[0]
+            if size != expected * dtype.itemsize:
+                raise UserError(
+                    f"{path} has {size} bytes, where its {expected} tokens take "
+                    f"{expected * dtype.itemsize}: it was cut short, or belongs to another index. "
+                    "Copy the data set again."
+                )
+        self._start()
+
+    def _start(self) -> None:
+        self._maps: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict:
+        state = self.__dict__.copy()
+        del state["_maps"], state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def document_name(self, document: int) -> str:
+        """`corpus.bin, document 17`: counted from 0 over all files."""
+        start = int(self.document_offsets[document])
+        file = max(0, int(np.searchsorted(self._first[:-1], start, side="right")) - 1)
+        return f"{self._files[file].rsplit('/', 1)[-1]}, document {document}"
+
+    def ranges(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Reads pieces of the stream.
+
+        Args:
+          places: pairs (start, stop), 0 <= start <= stop <= len(stream).
+
+        Returns:
+          int32 arrays [stop - start].
+
+        Raises:
+          BadRecord: a file is gone or was cut short.
+        """
+        if places and len(self._files) == 1 and not is_url(self._files[0]):
+            ids = self._map(0)
+            assert all(0 <= start <= stop <= ids.size for start, stop in places), places
+            return [ids[start:stop].astype(np.int32) for start, stop in places]
+        return [self._piece(start, stop) for start, stop in places]
+
+    def gather(self, starts_B: np.ndarray, length: int) -> np.ndarray:
+        """Reads pieces of one length by a single copy per file.
+
+        Args:
+          starts_B: int64 [B], first token of each piece, start + length <= len(stream).
+          length: tokens of each piece.
+
+        Returns:
+          int32 [B, length].
+
+        Raises:
+          BadRecord: a file is gone or was cut short.
+        """
+        starts_B = np.asarray(starts_B, np.int64)
+        assert not starts_B.size or (
+            starts_B.min() >= 0 and starts_B.max() + length <= self._num_tokens
+        ), (starts_B, length)
+        pieces = np.empty((starts_B.size, length), np.int32)
+        files = np.searchsorted(self._first[:-1], starts_B, side="right") - 1
+        within = starts_B + length <= self._first[files + 1]
+        for file in np.unique(files[within]).tolist() if length else ():
+            if is_url(self._files[file]):
+                within &= files != file
+                continue
+            chosen = np.flatnonzero(within & (files == file))
+            ids = self._map(file)
+            windows = np.lib.stride_tricks.sliding_window_view(ids, length)
+            pieces[chosen] = windows[starts_B[chosen] - self._first[file]]
+        for row in np.flatnonzero(~within).tolist():
+            start = int(starts_B[row])
+            pieces[row] = self._piece(start, start + length)
+        return pieces
+
+    def _piece(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self._num_tokens, (start, stop, self._num_tokens)
+        piece = np.empty(stop - start, np.int32)
+        file = int(np.searchsorted(self._first[:-1], start, side="right")) - 1
+        at = start
+        while at < stop:
+            first, end = int(self._first[file]), int(self._first[file + 1])
+            until = min(stop, end)
+            piece[at - start : until - start] = self._part(file, at - first, until - first)
+            at = until
+            file += 1
+        return piece
+
+    def _part(self, file: int, start: int, stop: int) -> np.ndarray:
+        """Ids of one file, in their stored type."""
+        path = self._files[file]
+        if not is_url(path):
+            return self._map(file)[start:stop]
+        width = self._dtype.itemsize
+        content = open_file(path).read(start * width, (stop - start) * width)
+        return np.frombuffer(content, self._dtype)
+
+    def _map(self, file: int) -> np.ndarray:
+        with self._lock:
+            if file in self._maps:
+                self._maps.move_to_end(file)
+                return self._maps[file]
+            expected = int(self._first[file + 1] - self._first[file])
+            self._maps[file] = _mapped(self._files[file], self._dtype, expected)
+            if len(self._maps) > _MOST_MAPPED:
+                self._maps.popitem(last=False)
+            return self._maps[file]
+
+
+def _mapped(path: str, dtype: np.dtype, expected: int) -> np.ndarray:
+    if expected == 0:
+        return np.empty(0, dtype)  # an empty file cannot be mapped
+    try:
+        # A plain array over the map: slicing numpy's memmap class costs several times as much.
+        ids = np.memmap(local_path(path), dtype, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise BadRecord(path, 0, f"the file cannot be read ({error})") from error
+    if ids.size != expected:
+        raise BadRecord(path, 0, f"the file has {ids.size} tokens where {expected} were at first")
+    return ids

@@ -1,0 +1,197 @@
+"""Loads a tokenizer of any kind: `load_tokenizer`.
+
+Imports no jax.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES, ByteTokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import (
+    HuggingFaceTokenizer,
+    convert_vocabulary,
+)
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
+from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
+from MaxText.input_pipeline.tokenization.tokenizer_files import (
+    CONFIG_NAME,
+    read_bytes,
+    read_json,
+    read_text,
+)
+from MaxText.input_pipeline.tokenization.training import END_OF_TEXT, train_tokenizer
+
+__all__ = ["END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"]
+
+TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+# What is taken from a repository of the hub: never code, never weights.
+_HUB_FILES = (
+    TOKENIZER_NAME,
+    CONFIG_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+def load_tokenizer(
+    tokenizer_path: str | Path, tokenizer_type: str = "auto", num_threads: int = 0
+) -> TextTokenizer:
+    """Loads a tokenizer.
+
+    Args:
+      tokenizer_path: a folder that holds one; a tokenizer.json, a SentencePiece model or a
+        tiktoken file; `byte` or `bytes`; or a hub id.
+      tokenizer_type: what it is, one of TOKENIZER_TYPES; `auto` tells it by the file.
+      num_threads: threads that encode, 0 is one per core.
+
+    Raises:
+      UserError: nothing usable there, or the hub cannot be reached.
+    """
+    tokenizer_path = str(tokenizer_path)
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise UserError(
+            f"tokenizer_type={tokenizer_type} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
+        )
+    path = Path(tokenizer_path).expanduser()
+    named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
+    try:
+        if tokenizer_path and path.is_dir():
+            return _load_folder(path, tokenizer_type, num_threads)
+        if tokenizer_path and path.exists():
+            return _load_file(path, tokenizer_type, num_threads)
+    except OSError as error:
+        raise UserError(
+            f"tokenizer_path={tokenizer_path} cannot be read: {error.strerror}. Check its "
+            "permissions."
+        ) from error
+    if named_byte or (tokenizer_type == "byte" and not tokenizer_path):
+        return ByteTokenizer(num_threads)
+    is_file_name = path.suffix in (".json", ".model", ".tiktoken", ".txt")
+    if is_file_name or tokenizer_type == "byte" or not _HUB_ID.fullmatch(tokenizer_path):
+        raise UserError(
+            f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()}). "
+            "Check the path, or leave it empty to train a tokenizer on the text."
+        )
+    folder = _fetch(tokenizer_path)
+    return _load_folder(folder, tokenizer_type, num_threads, origin=f"hub {tokenizer_path}")
+
+
+def _fetch(hub_id: str) -> Path:
+    """A folder with the tokenizer's files of a hub repository, from its cache where it can."""
+    # Imported here because it takes a third of a second that no other tokenizer needs.
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # The hub's client raises many kinds.
+        raise UserError(
+            f"tokenizer_path={hub_id}: no such folder here, and the Hugging Face hub did "
+            f"not give it ({type(error).__name__}). Without network, copy the tokenizer's "
+            f"{TOKENIZER_NAME} to this machine and give its path; or leave tokenizer_path empty to "
+            "train one on the text."
+        ) from error
+
+
+def _load_folder(
+    folder: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
+) -> TextTokenizer:
+    """The tokenizer of a folder; Hugging Face's file is preferred where there are several."""
+    settings = _settings(folder)
+
+    def hugging_face() -> TextTokenizer | None:
+        if (folder / TOKENIZER_NAME).is_file():
+            return _load_file(folder / TOKENIZER_NAME, "huggingface", num_threads, origin)
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            text = convert_vocabulary(folder, settings)
+            return HuggingFaceTokenizer(
+                text, origin or "files vocab.json and merges.txt", settings, num_threads
+            )
+        return None
+
+    def single_file(endings: tuple[str, ...], kind: str) -> TextTokenizer | None:
+        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
+        matching = [path for path in found if _kind(path) == kind]
+        if len(matching) > 1:
+            # The usual name before others, which may be models of another sort.
+            matching = [path for path in matching if path.stem == "tokenizer"] or matching
+        if len(matching) > 1:
+            names = ", ".join(path.name for path in matching)
+            raise UserError(
+                f"tokenizer_path={folder}: the folder holds several tokenizers ({names}). Give "
+                "the path of one."
+            )
+        return _load_file(matching[0], kind, num_threads, origin) if matching else None
+
+    def byte() -> TextTokenizer | None:
+        return ByteTokenizer(num_threads) if settings.get("tokenizer_type") == "byte" else None
+
+    kinds: dict[str, Callable[[], TextTokenizer | None]] = {
+        "huggingface": hugging_face,
+        "tiktoken": lambda: single_file((".tiktoken", ".model"), "tiktoken"),
+        "sentencepiece": lambda: single_file((".model",), "sentencepiece"),
+        "byte": byte,
+    }
+    for kind, load in kinds.items():
+        if tokenizer_type in ("auto", kind):
+            tokenizer = load()
+            if tokenizer is not None:
+                return tokenizer
+    wanted = {
+        "auto": f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file",
+        "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
+        "tiktoken": ".tiktoken file",
+        "sentencepiece": "SentencePiece .model file",
+        "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
+    }
+    raise UserError(
+        f"tokenizer_path={folder}: the folder holds no {wanted[tokenizer_type]}. Save the "
+        "tokenizer there with transformers: "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+    )
+
+
+def _load_file(
+    path: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
+) -> TextTokenizer:
+    origin = origin or f"file {path.name}"
+    settings = _settings(path.parent)
+    kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
+    if kind == "huggingface":
+        return HuggingFaceTokenizer(read_text(path), origin, settings, num_threads)
+    if kind == "tiktoken":
+        return TiktokenTokenizer(read_bytes(path), path.stem, origin, settings, num_threads)
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer(read_bytes(path), origin, settings, num_threads)
+    raise UserError(
+        f"tokenizer_path={path} is a file, and tokenizer_type=byte reads none. Set "
+        "tokenizer_path=bytes."
+    )
+
+
+def _kind(path: Path) -> str:
+    """The kind of a tokenizer file: Llama 3's tokenizer.model, for one, is a tiktoken file."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):
+        return "huggingface"
+    if path.suffix == ".tiktoken" or is_tiktoken_file(head):
+        return "tiktoken"
+    return "sentencepiece"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, completed by the older special_tokens_map.json."""
+    return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
