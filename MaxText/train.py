@@ -22,7 +22,7 @@ The same command again resumes from the newest checkpoint of the run."""
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 the loss diverged, 2 a mistake in configuration or data."""
+    """Exit codes: 0 done, 1 the loss diverged, 2 a mistake of the user, 130 Ctrl-C."""
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE)
     for line in start_up.choose_platform(loaded.config.run.hardware):
@@ -31,6 +31,9 @@ def main() -> int:
         return train(loaded.config)
     except UserError as error:
         command_line.fail(error)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
 
 
 def train(config) -> int:
@@ -185,7 +188,8 @@ def train(config) -> int:
     )
     print(quantities.describe())
     print(f"Compiled the train step in {compile_seconds:.1f} s")
-    print(f"To see full metrics 'tensorboard --logdir={recorder.tensorboard_folder}'")
+    if monitoring.enable_tensorboard:
+        print(f"To see full metrics 'tensorboard --logdir={recorder.tensorboard_folder}'")
     progress = Progress(start.first_step, last_step + 1)
 
     def show(report: StepReport) -> None:
@@ -248,6 +252,8 @@ def train(config) -> int:
         progress.close()
         profiler.close()
         train_batches.close()
+        # Whatever ended the run: a save in the background is whole or nothing.
+        checkpoints.close()
 
     # --- What the run leaves ----------------------------------------------------------------------
     entropy = train_batches.unigram_entropy

@@ -184,11 +184,13 @@ def _mixture(config: Config) -> str | None:
                 f"dataset_mix: sampling {sampling!r} of {location} is none of "
                 f"{', '.join(SAMPLINGS)}"
             )
-        if stitch < 1 or weight <= 0:
-            return (
-                f"dataset_mix: {location} has stitch {stitch} and weight {weight:g}; both must be "
-                "above 0"
-            )
+        if stitch < 1:
+            return f"dataset_mix: {location} has stitch {stitch}, which must be 1 or more"
+        if weight <= 0:
+            return f"dataset_mix: {location} has weight {weight:g}, which must be above 0"
+    named = [mix_part(part)[:3] for part in config.data.dataset_mix]
+    if twice := [part[0] for part in named if named.count(part) > 1]:
+        return f"dataset_mix: {twice[0]} is named twice; give it one weight"
     if len(config.data.dataset_mix) > 1 and config.data.num_epoch != -1:
         return (
             f"num_epoch={config.data.num_epoch}: the sources of a mixture end at different times, "
@@ -238,6 +240,25 @@ def _length_stages(config: Config) -> str | None:
             )
     if stages and config.masking.mlm_training:
         return "sequence_length_stages does not work with mlm_training=true: CLS begins a window"
+    return None
+
+
+def _strided(config: Config) -> str | None:
+    preparation = config.preparation
+    if preparation.prepare_record != "strided":
+        return None
+    if preparation.prepare_output_format != "parquet":
+        return (
+            f"prepare_record=strided has labels, which prepare_output_format="
+            f"{preparation.prepare_output_format} does not hold\nprepare_output_format=parquet"
+        )
+    longest = preparation.prep_max_length
+    for name in ("prep_min_length", "prep_stride"):
+        if getattr(preparation, name) > longest:
+            return (
+                f"{name}={getattr(preparation, name)} above prep_max_length={longest} would leave "
+                "tokens out"
+            )
     return None
 
 
@@ -351,10 +372,20 @@ RULES: tuple[Rule, ...] = (
         _rampup,
     ),
     Rule(("sequence_length_stages", "max_target_length", "mlm_training"), _length_stages),
+    Rule(
+        (
+            "prepare_record",
+            "prepare_output_format",
+            "prep_min_length",
+            "prep_stride",
+            "prep_max_length",
+        ),
+        _strided,
+    ),
     Rule(("causal", "mlm_training"), _causal),
     Rule(("mlm_same_token_prob", "mlm_random_token_prob"), _masked_shares),
     Rule(
-        ("dataset_path", "dataset_type"),
+        ("dataset_path", "grain_train_files", "dataset_mix", "dataset_type"),
         _needs_dataset,
         ("train", "eval", "compare", "inspect_data"),
     ),

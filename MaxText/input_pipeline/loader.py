@@ -235,11 +235,12 @@ class BatchIterator(Iterator[Batch]):
 
 # Words of a position -> the configuration keys they come from, for messages.
 _KEY_OF = {
-    "data_set": "the contents of what is trained on",
+    "data_set": "the data (its contents, or the names and sizes of its files)",
     "split": "train_split",
     "seed": "data_shuffle_seed",
     "shuffle": "enable_data_shuffling",
-    "packing": "the keys about packing",
+    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, dataset_mix)",
+    "file_groups": "iter_file_nums",
     "mixture": "the weights of the mixture",
     "masking": "the mlm_ keys",
     "max_target_length": "max_target_length",
@@ -266,7 +267,6 @@ class EvalBatches:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.bad_records.begin_pass()
         reader = _read_ahead(self._source, 0, 0, _num_threads(self._opened))
         try:
             for arrays in reader:
@@ -420,7 +420,8 @@ def train_loader(
         "data_set": " ".join(source.data.fingerprint for source in opened),
         "split": data.train_split,
         "shuffle": data.enable_data_shuffling,
-        "packing": _packing(data, opened),
+        "cut": "; ".join(source.rows.windows.description for source in opened),
+        "file_groups": data.iter_file_nums,
     }
     if len(opened) > 1:
         identity["mixture"] = " ".join(map(repr, sources.weights(data, opened)))
@@ -436,18 +437,6 @@ def train_loader(
         opened=opened,
         description=sources.describe(data, opened, num_samples),
     )
-
-
-def _packing(data: Data, opened: list[sources.OpenedSource]) -> str:
-    """How rows are cut and ordered, in words that change when rows would."""
-    kinds = [type(source.rows.windows).__name__ for source in opened]
-    entries = [f"{source.entry.sampling}:{source.entry.stitch}" for source in opened]
-    facts = [data.grain_packing_type, data.use_truncation, data.iter_file_nums]
-    if data.megatron_order == "gpt_neox":
-        # The order depends on how many passes are shuffled together, which this number tells.
-        samples = [len(source.rows.windows) for source in opened]
-        facts += [data.megatron_order, data.megatron_split, f"samples:{samples}"]
-    return " ".join(map(str, [*kinds, *entries, *facts]))
 
 
 def _largest_allowed(opened: list[sources.OpenedSource], vocab_size: int) -> int | None:

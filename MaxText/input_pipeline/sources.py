@@ -5,6 +5,7 @@ Imports no jax.
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -83,8 +84,11 @@ def eval_entries(data: Data) -> list[Entry]:
 
 def _weighted(text: str, key: str) -> list[Entry]:
     entries = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        match = _WEIGHTED.fullmatch(part)
+    # A name may itself hold a semicolon or end like a weight.
+    parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(";")
+    for part in filter(None, map(str.strip, parts)):
+        exists = os.path.exists(os.path.expanduser(part))
+        match = None if exists else _WEIGHTED.fullmatch(part)
         try:
             weight = float(match["weight"]) if match else 1.0
         except ValueError as error:

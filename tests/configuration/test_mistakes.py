@@ -176,9 +176,15 @@ BROKEN = [
     ("dataset_mix=[[a,1]] grain_train_files=b", "both name what to train on"),
     ("dataset_mix=[[a,1]] dataset_path=b", "both name what to train on"),
     ("dataset_mix=[[a,1,documents,1]]", "none of chunks, documents_random, documents_fixed"),
-    ("dataset_mix=[[a,0]]", "weight 0; both must be above 0"),
+    ("dataset_mix=[[a,0]]", "weight 0, which must be above 0"),
     ("dataset_mix=[[a,0,chunks,1]]", "stitch 0"),
     ("dataset_mix=[[a,1],[b,1]] num_epoch=1", "end at different times"),
+    ("dataset_mix=[[a,1],[b,1],[a,2]]", "a is named twice"),
+    ("prepare_record=strided prepare_output_format=tfrecord", "strided has labels"),
+    (
+        "prepare_record=strided prepare_output_format=parquet prep_stride=300",
+        "prep_stride=300 above prep_max_length=256",
+    ),
     (
         "per_device_batch_size=8 enable_rampup_batch_size=true per_device_batch_size_start=4 "
         "per_device_batch_size_increment=3",

@@ -88,6 +88,10 @@ class PackedDocuments(Windows):
             _keep(folder, plan)
         return plan
 
+    @property
+    def description(self) -> str:
+        return f"whole documents by {'best' if self._best_fit else 'first'} fit"
+
     def __len__(self) -> int:
         return len(self._first_item_R) - 1
 

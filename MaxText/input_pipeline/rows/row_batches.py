@@ -81,7 +81,12 @@ class RowBatches:
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
         bad: list[BadRecord] = []
-        arrays: dict[str, Any] = self._rows.read(rows_B, bad.append if self._skip_bad else None)
+        try:
+            arrays: dict[str, Any] = self._rows.read(rows_B, bad.append if self._skip_bad else None)
+        except BadRecord as problem:
+            raise UserError(
+                f"{problem}. Copy the file again, or set on_bad_record=skip to leave such rows out."
+            ) from problem
         if self._largest_id is not None:
             # Labels are targets that need not occur among the tokens.
             ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
@@ -126,17 +131,16 @@ def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]
 
 
 class BadRecords:
-    """Counts the records that were skipped and ends the run when there are too many."""
+    """Counts the records that were skipped and ends the run when there are too many.
+
+    A record that is met again, in the next epoch or evaluation, counts once.
+    """
 
     def __init__(self, limit: int, show: Callable[[str], None]):
         """Args: `limit`: records after which it raises; `show`: takes a line for each."""
         self._limit = limit
         self._show = show
-        self.count = 0
-
-    def begin_pass(self) -> None:
-        """Counts from 0: evaluation meets the same records again each time."""
-        self.count = 0
+        self._seen: set[str] = set()
 
     def take(self, arrays: dict[str, Any]) -> None:
         """Notes what a batch could not read.
@@ -145,10 +149,17 @@ class BadRecords:
           UserError: the limit is reached.
         """
         for message in arrays.pop(_BAD, ()):
-            self.count += 1
+            if message in self._seen:
+                continue
+            self._seen.add(message)
             self._show(f"Skipped a record ({self.count} so far): {message}")
             if self.count >= self._limit:
                 raise UserError(
                     f"{self.count} records could not be read, and max_bad_records={self._limit}. "
-                    f"The last one: {message} Mend the files, or raise the limit."
+                    f"The last one: {message}. Mend the files, or raise the limit."
                 )
+
+    @property
+    def count(self) -> int:
+        """Different records so far."""
+        return len(self._seen)

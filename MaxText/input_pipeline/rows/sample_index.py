@@ -40,6 +40,11 @@ class SampleWindows(Windows):
         offsets = data.stream.document_offsets
         self._order = GptNeoxOrder(offsets, cutting.length, seed, num_samples, documents)
 
+    @property
+    def description(self) -> str:
+        # The order depends on how many passes are shuffled together, which this number tells.
+        return f"GPT-NeoX's order of {len(self):,} samples"
+
     def __len__(self) -> int:
         return len(self._order)
 

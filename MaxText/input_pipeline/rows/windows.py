@@ -79,6 +79,11 @@ class Windows(abc.ABC):
         """Whether no row ever holds two documents."""
         return False
 
+    @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """How rows are cut, in words that differ where rows would."""
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of windows."""
@@ -295,6 +300,10 @@ class PackedWindows(Windows):
     the stream but the first is a target once. The last window is filled up, not dropped.
     """
 
+    @property
+    def description(self) -> str:
+        return "documents end to end"
+
     def __len__(self) -> int:
         return max(0, -(-(len(self.data.stream) - 1) // self.length))
 
@@ -329,6 +338,11 @@ class DocumentWindows(Windows):
     def _single_documents(self) -> bool:
         return True
 
+    @property
+    def description(self) -> str:
+        kind = "one document per row"
+        return f"{kind}, cut off" if self.cutting.truncate else f"{kind}, continued"
+
     def __len__(self) -> int:
         return int(self._first_window[-1])
 
@@ -357,6 +371,11 @@ class StitchedWindows(Windows):
         super().__init__(data, cutting)
         self._stitch = stitch
         self._random = random
+
+    @property
+    def description(self) -> str:
+        place = "a random place" if self._random else "the beginning"
+        return f"a window from {place} of {self._stitch} documents"
 
     def __len__(self) -> int:
         return -(-(len(self.data.stream.document_offsets) - 1) // self._stitch)
