@@ -32,7 +32,7 @@ def main() -> int:
     except UserError as error:
         command_line.fail(error)
     except KeyboardInterrupt:
-        print("stopped: the same command goes on from the last checkpoint", file=sys.stderr)
+        print("stopped: the same command goes on where it stood", file=sys.stderr)
         return 130
 
 

@@ -157,6 +157,8 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[str | N
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             close = nearest(argument, all_keys())
             facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
+            if os.path.exists(os.path.expanduser(argument)):
+                facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
         elif path is None:
             path = argument

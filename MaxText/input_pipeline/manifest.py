@@ -207,8 +207,8 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
     """Reads and checks `<dataset_path>/manifest.json`, or the file of another name there.
 
     Raises:
-      UserError: path empty, remote, missing or without manifest; manifest damaged or newer than
-        this program.
+      UserError: path empty, remote, missing, not readable or without manifest; manifest damaged or
+        newer than this program.
     """
     how = (
         "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
@@ -220,12 +220,12 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
             "or train on random tokens with dataset_type=synthetic."
         )
     folder = local_folder(dataset_path, "dataset_path")
-    if not folder.exists():
-        raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
     file = folder / name
-    if not file.is_file():
-        raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
     try:
+        if not folder.exists():
+            raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
+        if not file.is_file():
+            raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]
         if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -236,12 +236,22 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
         return Manifest.model_validate(entries)
     except UserError:
         raise
+    except OSError as error:
+        raise unreadable(file, error) from error
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(
             f"{file} is damaged ({type(error).__name__}: {reason}). Copy it again, or delete the "
             "folder and prepare it again."
         ) from error
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The error of a file that the system does not let us read."""
+    return UserError(
+        f"{path} cannot be read ({error.strerror or error}). Check that you may read it and the "
+        "folders above it."
+    )
 
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
@@ -256,10 +266,11 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
     present = ", ".join(sorted(manifest.splits)) or "none"
     remedy = f"Set {key} to one of them"
     if key == "eval_split":
-        remedy += (
-            ", prepare again with validation_fraction above 0 and at least two documents, or "
-            "switch evaluation off (eval_interval=-1)"
-        )
+        if _can_be_held_out(manifest, split):
+            remedy += ", prepare again with validation_fraction above 0 and at least two documents"
+        elif manifest.splits:
+            remedy += f" ({' or '.join(f'{key}={name}' for name in sorted(manifest.splits))})"
+        remedy += ", or switch evaluation off (eval_interval=-1)"
     problem = "is empty" if entry is not None else "does not exist"
     raise UserError(
         f"{key}={split}: this split {problem} in {dataset_path} (splits there: {present}). "
@@ -267,12 +278,28 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
     )
 
 
+def _can_be_held_out(manifest: Manifest, split: str) -> bool:
+    """Whether preparing the text again with validation_fraction can make this split."""
+    if split != "validation" or not set(manifest.splits) <= {"train", "validation"}:
+        return False
+    # Of two documents one is held out, unless the splits are those that the source has.
+    num_documents = sum(entry.num_documents for entry in manifest.splits.values())
+    return not manifest.options.get("validation_fraction") or num_documents < 2
+
+
 def check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
     """Compares the files of a split with the manifest, by name and size.
 
     Raises:
-      UserError: a file is missing or has another size.
+      UserError: a file is missing, has another size or may not be looked at.
     """
+    try:
+        _check_files(manifest, dataset_path, split)
+    except PermissionError as error:
+        raise unreadable(Path(error.filename), error) from error
+
+
+def _check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
     folder = Path(dataset_path).expanduser() / split
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."

@@ -68,7 +68,7 @@ def list_files(location: str, key: str) -> list[str]:
     try:
         if location.startswith("@"):
             return _listed(location[1:], key)
-        if not is_url(location) and os.path.exists(local_path(location)):
+        if not is_url(location) and _exists(local_path(location)):
             return _matches(location, key)  # whatever characters its name has
         files = []
         for name in _expand_braces(location):
@@ -86,6 +86,17 @@ def list_files(location: str, key: str) -> list[str]:
             f"{key}={location} cannot be looked at ({_reason(error)}). Check the path and that you "
             "may read it."
         ) from error
+
+
+def _exists(path: str) -> bool:
+    """Whether there is a file or folder; raises PermissionError where that cannot be seen."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _listed(list_file: str, key: str) -> list[str]:

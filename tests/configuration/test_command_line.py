@@ -138,3 +138,11 @@ finally:
     assert "Traceback" not in done.stderr
     # 0.3 s on an idle core; the bound leaves room for a busy one.
     assert seconds < 3
+
+
+def test_a_data_set_without_its_key_is_told_how_to_be_named(capsys, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    text = answer(capsys, "steps=3", str(tmp_path / "corpus"), code=2)
+    assert "is neither key=value nor a config file" in text
+    assert f"write:    dataset_path={tmp_path / 'corpus'}, if it is a data set" in text
+    assert "write:" not in answer(capsys, "steps=3", str(tmp_path / "none"), code=2)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from array_record.python import (
@@ -14,7 +14,7 @@ from array_record.python import (
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.token_ids import as_ids
-from MaxText.input_pipeline.storage import is_url, local_path, version
+from MaxText.input_pipeline.storage import is_url, local_path, open_stream, version
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
 
@@ -42,6 +42,11 @@ def open_reader(path: str) -> Any:
             "mount the bucket (gcsfuse), and give the local path."
         )
     version(path)  # a missing file is named before the library looks for it
+    try:
+        open_stream(path).close()
+    except OSError as error:
+        # The library takes a file that it may not read for a damaged one.
+        raise BadRecord(path, 0, f"the file cannot be read ({error.strerror})") from error
     reader = array_record_module.ArrayRecordReader(
         local_path(path), options=READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER_BYTES
     )
@@ -76,13 +81,14 @@ def read_records(reader: Any, path: str, records: Sequence[int]) -> list[bytes]:
     """The bytes of records by number.
 
     Raises:
-      BadRecord: one cannot be read; `offset` is its number.
+      BadRecord: one cannot be read; its place is its number.
     """
     try:
         return reader.read(records)
     except (RuntimeError, IndexError, ValueError) as error:
         if len(records) == 1:
-            raise BadRecord(path, records[0], f"the record is damaged ({error})") from error
+            reason = f"the record is damaged ({error})"
+            raise BadRecord(path, records[0], reason, ArrayRecordIds.unit) from error
     # Which of them it was is not said: the first that fails on its own is.
     return [content for record in records for content in read_records(reader, path, [record])]
 
@@ -91,6 +97,7 @@ def read_records(reader: Any, path: str, records: Sequence[int]) -> list[bytes]:
 class ArrayRecordIds:
     """See RecordFormat. `names`: features to look for; the first one that is there is read."""
 
+    unit: ClassVar[str] = "record"
     names: tuple[str, ...]
     _readers: Readers = dataclasses.field(default_factory=Readers, repr=False, compare=False)
 
@@ -121,7 +128,7 @@ class ArrayRecordIds:
         try:
             return tf_example.count_int64(content, self.names)
         except tf_example.ExampleError as error:
-            raise BadRecord(path, number, str(error)) from error
+            raise BadRecord(path, number, str(error), self.unit) from error
 
     def read(self, path: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
         reader = self._readers.reader(path)
@@ -130,6 +137,6 @@ class ArrayRecordIds:
             try:
                 values = tf_example.int64_values(content, self.names)
             except tf_example.ExampleError as error:
-                raise BadRecord(path, number, str(error)) from error
-            records.append(as_ids(values, path, number))
+                raise BadRecord(path, number, str(error), self.unit) from error
+            records.append(as_ids(values, path, number, self.unit))
         return records

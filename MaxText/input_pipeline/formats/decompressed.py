@@ -38,7 +38,7 @@ def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -
     except OSError as error:
         raise _unwritable(cache_dir, error) from error
     try:
-        with os.fdopen(number, "wb") as plain, open_stream(path) as stream:
+        with os.fdopen(number, "wb") as plain, _opened(path) as stream:
             _decompress(path, stream, plain)
             plain.flush()
             os.fsync(plain.fileno())
@@ -59,6 +59,14 @@ def _decompress(path: str, stream: BinaryIO, plain: BinaryIO) -> None:
     except (gzip.BadGzipFile, zlib.error) as error:
         reason = f"the compressed file is damaged ({error})"
         raise BadRecord(path, plain.tell(), reason) from error
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open_stream(path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path} cannot be read ({reason}). Check that you may read it.") from error
 
 
 def _unwritable(cache_dir: Path, error: OSError) -> UserError:

@@ -6,9 +6,10 @@ reading rows in random order is slow where a file has few, large row groups.
 
 import bisect
 import collections
+import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -74,6 +75,8 @@ class Table:
         self._path = path
         self._arrow, parquet, ipc = import_pyarrow()
         size, _ = version(path)
+        self._size = size
+        self._map: mmap.mmap | None = None
         try:
             with open_stream(path) as stream:
                 magic = stream.read(6)
@@ -90,9 +93,11 @@ class Table:
                         f"{path}: Arrow files are mapped, so they are read from a local file "
                         "system only. Copy them, or use parquet."
                     )
-                mapped = self._arrow.memory_map(local_path(path)) if size else b""
+                if size:  # an empty file cannot be mapped
+                    with open(local_path(path), "rb") as file:
+                        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 opened = ipc.open_file if magic == b"ARROW1" else ipc.open_stream
-                reader = opened(mapped)
+                reader = opened(self._arrow.py_buffer(self._map or b""))
                 if magic == b"ARROW1":
                     batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
                 else:
@@ -100,16 +105,40 @@ class Table:
                 self._batches = batches
                 counts = [batch.num_rows for batch in batches]
                 self.schema = reader.schema
-        except (self._arrow.ArrowException, OSError) as error:
-            raise BadRecord(path, 0, f"no table, damaged or cut short ({error})") from error
+        except (self._arrow.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = f"no table, damaged or cut short ({error})"
+            if isinstance(error, PermissionError):
+                reason = f"the file cannot be read ({error.strerror})"
+            raise BadRecord(path, 0, reason) from error
         self.first_rows = np.cumsum([0, *counts]).tolist()
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether what lists() returns lies in a map of the file."""
+        return self._map is not None
+
+    def check_size(self, row: int) -> None:
+        """Looks whether a mapped file is still whole: reading beyond its end ends the process.
+
+        Args:
+          row: that is read first, for the error.
+
+        Raises:
+          BadRecord: it was cut short.
+        """
+        if self._map is not None and (size := self._map.size()) < self._size:
+            reason = f"the file was cut short: it ends after {size} of {self._size} bytes"
+            raise BadRecord(self._path, row, reason, TableIds.unit)
 
     def lists(self, group: int, column: str) -> _Lists:
         """A column of lists of integers.
 
         Raises:
-          BadRecord: the group is damaged, or a value is missing.
+          BadRecord: the group is damaged, or a value is missing; the file was cut short.
         """
+        self.check_size(self.first_rows[group])
         arrow = self._arrow
         try:
             if self._parquet is not None:
@@ -119,9 +148,8 @@ class Table:
                 chunks = [self._batches[group].column(column)]
             parts = [_flat(arrow, chunk) for chunk in chunks]
         except (arrow.ArrowException, OSError, ValueError) as error:
-            raise BadRecord(
-                self._path, self.first_rows[group], f"the group of rows is damaged ({error})"
-            ) from error
+            reason = f"the group of rows is damaged ({error})"
+            raise BadRecord(self._path, self.first_rows[group], reason, TableIds.unit) from error
         if len(parts) == 1:
             return parts[0]
         sizes = np.concatenate([np.diff(part.starts) for part in parts])
@@ -143,6 +171,20 @@ def _flat(arrow: Any, chunk: Any) -> _Lists:
     return _Lists(starts, values.to_numpy(zero_copy_only=False))
 
 
+def _damaged_rows(lists: _Lists, path: str, first_row: int) -> list[tuple[int, str]]:
+    """Rows of a group that hold what is no token id, and why."""
+    damaged = []
+    try:
+        as_ids(lists.values, path, first_row)
+    except BadRecord:
+        for number in range(lists.starts.size - 1):
+            try:
+                as_ids(lists.row(number), path, first_row)
+            except BadRecord as problem:
+                damaged.append((first_row + number, problem.reason))
+    return damaged
+
+
 def is_list_of_integers(kind: Any) -> bool:
     """Whether a column of this pyarrow type holds a list of ids per row."""
     types = import_pyarrow()[0].types
@@ -156,6 +198,8 @@ class TableIds:
     Without a column of labels a row ends after its last place with attention, where that is
     stored: what follows is padding. With one, rows keep their length, and padding has no label.
     """
+
+    unit: ClassVar[str] = "row"
 
     def __init__(self, column: str, columns: Sequence[str]):
         """Chooses what is read.
@@ -190,17 +234,18 @@ class TableIds:
 
     def scan(self, path: str) -> FileRecords:
         table = Table(path)
-        counts = []
+        counts, damaged = [], []
         for group in range(len(table.first_rows) - 1):
             lists = table.lists(group, self._column)
             sizes = np.diff(lists.starts)
+            damaged += _damaged_rows(lists, path, table.first_rows[group])
             if self._has_mask and not self._has_labels:
                 masks = table.lists(group, _MASK)
                 sizes = np.array([_attended(masks.row(row)) for row in range(sizes.size)], np.int64)
             counts.append(sizes)
         num_tokens = np.concatenate([np.empty(0, np.int64), *counts]).astype(np.int64)
         rows = np.arange(num_tokens.size, dtype=np.int64)
-        return FileRecords(rows, np.zeros_like(rows), num_tokens)
+        return FileRecords(rows, np.zeros_like(rows), num_tokens, tuple(damaged))
 
     def read(self, path: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
         with self._lock:
@@ -209,17 +254,23 @@ class TableIds:
                 while len(self._tables) > _MOST_TABLES:
                     self._tables.popitem(last=False)
             self._tables.move_to_end(path)
-            return [self._row(self._tables[path], path, row) for row in offsets]
+            table = self._tables[path]
+            if offsets:
+                table.check_size(offsets[0])
+            rows = [self._row(table, path, row) for row in offsets]
+            # Out of the map while the file is known to be whole.
+            return [row.copy() for row in rows] if table.is_mapped else rows
 
     def _row(self, table: Table, path: str, row: int) -> np.ndarray:
-        ids = as_ids(self._entry(table, path, row, self._column), path, row)
+        ids = as_ids(self._entry(table, path, row, self._column), path, row, self.unit)
         if self._has_labels or not self._has_mask:
             return ids
         return ids[: _attended(self._entry(table, path, row, _MASK))]
 
     def _entry(self, table: Table, path: str, row: int, column: str) -> np.ndarray:
         if row >= table.first_rows[-1]:
-            raise BadRecord(path, row, f"the file has {table.first_rows[-1]} rows: it has changed")
+            reason = f"the file has {table.first_rows[-1]} rows: it has changed"
+            raise BadRecord(path, row, reason, self.unit)
         group = bisect.bisect_right(table.first_rows, row) - 1
         return self._cached(table, path, group, column).row(row - table.first_rows[group])
 
@@ -255,7 +306,8 @@ class TableLabels(TableIds):
         ids = self._entry(table, path, row, self._column)
         labels = self._entry(table, path, row, LABELS).astype(np.int32)
         if labels.size != ids.size:
-            raise BadRecord(path, row, f"the row has {labels.size} labels for {ids.size} ids")
+            reason = f"the row has {labels.size} labels for {ids.size} ids"
+            raise BadRecord(path, row, reason, self.unit)
         if self._shift:
             labels = np.append(labels[1:], np.int32(IGNORED))
         labels = np.where(labels < 0, np.int32(IGNORED), labels)

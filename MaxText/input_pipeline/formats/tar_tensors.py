@@ -7,6 +7,7 @@ field it is and how it is stored: .pth and .pt as torch.save does, .npy as numpy
 import dataclasses
 import io
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ _USUAL = ("input_id", "input_ids", "tokens", "text", "")
 class TarTensors:
     """See RecordFormat. `field`: which member of a sample is read; empty for the only one."""
 
+    unit: ClassVar[str] = "byte"
     field: str
 
     def scan(self, path: str) -> FileRecords:
@@ -38,7 +40,7 @@ class TarTensors:
             found.add(
                 member.offset,
                 member.size,
-                lambda at=member.offset, stop=stop: _tensor(data[at:stop], path, at).size,
+                lambda at=member.offset, stop=stop: _ids(data[at:stop], path, at).size,
             )
         return found.records()
 
@@ -68,9 +70,13 @@ class TarTensors:
     def read(self, path: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[np.ndarray]:
         contents = open_file(path).read_many(list(zip(offsets, sizes, strict=True)))
         return [
-            as_ids(_tensor(content, path, offset), path, offset)
-            for offset, content in zip(offsets, contents, strict=True)
+            _ids(content, path, offset) for offset, content in zip(offsets, contents, strict=True)
         ]
+
+
+def _ids(content: bytes, path: str, offset: int) -> np.ndarray:
+    # Formats without a checksum show damage by values that are no ids.
+    return as_ids(_tensor(content, path, offset), path, offset)
 
 
 def _tensor(content: bytes, path: str, offset: int) -> np.ndarray:

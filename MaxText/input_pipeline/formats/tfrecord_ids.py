@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
 class TFRecordIds:
     """See RecordFormat. `names`: features to look for; the first one that is there is read."""
 
+    unit: ClassVar[str] = "byte"
     names: tuple[str, ...]
 
     def scan(self, path: str) -> FileRecords:

@@ -274,6 +274,7 @@ class RowStatistics:
       num_read: of these, read.
       num_places: places of the rows read.
       num_counted: of these, with a target that counts in the loss.
+      largest_target: largest id among these targets, -1 where there is none.
       windows: of the rows with a target, those with the same tokens as another one.
     """
 
@@ -281,6 +282,7 @@ class RowStatistics:
     num_read: int
     num_places: int
     num_counted: int
+    largest_target: int
     windows: Repeats
 
 
@@ -301,6 +303,7 @@ def measure_rows(
     windows, length = source.windows, source.windows.length
     rows_of_block = max(1, BLOCK_TOKENS // length)
     num_read = num_counted = 0
+    largest_target = -1
     hashes, numbers = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     places_T = np.arange(length)
     num_blocks = -(-len(windows) // rows_of_block)
@@ -308,7 +311,10 @@ def measure_rows(
         first = block * rows_of_block
         rows_B = np.arange(first, min(first + rows_of_block, len(windows)))
         rows = windows.read(rows_B, draws(source.seed, rows_B), on_bad)
-        counted_B = np.count_nonzero(rows["weights"], axis=1)
+        counted_BT = rows["weights"] > 0
+        counted_B = np.count_nonzero(counted_BT, axis=1)
+        largest = rows["targets"].max(initial=-1, where=counted_BT)
+        largest_target = max(largest_target, int(largest))
         num_read += rows_B.size
         num_counted += int(counted_B.sum())
         hashes_B = _words(rows["tokens"], places_T).sum(axis=1, dtype=np.uint64)
@@ -320,6 +326,7 @@ def measure_rows(
         num_read=num_read,
         num_places=num_read * length,
         num_counted=num_counted,
+        largest_target=largest_target,
         windows=find_repeats(np.concatenate(hashes), np.concatenate(numbers)),
     )
 

@@ -1,5 +1,6 @@
 """What inspect_data.py does: statistics of the data of a run, or the batch of one of its steps."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +21,16 @@ from MaxText.input_pipeline.loader import BatchIterator, train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.rows.batch_plan import plan_batches
 from MaxText.input_pipeline.sources import OpenedSource
+from MaxText.input_pipeline.storage import local_path
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 # Stands for "no model is meant": every id fits.
 _ANY_ID = 2**31 - 1
+
+# What no file has in its name.
+_NO_NAME = "/"
 
 # Bytes of an id as it is read, for the progress, which counts bytes.
 _ID_BYTES = 4
@@ -60,13 +65,17 @@ class Inspection:
         def samples(per_device: float) -> int:
             return _whole(per_device, num_devices) * config.batch.gradient_accumulation_steps
 
+        data = config.data
+        if os.path.isfile(local_path(data.dataset_path)):
+            # Who names one file means it, also where it is the one that training leaves out.
+            data = data.model_copy(update={"eval_split": _NO_NAME})
         vocab_size = config.model.shape.vocab_size
         self._length = config.model.shape.max_target_length
         self._config = config
         self._show = show
         self._vocab_size = vocab_size if has_model else None
         self._batches: BatchIterator = train_loader(
-            config.data,
+            data,
             plan=plan_batches(config.batch, self._length, samples),
             # What masks hide depends on the vocabulary; otherwise ids are compared after reading.
             vocab_size=vocab_size if config.masking.mlm_training else _ANY_ID,
@@ -113,7 +122,8 @@ class Inspection:
                 step, arrays, batches.origin(step), show_tokens, filler_id
             )
         )
-        self._check_ids(int(batch.tokens_BT.max()))
+        # Labels are targets that need not occur among the tokens.
+        self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
     def show_statistics(self, most_tokens: int, picture: Path | None) -> None:
         """Shows ids, documents and rows of each data set.
@@ -175,11 +185,13 @@ class Inspection:
                 rows, windows.length, lambda window: window_origin(source.rows, window)
             )
         )
+        if data.labels is not None:
+            self._show(f"  labels that count: ids up to {rows.largest_target}")
         if picture is not None:
             title = f"{source.entry.location}, {lengths.num_documents:,} documents"
             draw_lengths(picture, lengths, self._length, title)
             self._show(f"  picture of the lengths: {picture}")
-        return tokens.largest_id
+        return max(tokens.largest_id, rows.largest_target)
 
     def _check_ids(self, largest_id: int) -> None:
         if self._vocab_size is not None and largest_id >= self._vocab_size:
@@ -208,10 +220,12 @@ def _load(
 ) -> TextTokenizer | None:
     """The tokenizer of the data set, else tokenizer_path; None where neither can be used."""
     try:
-        if folder is not None:
+        asked = preparation.tokenizer_path
+        # tokenizer_type goes with the path that was asked for.
+        if folder is not None and (not asked or folder != Path(asked).expanduser()):
             return load_tokenizer(str(folder))
-        if preparation.tokenizer_path:
-            return load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+        if asked:
+            return load_tokenizer(asked, preparation.tokenizer_type)
     except UserError as error:
         # Ids can be looked at without it.
         show(f"Showing ids instead of text: {error}")

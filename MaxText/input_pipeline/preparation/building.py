@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def build_data_set(building: Path, request: Request, workers: Workers, show: Sho
     start = time.monotonic()
     parts = building / "parts"
     _open_building(building, request, show)
-    units, num_kept_bytes = _encode_units(parts, request, workers, show)
+    units, kept = _encode_units(parts, request, workers, show)
     units = _fill_empty_split(parts, request, units, show)
     if not any(part.num_documents for unit in units for part in unit.parts.values()):
         skipped = _skipped(units)
@@ -186,7 +186,7 @@ def build_data_set(building: Path, request: Request, workers: Workers, show: Sho
     for path in request.tokenizer.save(target):
         sync_file(path)
     write_whole(target / MANIFEST_NAME, manifest.to_json())
-    _report(request, units, num_kept_bytes, manifest, time.monotonic() - start, show)
+    _report(request, units, kept, manifest, time.monotonic() - start, show)
     return manifest
 
 
@@ -210,8 +210,8 @@ def _open_building(building: Path, request: Request, show: Show) -> None:
 
 def _encode_units(
     parts: Path, request: Request, workers: Workers, show: Show
-) -> tuple[list[EncodedUnit], int]:
-    """All units of the corpus, encoded, and the bytes of those that were finished before."""
+) -> tuple[list[EncodedUnit], set[int]]:
+    """All units of the corpus, encoded, and the numbers of those that another process encoded."""
     num_processes, num_threads = workers.for_corpus(request.corpus)
     encoding = request.encoding(parts, num_threads)
     corpus = request.corpus
@@ -225,7 +225,7 @@ def _encode_units(
         )
         for number, (unit, split) in enumerate(zip(corpus.units, splits, strict=True))
     ]
-    finished = [unit for job in jobs if (unit := finished_unit(encoding, job.number))]
+    finished = {job.number: unit for job in jobs if (unit := finished_unit(encoding, job.number))}
     if finished:
         show(f"Going on: {len(finished):,} of {len(jobs):,} parts were finished before")
     num_bytes = sum(unit.num_bytes for unit in corpus.units)
@@ -237,7 +237,9 @@ def _encode_units(
         with show_progress("Encoding", num_bytes, show) as advance:
             for _ in work_processes.run(encode_unit, encoding, jobs, num_processes, advance):
                 pass
-    return _finished(encoding, jobs), sum(unit.num_bytes for unit in finished)
+    units = _finished(encoding, jobs)
+    # A unit whose text changed since was encoded again.
+    return units, {number for number, unit in finished.items() if units[number] == unit}
 
 
 def _finished(encoding: Encoding, jobs: Sequence[EncodingJob]) -> list[EncodedUnit]:
@@ -366,15 +368,13 @@ def _skipped(units: Sequence[EncodedUnit]) -> Counter[str]:
 def _report(
     request: Request,
     units: Sequence[EncodedUnit],
-    num_kept_bytes: int,
+    kept: Collection[int],
     manifest: Manifest,
     seconds: float,
     show: Show,
 ) -> None:
-    num_tokens = sum(split.num_tokens for split in manifest.splits.values())
     num_documents = sum(split.num_documents for split in manifest.splits.values())
     num_bytes = sum(unit.num_bytes for unit in units)
-    processor_seconds = sum(unit.processor_seconds for unit in units)
     line = (
         f"Read {request.corpus.description}: {num_documents:,} documents, "
         f"{num_bytes / 1e6:,.1f} MB of text in {request.corpus.num_files:,} files"
@@ -384,9 +384,21 @@ def _report(
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         line += f"; left out: {left_out}"
     show(line)
-    show(
-        f"Encoded {num_tokens:,} tokens in {seconds:,.1f} s: "
-        f"{(num_bytes - num_kept_bytes) / 1e6 / max(seconds, 1e-3):,.1f} MB/s, "
-        f"{num_tokens / max(processor_seconds, 1e-3):,.0f} tokens per CPU second "
-        f"({request.tokenizer.engine})"
-    )
+    if kept:
+        num_tokens = _num_tokens([units[number] for number in kept])
+        show(f"Kept {num_tokens:,} tokens in {len(kept):,} of {len(units):,} parts, encoded before")
+    new = [unit for number, unit in enumerate(units) if number not in kept]
+    if new:
+        num_tokens = _num_tokens(new)
+        num_bytes = sum(unit.num_bytes for unit in new)
+        processor_seconds = sum(unit.processor_seconds for unit in new)
+        show(
+            f"Encoded {num_tokens:,} tokens in {seconds:,.1f} s: "
+            f"{num_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s, "
+            f"{num_tokens / max(processor_seconds, 1e-3):,.0f} tokens per CPU second "
+            f"({request.tokenizer.engine})"
+        )
+
+
+def _num_tokens(units: Sequence[EncodedUnit]) -> int:
+    return sum(part.num_tokens for unit in units for part in unit.parts.values())

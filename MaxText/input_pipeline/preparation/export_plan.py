@@ -23,6 +23,7 @@ from MaxText.input_pipeline.preparation.held_out import (
     lowest_rank_of_training,
     ranks,
 )
+from MaxText.input_pipeline.preparation.survey import TextDigest
 
 # Text of a file where the number of files is not given.
 _SHARD_BYTES = 256_000_000
@@ -53,6 +54,7 @@ class UnitCounts(pydantic.BaseModel):
       held_out_bytes: of those whose rank is low enough for the validation split.
       first, last: documents with the smallest and the largest rank, None without documents.
       skipped: reason -> documents or files left out.
+      sha256: see TextDigest; of the texts as they are written.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +65,7 @@ class UnitCounts(pydantic.BaseModel):
     first: Ranked | None
     last: Ranked | None
     skipped: dict[str, int]
+    sha256: str
 
 
 def unit_texts(unit: Unit, fix_text: bool, skipped: Counter[str]) -> Iterator[bytes]:
@@ -92,7 +95,12 @@ def count_unit(
       UserError: as Unit.documents.
     """
     skipped: Counter[str] = Counter()
-    sizes_D = np.array([len(text) for text in unit_texts(unit, fix_text, skipped)], np.int64)
+    digest = TextDigest()
+    sizes = []
+    for text in unit_texts(unit, fix_text, skipped):
+        digest.add(text)
+        sizes.append(len(text))
+    sizes_D = np.array(sizes, np.int64)
     numbers_D = document_number(number, 0) + np.arange(sizes_D.size)
     ranks_D = ranks(seed, numbers_D)
     lowest = lowest_rank_of_training(validation_fraction)
@@ -109,6 +117,7 @@ def count_unit(
         first=ranked(int(ranks_D.argmin())) if sizes_D.size else None,
         last=ranked(int(ranks_D.argmax())) if sizes_D.size else None,
         skipped=dict(skipped),
+        sha256=digest.hexdigest(),
     )
 
 

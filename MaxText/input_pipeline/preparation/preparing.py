@@ -15,6 +15,7 @@ from typing import Any
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -42,6 +43,7 @@ from MaxText.input_pipeline.preparation.survey import (
     sampling_jobs,
     survey_unit,
 )
+from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
@@ -173,10 +175,7 @@ def make_once(
                 raise
     except OSError as error:
         # Readers name what is wrong with the text, so this is about the folder.
-        raise UserError(
-            f"{error.filename or folder} cannot be written ({error.strerror or error}). Make room "
-            "or choose another folder, and run the same command again."
-        ) from error
+        raise cannot_write(folder, error) from error
     show(describe(manifest))
     show(f"Wrote {folder}")
     return manifest
@@ -184,7 +183,7 @@ def make_once(
 
 def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) -> Manifest:
     """Builds the data set in `building`."""
-    num_processes = preparation.prepare_num_workers or work_processes.num_cores()
+    num_processes = preparation.prepare_num_workers or num_cores()
     is_beam = preparation.prepare_runner == "beam"
     workers = Workers(num_processes, preparation.beam_options if is_beam else None)
     tokenizer, surveys = _tokenizer(preparation, corpus, workers, show)
@@ -226,7 +225,7 @@ def _finish(building: Path, preparation: Preparation, folder: Path, show: Show) 
 
 def _open_records(records: Path, complete: Path, preparation: Preparation) -> None:
     """Deletes what a stopped preparation wrote of records that differ from what is asked for."""
-    request = records.with_name("records.json")
+    request = records.with_name("records_request.json")
     asked = {
         "options": preparation.model_dump(mode="json", include={*_OPTIONS_OF_RECORDS}),
         "data set": read_manifest(str(complete)).fingerprint,
@@ -378,7 +377,7 @@ def _keep(
 
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
-    workers = Workers(preparation.prepare_num_workers or work_processes.num_cores())
+    workers = Workers(preparation.prepare_num_workers or num_cores())
     jobs = [SurveyJob(number, unit) for number, unit in enumerate(corpus.units)]
     surveys = _survey(preparation, corpus, jobs, workers, show)
     return corpus_digest([survey.sha256 for survey in surveys])

@@ -20,6 +20,7 @@ import pydantic
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.record_shards import (
@@ -100,7 +101,7 @@ def export_records(
     left = [job for job in jobs if (job.split, job.shard) not in finished]
     if finished:
         show(f"Kept {len(finished):,} of {len(jobs):,} record files, finished earlier")
-    num_processes = preparation.prepare_num_workers or work_processes.num_cores()
+    num_processes = preparation.prepare_num_workers or num_cores()
     quarters = 0
     entries = work_processes.run(_write, None, left, num_processes, lambda _: None)
     for done, entry in enumerate(entries, 1):

@@ -12,7 +12,7 @@ any moment goes on with the same command, and gives the same bytes. Imports no j
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -22,11 +22,13 @@ import pydantic
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation import building_lock
+from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.preparation.building import BYTES_READ_WORTH_A_PROCESS, Workers
+from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.export_plan import (
     ExportPlan,
     UnitCounts,
@@ -43,6 +45,8 @@ from MaxText.input_pipeline.preparation.held_out import (
     ranks,
 )
 from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.survey import TextDigest
+from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.sync import (
     WRITING_SUFFIX,
     publish,
@@ -95,14 +99,14 @@ class Ledger(pydantic.BaseModel):
       schema_version: layout of this file.
       keys: preparation keys that the export was made with.
       units_sha256: of the sizes of the units of the corpus.
-      units: what each of them holds; empty until all were counted.
+      units: what each of them holds.
       files: the finished ones, in the order in which they were finished.
       complete: whether these are all.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     keys: dict[str, Any]
     units_sha256: str
     units: list[UnitCounts] = []
@@ -143,11 +147,7 @@ def export_text(
         with building_lock.hold(folder.with_name(f".{folder.name}.lock"), show):
             return _Export(corpus, preparation, folder, show).run()
     except OSError as error:
-        raise UserError(
-            f"The text could not be written to {folder} ({error.strerror or error}). Make room or "
-            "give the right to write there, and run the same command again: finished files are "
-            "kept."
-        ) from error
+        raise cannot_write(folder, error) from error
 
 
 class _Writer(Protocol):
@@ -172,13 +172,16 @@ class _Export:
         self._ledger = Ledger(keys={key: values[key] for key in _KEYS}, units_sha256=sizes)
 
     def run(self) -> Ledger:
-        self._take_up()
+        found = self._ledger_of_earlier_call()
+        # All text is read again even where files are finished: it may have been edited without a
+        # change of its size.
+        self._ledger.units = self._count_units()
+        if found is not None:
+            self._take_up(found)
         if self._ledger.complete:
             self._show(f"Kept {self._folder}: it already holds this text with these options")
             return self._ledger
-        if not self._ledger.units:
-            self._ledger.units = list(self._count_units())
-            self._save()
+        self._save()
         plan = self._plan()
         for leftover in self._folder.glob(f"*{WRITING_SUFFIX}"):
             leftover.unlink()
@@ -188,8 +191,12 @@ class _Export:
         self._report()
         return self._ledger
 
-    def _take_up(self) -> None:
-        """Goes on from the ledger of an earlier call, if there is one."""
+    def _ledger_of_earlier_call(self) -> Ledger | None:
+        """What an earlier call of the same request left.
+
+        Raises:
+          UserError: the folder holds something else.
+        """
         path = self._folder / LEDGER_NAME
         if not path.exists():
             others = [p.name for p in self._folder.iterdir() if p.suffix != WRITING_SUFFIX]
@@ -198,13 +205,13 @@ class _Export:
                     f"{self._folder} exists and holds no {LEDGER_NAME}, but {sorted(others)[0]}. "
                     "Choose another folder, or delete it."
                 )
-            return
+            return None
         try:
             found = Ledger.model_validate_json(path.read_bytes())
         except ValueError as error:
             raise UserError(
-                f"{path} is damaged ({str(error).splitlines()[0]}). Delete {self._folder} and run "
-                "the same command again."
+                f"{path} is damaged, or of another version ({str(error).splitlines()[0]}). Delete "
+                f"{self._folder} and run the same command again."
             ) from error
         differences = [
             f"{key} was {found.keys.get(key)!r} and is {value!r}"
@@ -214,10 +221,23 @@ class _Export:
         if found.units_sha256 != self._ledger.units_sha256:
             differences.append("its text had files of other sizes")
         if differences:
-            raise UserError(
-                f"{self._folder} holds another export: {'; '.join(differences)}. Choose another "
-                "folder, or delete it."
-            )
+            raise self._holds_another("; ".join(differences))
+        return found
+
+    def _holds_another(self, difference: str) -> UserError:
+        return UserError(
+            f"{self._folder} holds another export: {difference}. Choose another folder, or delete "
+            "it."
+        )
+
+    def _take_up(self, found: Ledger) -> None:
+        """Goes on from the ledger of an earlier call.
+
+        Raises:
+          UserError: it is of other text.
+        """
+        if found.units != self._ledger.units:
+            raise self._holds_another(f"its text was other ({self._corpus.description})")
         whole = [file for file in found.files if self._is_whole(file)]
         found.complete &= len(whole) == len(found.files)
         found.files = whole
@@ -230,18 +250,17 @@ class _Export:
     def _save(self) -> None:
         write_whole(self._folder / LEDGER_NAME, self._ledger.model_dump_json(indent=1) + "\n")
 
-    def _count_units(self) -> Iterator[UnitCounts]:
+    def _count_units(self) -> list[UnitCounts]:
+        """What each unit holds, counted by several processes where there is much text."""
         units = self._corpus.units
+        workers = Workers(self._preparation.prepare_num_workers or num_cores())
+        num_processes, _ = workers.for_corpus(self._corpus, BYTES_READ_WORTH_A_PROCESS)
+        jobs = list(enumerate(units))
         with show_progress("Reading", sum(u.num_bytes for u in units), self._show) as progress:
-            for number, unit in enumerate(units):
-                yield count_unit(
-                    unit,
-                    number,
-                    seed=self._preparation.prepare_seed,
-                    validation_fraction=self._preparation.validation_fraction,
-                    fix_text=self._preparation.prepare_fix_text,
-                )
-                progress(unit.num_bytes)
+            counted = dict(
+                work_processes.run(_count_unit, self._preparation, jobs, num_processes, progress)
+            )
+        return [counted[number] for number in range(len(units))]
 
     def _plan(self) -> ExportPlan:
         if not sum(unit.num_documents for unit in self._ledger.units):
@@ -282,17 +301,16 @@ class _Export:
     ) -> None:
         counts = self._ledger.units[number]
         splits = self._splits_of_documents(number, plan)
-        num_documents = num_bytes = 0
+        digest = TextDigest()
         texts = unit_texts(
             self._corpus.units[number], self._preparation.prepare_fix_text, self._skipped
         )
-        for text in texts:
-            num_documents += 1
-            num_bytes += len(text)
-            if num_documents > counts.num_documents:
+        for index, text in enumerate(texts):
+            digest.add(text)
+            if index == counts.num_documents:
                 break
-            outputs[splits[num_documents - 1]].add(text)
-        if (num_documents, num_bytes) != (counts.num_documents, counts.num_bytes):
+            outputs[splits[index]].add(text)
+        if digest.hexdigest() != counts.sha256:
             raise UserError(
                 f"The files of prepare_source={self._corpus.description} changed while they were "
                 f"read. Delete {self._folder} and run again when nothing writes to them."
@@ -357,6 +375,22 @@ class _Export:
         if left_out := self._left_out():
             self._show(f"  left out: {left_out}")
         self._show(f"Wrote {self._folder}")
+
+
+def _count_unit(
+    preparation: Preparation, job: tuple[int, Unit], advance: Callable[[int], None]
+) -> tuple[int, UnitCounts]:
+    """`count_unit` as work_processes calls it: number and counts."""
+    number, unit = job
+    counts = count_unit(
+        unit,
+        number,
+        seed=preparation.prepare_seed,
+        validation_fraction=preparation.validation_fraction,
+        fix_text=preparation.prepare_fix_text,
+    )
+    advance(unit.num_bytes)
+    return number, counts
 
 
 class _SplitOutput:

@@ -1,5 +1,6 @@
 """Runs independent pieces of work in processes of this machine: `run`. Imports no jax."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,6 @@ Advance = Callable[[int], None]
 """Takes the bytes done since its last call."""
 
 _POLL_SECONDS = 0.5
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def run(
@@ -66,7 +61,8 @@ def run(
     )
     reported = 0
     try:
-        waiting = {pool.submit(_work, job) for job in jobs}
+        with _ctrl_c_held_back():
+            waiting = {pool.submit(_work, job) for job in jobs}
         processes = {*multiprocessing.active_children()} - others
         while waiting:
             # The executor overlooks the end of the process that it started last while the others
@@ -98,6 +94,19 @@ def run(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Processes started meanwhile never get Ctrl-C, not even before `_start` ignores it.
+
+    They would show tracebacks of their imports; this one gets it at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # Of a worker process: the function, what is shared, and the way to report.

@@ -45,10 +45,11 @@ def choose_kind(files: list[str], kind: str, key: str, location: str) -> tuple[s
       One of tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text, and its files.
 
     Raises:
-      UserError: none is known, or several are there.
+      UserError: none is known, several are there, or `kind` is not that of the first file.
     """
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file) == kind]
+        _check_said(kind, (named or files)[0], key, location)
         return kind, named or files
     by_kind: dict[str, list[str]] = {}
     for file in files:
@@ -73,6 +74,24 @@ def choose_kind(files: list[str], kind: str, key: str, location: str) -> tuple[s
     raise UserError(
         f"{key}={location}: {files[0]} is of no known format. Accepted: "
         f"{ACCEPTED}. If its name hides what it is, set grain_file_type."
+    )
+
+
+def _check_said(kind: str, file: str, key: str, location: str) -> None:
+    """Looks whether a file is of the format that grain_file_type says."""
+    # Text and the ids of Megatron begin with any bytes, and compressed files with those of gzip.
+    if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
+        return
+    found = _kind_by_content(file)
+    # Tables of either kind are read where the other is said. What is not known may be damaged,
+    # which its reader says better, but parquet's would take it for an Arrow file.
+    is_table = {found, kind} <= {"parquet", "arrow"}
+    if found == kind or is_table or (not found and kind != "parquet"):
+        return
+    what = f"is {found} by its first bytes" if found else "does not begin as one"
+    raise UserError(
+        f"{key}={location}: grain_file_type={kind} is set, and {file} {what}. Set "
+        f"grain_file_type={found or 'auto'}, or name other files."
     )
 
 

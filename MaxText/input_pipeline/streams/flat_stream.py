@@ -1,6 +1,7 @@
 """Token streams over flat files of ids: Megatron's .bin, and data sets prepared as `bin`."""
 
 import collections
+import mmap
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,7 +58,7 @@ class FlatStream:
         self._start()
 
     def _start(self) -> None:
-        self._maps: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._maps: collections.OrderedDict[int, _MappedFile] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict:
@@ -91,7 +92,7 @@ class FlatStream:
           BadRecord: a file is gone or was cut short.
         """
         if places and len(self._files) == 1 and not is_url(self._files[0]):
-            ids = self._map(0)
+            ids = self._map(0, min(start for start, _ in places))
             assert all(0 <= start <= stop <= ids.size for start, stop in places), places
             return [ids[start:stop].astype(np.int32) for start, stop in places]
         return [self._piece(start, stop) for start, stop in places]
@@ -121,9 +122,10 @@ class FlatStream:
                 within &= files != file
                 continue
             chosen = np.flatnonzero(within & (files == file))
-            ids = self._map(file)
+            first = int(self._first[file])
+            ids = self._map(file, int(starts_B[chosen].min()) - first)
             windows = np.lib.stride_tricks.sliding_window_view(ids, length)
-            pieces[chosen] = windows[starts_B[chosen] - self._first[file]]
+            pieces[chosen] = windows[starts_B[chosen] - first]
         for row in np.flatnonzero(~within).tolist():
             start = int(starts_B[row])
             pieces[row] = self._piece(start, start + length)
@@ -146,31 +148,56 @@ class FlatStream:
         """Ids of one file, in their stored type."""
         path = self._files[file]
         if not is_url(path):
-            return self._map(file)[start:stop]
+            return self._map(file, start)[start:stop]
         width = self._dtype.itemsize
         content = open_file(path).read(start * width, (stop - start) * width)
         return np.frombuffer(content, self._dtype)
 
-    def _map(self, file: int) -> np.ndarray:
+    def _map(self, file: int, first: int) -> np.ndarray:
+        """The ids of a local file, to be copied at once: the file is whole now.
+
+        Args:
+          file: number of the file.
+          first: token in it that is read first, for errors: each place that cannot be read is a
+            bad record of its own.
+        """
+        offset = first * self._dtype.itemsize
         with self._lock:
             if file in self._maps:
                 self._maps.move_to_end(file)
-                return self._maps[file]
-            expected = int(self._first[file + 1] - self._first[file])
-            self._maps[file] = _mapped(self._files[file], self._dtype, expected)
-            if len(self._maps) > _MOST_MAPPED:
-                self._maps.popitem(last=False)
-            return self._maps[file]
+            else:
+                expected = int(self._first[file + 1] - self._first[file])
+                self._maps[file] = _mapped(self._files[file], self._dtype, expected, offset)
+                if len(self._maps) > _MOST_MAPPED:
+                    self._maps.popitem(last=False)
+            mapped = self._maps[file]
+        # Reading a map beyond the end of its file ends the process, so the size is asked for anew.
+        if mapped.map is not None and (size := mapped.map.size()) < mapped.ids.nbytes:
+            raise BadRecord(
+                self._files[file],
+                offset,
+                f"the file was cut short: it ends after {size} of {mapped.ids.nbytes} bytes",
+            )
+        return mapped.ids
 
 
-def _mapped(path: str, dtype: np.dtype, expected: int) -> np.ndarray:
+class _MappedFile(NamedTuple):
+    """The ids of a file, and the map they lie in; None for an empty file."""
+
+    ids: np.ndarray
+    map: mmap.mmap | None
+
+
+def _mapped(path: str, dtype: np.dtype, expected: int, offset: int) -> _MappedFile:
     if expected == 0:
-        return np.empty(0, dtype)  # an empty file cannot be mapped
+        return _MappedFile(np.empty(0, dtype), None)  # an empty file cannot be mapped
     try:
-        # A plain array over the map: slicing numpy's memmap class costs several times as much.
-        ids = np.memmap(local_path(path), dtype, mode="r").view(np.ndarray)
+        with open(local_path(path), "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        ids = np.frombuffer(mapped, dtype)
     except (OSError, ValueError) as error:
-        raise BadRecord(path, 0, f"the file cannot be read ({error})") from error
+        raise BadRecord(path, offset, f"the file cannot be read ({error})") from error
     if ids.size != expected:
-        raise BadRecord(path, 0, f"the file has {ids.size} tokens where {expected} were at first")
-    return ids
+        reason = f"the file has {ids.size} tokens where {expected} were at first"
+        raise BadRecord(path, offset, reason)
+    return _MappedFile(ids, mapped)

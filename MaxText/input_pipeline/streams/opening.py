@@ -4,8 +4,10 @@ Whether records hold ids or text is told by the first of them.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +55,7 @@ from MaxText.input_pipeline.streams.record_index import RecordFormat, is_rows, o
 from MaxText.input_pipeline.streams.record_stream import RecordStream
 from MaxText.input_pipeline.streams.token_data import TokenData, boundaries_digest
 from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.streams.tokenizer_beside import holds_tokenizer, tokenizer_beside
 
 # Features and columns that hold ids where tokens_field does not say.
 USUAL_FIELDS = ("input_ids", "text", "tokens")
@@ -107,21 +110,33 @@ def open_token_data(
     """
     request = _Request(location, key, data, preparation, show)
     kind = data.grain_file_type
-    if kind == "prepared" or (kind == "auto" and _is_prepared(location)):
-        return _open_prepared(location, split, "train_split" if for_training else "eval_split")
+    if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
+        tokens = _open_prepared(location, split, "train_split" if for_training else "eval_split")
+        if for_training:
+            _check_unused(request, tokens)
+        return tokens
     files = _find(request)
     kind, files = choose_kind(files, kind, key, location)
     if for_training or key != "grain_eval_files":
         evaluation = data.eval_split if for_training else split
         files = choose_split(files, evaluation, for_training, key, location)
+    tokens = _open_files(request, files, kind)
+    if tokens.tokenizer_folder is not None:
+        return tokens
+    return dataclasses.replace(
+        tokens, tokenizer_folder=tokenizer_beside(files, location, preparation.tokenizer_path)
+    )
+
+
+def _open_files(request: _Request, files: list[str], kind: str) -> TokenData:
     if kind == "megatron":
-        return open_megatron(files, key, location)
+        return open_megatron(files, request.key, request.location)
     if kind == "text":
         return _open_text(request, files)
     if kind in ("parquet", "arrow"):
         return _open_tables(request, files)
     if kind == "webdataset":
-        return _open_records(request, files, TarTensors(data.tokens_field), kind)
+        return _open_records(request, files, TarTensors(request.data.tokens_field), kind)
     if kind == "tfrecord":
         if _holds_text(request, files, _first_of_tfrecord):
             return _open_text(request, files)
@@ -132,10 +147,44 @@ def open_token_data(
     return _open_records(request, files, ArrayRecordIds(request.fields), kind)
 
 
-def _is_prepared(location: str) -> bool:
+def _is_prepared(location: str, key: str) -> bool:
     if not location:
         return True  # whose message says how to make one
-    return not is_url(location) and (Path(local_path(location)) / MANIFEST_NAME).is_file()
+    if is_url(location):
+        return False
+    try:
+        return stat.S_ISREG(os.stat(Path(local_path(location)) / MANIFEST_NAME).st_mode)
+    except PermissionError as error:
+        raise UserError(
+            f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
+            "and the folders above it."
+        ) from error
+    except (OSError, ValueError):
+        return False
+
+
+def _check_unused(request: _Request, tokens: TokenData) -> None:
+    """Says which keys about records and text have no effect on a prepared data set."""
+    data, preparation = request.data, request.preparation
+    # In a mixture other sources may be records.
+    is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
+    if data.records_eos_id >= 0 and is_alone:
+        raise UserError(
+            f"records_eos_id={data.records_eos_id} has no effect: {request.key}={request.location} "
+            "is a prepared data set, whose documents end as they were prepared. Leave "
+            "records_eos_id=-1."
+        )
+    asked = preparation.tokenizer_path
+    if not asked or preparation.prepare_source:
+        return
+    manifest = read_manifest(request.location)
+    if asked != manifest.options.get("tokenizer_path") and not holds_tokenizer(
+        asked, manifest.tokenizer.sha256, tokens.tokenizer_folder
+    ):
+        request.show(
+            f"tokenizer_path={asked} is not used: {request.location} has a tokenizer of its own "
+            f"({manifest.tokenizer.origin})."
+        )
 
 
 def _open_prepared(location: str, split: str, split_key: str) -> TokenData:
@@ -179,8 +228,12 @@ def _plain(request: _Request, file: str) -> str:
 
 def _first_of_tfrecord(file: str) -> bytes | None:
     if file.endswith(".gz"):
-        with open_stream(file) as stream, gzip.open(stream) as contents:
-            return next(tfrecord.read_records(file, contents), None)
+        try:
+            with open_stream(file) as stream, gzip.open(stream) as contents:
+                return next(tfrecord.read_records(file, contents), None)
+        except OSError as error:
+            reason = f"the file cannot be read ({error.strerror or error})"
+            raise BadRecord(file, 0, reason) from error
     blocks = Blocks(open_file(file))
     for offset, length in tfrecord.payloads(blocks, file):
         # A damaged record says nothing about the others; the index finds it.

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import absolute, versions
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 
-_LAYOUT = 1
+_LAYOUT = 2
 _ARRAYS = ("offsets", "sizes", "document_offsets")
 
 # Files scanned at once: hides the delay of a bucket; on a local disk numpy's share runs at once.
@@ -98,7 +98,12 @@ class RecordFormat(Protocol):
 
     Safe to use from several threads; pickled without what it has open. `repr` says everything
     that decides which tokens are read.
+
+    Attributes:
+      unit: what places count, see BadRecord.
     """
+
+    unit: ClassVar[str]
 
     def scan(self, path: str) -> FileRecords:
         """Finds the records of a file.
@@ -197,9 +202,10 @@ def open_index(
         assert entries is not None, folder
     index, damaged = entries
     for path, offset, reason in damaged:
+        problem = BadRecord(path, offset, reason, record_format.unit)
         if not skip_damaged:
-            raise BadRecord(path, offset, reason)
-        show(f"{path} at offset {offset}: {reason}")
+            raise problem
+        show(str(problem))
     return index
 
 

@@ -120,6 +120,7 @@ class RecordStream:
                         offsets[place],
                         f"the record has {ids.size} tokens where the index has {expected[place]}: "
                         "it is damaged, or the file has changed since the start",
+                        self._format.unit,
                     )
                 if self._extra:
                     ids = np.append(ids, np.int32(self._eos_id))

@@ -71,7 +71,7 @@ class TokenData:
         (already shifted), negative where none is; None where targets are the next tokens.
       file_of_document: int64 [files + 1] first document of each file, then the end; for shuffling
         within groups of files. None where there is one file.
-      tokenizer_folder: folder with tokenizer.json, None where there is none.
+      tokenizer_folder: folder or file of the tokenizer, None where none is known.
     """
 
     stream: TokenStream

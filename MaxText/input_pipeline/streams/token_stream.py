@@ -18,6 +18,7 @@ from MaxText.input_pipeline.manifest import (
     Manifest,
     Split,
     check_files,
+    unreadable,
 )
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.streams.flat_stream import FlatFile, FlatStream
@@ -115,6 +116,8 @@ class TokenStream:
             # A plain array over the map: slicing numpy's memmap class costs several times as much.
             offsets = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
             found = (len(offsets) - 1, int(offsets[-1]))
+        except PermissionError as error:
+            raise unreadable(path, error) from error
         except (OSError, EOFError, ValueError, TypeError, IndexError) as error:
             raise UserError(f"{path} is damaged ({error}). Copy the data set again.") from error
         expected = (self._num_documents, self._num_tokens)
@@ -151,15 +154,17 @@ class TokenStream:
 
     def _load_origins(self) -> tuple[np.ndarray, list[int], list[str]]:
         path = self._folder / SOURCE_FILES_NAME
-        if not path.exists():
-            return np.empty(0, np.int32), [], []
         try:
+            if not path.exists():
+                return np.empty(0, np.int32), [], []
             entries = json.loads(path.read_text(encoding="utf-8"))
             firsts = [int(first) for first, _ in entries]
             rows = np.load(self._folder / ROWS_NAME, mmap_mode="r", allow_pickle=False)
             if rows.shape != (self._num_documents,) or firsts[:1] != [0][: len(rows)]:
                 raise ValueError(f"{rows.shape} rows for {self._num_documents} documents")
             return rows, firsts, [str(name) for _, name in entries]
+        except PermissionError as error:
+            raise unreadable(Path(error.filename), error) from error
         except (OSError, EOFError, ValueError, TypeError) as error:
             raise UserError(
                 f"{path} or {ROWS_NAME} is damaged ({error}). Copy the data set again."
@@ -234,6 +239,7 @@ class TokenStream:
                         record,
                         f"the record is damaged: it has {len(content)} bytes, where {expected} "
                         f"tokens take {expected * self._dtype.itemsize}",
+                        "record",
                     )
                 chunks[file, record] = np.frombuffer(content, self._dtype)
         return chunks

@@ -5,7 +5,6 @@ Imports no jax.
 
 import abc
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import TokenizerEntry
 
 # Control tokens by the names that published tokenizers use, tried in this order where no
@@ -53,7 +53,7 @@ class TextTokenizer(abc.ABC):
         self.entry = entry.model_copy(update={"mask_id": mask_id})
         self.engine = self._definition = engine
         self.mask_id = mask_id
-        self.num_threads = num_threads or _num_cores()
+        self.num_threads = num_threads or num_cores()
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -163,11 +163,6 @@ def control_token_candidates(name: str, settings: Mapping[str, Any]) -> tuple[st
     """Spellings of the control token `name`: the one in the settings, else the usual ones."""
     token = control_token_settings(settings).get(f"{name}_token")
     return KNOWN_CONTROL_TOKENS[name] if token is None else (token,)
-
-
-def _num_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only.
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -30,6 +30,12 @@ __all__ = ["END_OF_TEXT", "TextTokenizer", "load_tokenizer", "train_tokenizer"]
 
 TOKENIZER_TYPES = ("auto", "huggingface", "sentencepiece", "tiktoken", "byte")
 
+# Without a path prepare_data.py trains one; text that train.py reads as it is needs one.
+_TRAINED = (
+    "or prepare the text with prepare_data.py, which trains a tokenizer on it where tokenizer_path "
+    "is empty."
+)
+
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # What is taken from a repository of the hub: never code, never weights.
@@ -83,7 +89,7 @@ def load_tokenizer(
     if is_file_name or tokenizer_type == "byte" or not _HUB_ID.fullmatch(tokenizer_path):
         raise UserError(
             f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()}). "
-            "Check the path, or leave it empty to train a tokenizer on the text."
+            f"Check the path, {_TRAINED}"
         )
     folder = _fetch(tokenizer_path)
     return _load_folder(folder, tokenizer_type, num_threads, origin=f"hub {tokenizer_path}")
@@ -100,8 +106,7 @@ def _fetch(hub_id: str) -> Path:
         raise UserError(
             f"tokenizer_path={hub_id}: no such folder here, and the Hugging Face hub did "
             f"not give it ({type(error).__name__}). Without network, copy the tokenizer's "
-            f"{TOKENIZER_NAME} to this machine and give its path; or leave tokenizer_path empty to "
-            "train one on the text."
+            f"{TOKENIZER_NAME} to this machine and give its path, {_TRAINED}"
         ) from error
 
 

@@ -74,5 +74,5 @@ def test_a_damaged_header_is_not_the_end(tmp_path):
 def test_no_archive(tmp_path, content):
     path = tmp_path / "x.tar"
     path.write_bytes(content)
-    with pytest.raises(BadRecord, match=r"x\.tar at offset 0: no tar archive"):
+    with pytest.raises(BadRecord, match=r"x\.tar at byte 0: no tar archive"):
         members(open_file(str(path)))

@@ -116,9 +116,9 @@ def test_a_damaged_gzip_stream_is_a_bad_record(written, tmp_path):
 def test_one_record_read_at_a_random_place_is_checked():
     stored = tfrecord.frame(b"hello")[tfrecord.HEADER_BYTES :]
     assert tfrecord.check(stored, "x", 12) == b"hello"
-    with pytest.raises(BadRecord, match="x at offset 12: the CRC of the record is wrong"):
+    with pytest.raises(BadRecord, match="x at byte 12: the CRC of the record is wrong"):
         tfrecord.check(b"jello" + stored[5:], "x", 12)
-    with pytest.raises(BadRecord, match="x at offset 12: the record is cut short"):
+    with pytest.raises(BadRecord, match="x at byte 12: the record is cut short"):
         tfrecord.check(b"abc", "x", 12)
 
 

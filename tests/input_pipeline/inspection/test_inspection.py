@@ -35,6 +35,7 @@ from MaxText.input_pipeline.streams.opening import open_token_data
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 from ..small_data import EOS, data_keys, random_documents, write_data_set
+from ..streams import token_files
 
 PROGRAM = Path(__file__).parents[3] / "MaxText" / "inspect_data.py"
 ALL = 10**9
@@ -169,7 +170,7 @@ def test_unreadable_records_are_left_out_or_end_it(tmp_path, monkeypatch, block)
     contents[contents.index(bytes(range(20, 30)))] = 21
     path.write_bytes(contents)
     monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
-    with pytest.raises(BadRecord, match=r"a\.tfrecord at offset"):
+    with pytest.raises(BadRecord, match=r"a\.tfrecord at byte"):
         measure_tokens(data, ALL, None, no_progress)
     bad: set[str] = set()
     found = measure_tokens(data, ALL, lambda problem: bad.add(str(problem)), no_progress)
@@ -443,3 +444,41 @@ def test_the_program_refuses_without_traceback(tmp_path, users_environment):
     result = run(tmp_path, users_environment, "set", "step=-1")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: step=-1 is no whole number from 0.")
+
+
+def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
+    import pyarrow
+
+    labels = pyarrow.array([[6, 400, -100], [9, -100, -100]], pyarrow.list_(pyarrow.int64()))
+    path = tmp_path / "x.parquet"
+    token_files.write_parquet(path, [np.array([5, 6, 7]), np.array([8, 9, 0])], labels=labels)
+    lines: list[str] = []
+    keys = {"dataset_path": str(path), "max_target_length": 3, "vocab_size": 300}
+    small = inspection(lines.append, has_model=True, **keys)
+    with pytest.raises(UserError, match="vocab_size=300 is too small: id 400 occurs"):
+        small.show_statistics(ALL, None)
+    assert "  labels that count: ids up to 400" in lines
+    with pytest.raises(UserError, match="vocab_size=300 is too small: id 400 occurs"):
+        small.show_batch(0)
+
+
+def test_a_file_named_for_evaluation_is_read_where_it_is_the_one_named(tmp_path):
+    write_records(tmp_path / "validation.tfrecord", [np.arange(1, 30)] * 2)
+    lines: list[str] = []
+    keys = {"dataset_path": str(tmp_path / "validation.tfrecord")}
+    inspection(lines.append, **keys).show_statistics(ALL, None)
+    assert "Tokens: all 58 read" in "\n".join(lines)
+
+
+def test_records_are_shown_as_text_by_the_tokenizer_beside_them(tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    (ids,) = tokenizer.encode(["some text"])
+    write_records(tmp_path / "x.tfrecord", [np.asarray(ids)] * 2)
+    lines: list[str] = []
+    keys = {"dataset_path": str(tmp_path / "x.tfrecord"), "max_target_length": 16}
+    inspection(lines.append, **keys).show_batch(0)
+    assert "  | 115 111" in "\n".join(lines)
+    lines.clear()
+    tokenizer.save(tmp_path)
+    inspection(lines.append, **keys).show_batch(0)
+    assert "  | some tex" in "\n".join(lines)

@@ -434,3 +434,67 @@ def test_splits_of_the_source_are_kept(tmp_path):
         texts = [bytes(ids[:-1]).decode() for ids in documents(tmp_path / "bytes", split)]
         assert texts == [f"{name} row {row}" for name in names for row in range(3)]
     assert any("splits of its own" in line for line in lines)
+
+
+STOPPED = """
+import os, runpy, signal, sys
+from MaxText.input_pipeline.preparation import building
+encode = building.encode_unit
+def encode_then_stop(*arguments):
+    encode(*arguments)
+    os.kill(os.getpid(), signal.SIGINT)
+building.encode_unit = encode_then_stop
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_ctrl_c_stops_without_traceback_and_the_command_goes_on(corpus, tmp_path):
+    script = str(REPOSITORY / "MaxText" / "prepare_data.py")
+    keys = [f"prepare_source={corpus[0]}", "dataset_path=d", "tokenizer_path=bytes"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+    def run(*program):
+        return subprocess.run(
+            [sys.executable, *program, *keys],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+
+    stopped = run("-c", STOPPED, script)
+    assert stopped.returncode == 130
+    assert stopped.stderr == "stopped: the same command goes on where it stood\n"
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    # Nothing was left to encode, so no speed is shown.
+    manifest = read_manifest(str(tmp_path / "d"))
+    num_tokens = sum(split.num_tokens for split in manifest.splits.values())
+    assert f"Kept {num_tokens:,} tokens in 1 of 1 parts, encoded before" in done.stdout
+    assert "Encoded" not in done.stdout
+
+
+def test_only_what_this_process_encoded_is_counted(corpus, tmp_path, monkeypatch):
+    cut_small(monkeypatch, 2000)
+    left = [3]
+    encode = building.encode_unit
+
+    def fail_later(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return encode(*arguments)
+
+    keys = byte_options(corpus[0], prepare_num_workers=1)
+    monkeypatch.setattr(building, "encode_unit", fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(keys, str(tmp_path / "d"), quiet)
+    monkeypatch.setattr(building, "encode_unit", encode)
+    lines = []
+    manifest = made(keys, str(tmp_path / "d"), lines.append)
+    (kept,) = [line for line in lines if line.startswith("Kept")]
+    (encoded,) = [line for line in lines if line.startswith("Encoded")]
+    assert " tokens in 3 of " in kept
+    counts = [int(line.split()[1].replace(",", "")) for line in (kept, encoded)]
+    assert sum(counts) == sum(split.num_tokens for split in manifest.splits.values())
+    assert min(counts) > 0

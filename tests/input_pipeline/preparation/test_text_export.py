@@ -169,6 +169,28 @@ def test_finished_exports_are_kept_and_others_refused(source, tmp_path):
         export(source, tmp_path / "b", prepare_name="../x")
 
 
+def test_text_of_the_same_size_is_told_from_other_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(rows(TEXTS))
+    export(path, tmp_path / "out", prepare_num_workers=1)
+    edited = [text.swapcase() for text in TEXTS]
+    path.write_bytes(rows(edited))
+    with pytest.raises(UserError, match=r"holds another export: its text was other \(.*a\.jsonl"):
+        export(path, tmp_path / "out")
+    path.write_bytes(rows(TEXTS))
+    lines = []
+    export(path, tmp_path / "out", lines)
+    assert lines[-1].startswith("Kept")
+
+
+def test_processes_do_not_show_in_the_files(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(rows(TEXTS))
+    monkeypatch.setattr(text_export.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
+    for workers in (1, 2):
+        export(tmp_path / "a.jsonl", tmp_path / str(workers), prepare_num_workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
 def test_lost_files_are_written_again(source, tmp_path):
     export(source, tmp_path / "out", prepare_num_shards=8)
     before = contents(tmp_path / "out")
@@ -181,7 +203,7 @@ def test_lost_files_are_written_again(source, tmp_path):
     assert {name: after[name] for name in before} == before
 
 
-def test_finished_files_are_not_read_again(source, tmp_path, monkeypatch):
+def test_finished_files_are_not_made_again(source, tmp_path, monkeypatch):
     keys = {"validation_fraction": 0, "prepare_num_shards": 8}
     export(source, tmp_path / "out", **keys)
     (tmp_path / "out" / "train_data_00007.tfrecord").unlink()
@@ -323,6 +345,6 @@ def test_a_full_disk_is_named(source, tmp_path, monkeypatch):
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(text_export, "publish", fail)
-    with pytest.raises(UserError, match=r"could not be written to .*out \(No space left"):
+    with pytest.raises(UserError, match=r"out cannot be written \(No space left"):
         export(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["export.json"]

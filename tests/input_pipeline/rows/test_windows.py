@@ -371,7 +371,7 @@ class Damaged(InMemory):
 
 def test_a_bad_record_costs_its_row_only():
     windows = PackedWindows(as_data(Damaged(numbered_documents([41]))), Cutting(10))
-    with pytest.raises(BadRecord, match="file at offset 20: does not match"):
+    with pytest.raises(BadRecord, match="file at byte 20: does not match"):
         read_all(windows)
     seen = []
     rows = read_all(windows, on_bad=seen.append)

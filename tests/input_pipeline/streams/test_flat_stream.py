@@ -71,7 +71,7 @@ def test_remote_files(tmp_path, sizes):
         stream.gather(np.array([0, 5, 50]), 14), np.stack([ids[i : i + 14] for i in (0, 5, 50)])
     )
     fsspec.filesystem("memory").rm(f"{url}/0.bin")
-    with pytest.raises(BadRecord, match=r"0\.bin at offset 4: the file cannot be read"):
+    with pytest.raises(BadRecord, match=r"0\.bin at byte 4: the file cannot be read"):
         stream.ranges([(2, 5)])
 
 
@@ -103,8 +103,34 @@ def test_a_file_that_vanished_or_shrank_is_a_bad_record(tmp_path):
     with pytest.raises(BadRecord, match="has 10 tokens where 30 were at first"):
         stream.ranges([(0, 1)])
     (tmp_path / "tokens-1.bin").unlink()
-    with pytest.raises(BadRecord, match=r"tokens-1\.bin at offset 0: the file cannot be read"):
+    with pytest.raises(BadRecord, match=r"tokens-1\.bin at byte 20: the file cannot be read"):
         stream.gather(np.array([40]), 4)
+
+
+@pytest.mark.parametrize("sizes", [[3000], [1000, 2000]])
+def test_a_file_that_shrinks_while_it_is_mapped_is_a_bad_record(tmp_path, sizes):
+    stream, ids = written(tmp_path, sizes)
+    np.testing.assert_array_equal(stream.gather(np.array([2900]), 9), [ids[2900:2909]])
+    os.truncate(tmp_path / f"tokens-{len(sizes) - 1}.bin", 10)
+    cut = f"the file was cut short: it ends after 10 of {2 * sizes[-1]} bytes"
+    message = f"at byte {2 * (2900 - 3000 + sizes[-1])}: {cut}"
+    for _ in range(2):  # it stays one
+        with pytest.raises(BadRecord, match=message):
+            stream.gather(np.array([2900]), 9)
+        with pytest.raises(BadRecord, match=message):
+            stream.ranges([(2900, 2909)])
+    if len(sizes) > 1:  # other files are read as before
+        np.testing.assert_array_equal(stream.ranges([(0, 1000)])[0], ids[:1000])
+        with pytest.raises(BadRecord, match=f"at byte 0: {cut}"):
+            stream.gather(np.array([998]), 4)
+
+
+def test_a_file_that_is_replaced_while_it_is_mapped_is_read_on(tmp_path):
+    stream, ids = written(tmp_path, [30])
+    stream.ranges([(0, 30)])
+    (tmp_path / "tokens-0.bin").unlink()
+    (tmp_path / "tokens-0.bin").write_bytes(b"12")
+    np.testing.assert_array_equal(stream.ranges([(0, 30)])[0], ids)
 
 
 def test_no_pieces_need_no_file(tmp_path):

@@ -1,7 +1,10 @@
 """Opening whatever lies at a location: formats, splits, rows, and what is refused."""
 
+import builtins
 import dataclasses
 import gzip
+import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -27,7 +30,12 @@ from .token_files import documents
 def opened(tmp_path):
     """Opens a location with the keys of data and preparation that a test sets."""
 
-    def open_it(location, *, key="dataset_path", split="train", for_training=True, **keys):
+    def silent(line: str) -> None:
+        pass
+
+    def open_it(
+        location, *, key="dataset_path", split="train", for_training=True, show=silent, **keys
+    ):
         preparation = {k: keys.pop(k) for k in list(keys) if k in Preparation.model_fields}
         data = Data(data_cache_dir=str(tmp_path / "cache"), **keys)
         return open_token_data(
@@ -37,7 +45,7 @@ def opened(tmp_path):
             preparation=Preparation(**preparation),
             split=split,
             for_training=for_training,
-            show=lambda line: None,
+            show=show,
         )
 
     return open_it
@@ -416,3 +424,101 @@ def test_everything_opened_can_be_pickled(tmp_path, opened):
     assert tokens_of(copy) == [1, 2]
     assert Path(tmp_path / "cache").is_dir()
     assert dataclasses.is_dataclass(copy)
+
+
+@pytest.mark.parametrize("where", ["manifest.json", "x.tfrecord"])
+def test_what_may_not_be_looked_at_is_named(tmp_path, opened, monkeypatch, where):
+    # chmod does not stop root: what os.stat says of a folder without permission is imitated.
+    token_files.write_tfrecord(tmp_path / "x.tfrecord", [np.array([1, 2])])
+    look = os.stat
+
+    def denied(path, *arguments, **keys):
+        if str(path).endswith(where):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *arguments, **keys)
+
+    location = tmp_path if where == "manifest.json" else tmp_path / where
+    monkeypatch.setattr(os, "stat", denied)
+    message = rf"dataset_path={location} cannot be looked at \(Permission denied\)"
+    with pytest.raises(UserError, match=message):
+        opened(location)
+
+
+@pytest.mark.parametrize("name", ["a.array_record", "a.parquet", "a.tfrecord.gz", "a.tar.gz"])
+def test_files_that_may_not_be_read_are_named(tmp_path, opened, monkeypatch, name):
+    WRITERS.get(name, token_files.write_tar)(tmp_path / name, [np.array([1, 2])])
+    look = builtins.open
+
+    def denied(path, *arguments, **keys):
+        if str(path) == str(tmp_path / name):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *arguments, **keys)
+
+    monkeypatch.setattr(builtins, "open", denied)
+    with pytest.raises(UserError, match=rf"{name}.* cannot be read \(Permission denied\)"):
+        opened(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("a.tfrecord", "parquet", "is tfrecord by its first bytes. Set grain_file_type=tfrecord"),
+        ("a.tfrecord", "arrayrecord", "is tfrecord by its first bytes"),
+        ("a.tfrecord", "megatron", "is tfrecord by its first bytes"),
+        ("a.array_record", "webdataset", "is arrayrecord by its first bytes"),
+        ("a.parquet", "tfrecord", "is parquet by its first bytes"),
+        ("shard-000000.tar", "arrow", "is webdataset by its first bytes"),
+        ("text", "parquet", "does not begin as one"),
+    ],
+)
+def test_a_wrong_format_that_is_said_is_named(tmp_path, opened, name, said, message):
+    writers = {**WRITERS, "text": lambda path, ids: path.write_text("some words")}
+    writers[name](tmp_path / name, [np.array([1, 2])])
+    asked = f"dataset_path={tmp_path / name}: grain_file_type={said} is set, and {tmp_path / name}"
+    with pytest.raises(UserError, match=re.escape(f"{asked} ") + ".*" + message):
+        opened(tmp_path / name, grain_file_type=said)
+
+
+def test_tables_of_the_other_kind_are_read_where_one_is_said(tmp_path, opened):
+    token_files.write_arrow(tmp_path / "x.arrow", [np.array([1, 2])])
+    assert tokens_of(opened(tmp_path / "x.arrow", grain_file_type="parquet")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("place", "tokenizer", "expected"),
+    [
+        ("d", "d/tokenizer.json", "d"),
+        ("d/train", "d/tokenizer.model", "d"),
+        ("d/deep/er", "d/tokenizer.json", "d"),
+        ("d", "tokenizer.json", None),  # of whatever else lies there
+        ("train", "tokenizer.json", ""),
+        ("d", "elsewhere/tokenizer.json", "elsewhere/tokenizer.json"),
+    ],
+)
+def test_the_tokenizer_of_records_lies_beside_them(tmp_path, opened, place, tokenizer, expected):
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / tokenizer).parent.mkdir(exist_ok=True)
+    (tmp_path / tokenizer).write_text("{}")
+    token_files.write_tfrecord(tmp_path / place / "x.tfrecord", [np.array([1, 2])])
+    asked = str(tmp_path / tokenizer) if tokenizer.startswith("elsewhere") else "gpt2"
+    data = opened(tmp_path / place.split("/")[0], tokenizer_path=asked)
+    assert data.tokenizer_folder == (None if expected is None else tmp_path / expected)
+
+
+def test_keys_without_effect_on_prepared_data(tmp_path, opened):
+    manifest = write_data_set(tmp_path / "d", {"train": [np.arange(1, 30)]})
+    with pytest.raises(UserError, match=r"records_eos_id=3 has no effect: dataset_path=.*/d is a"):
+        opened(tmp_path / "d", records_eos_id=3)
+    # In a mixture other sources may be records.
+    assert len(opened(tmp_path / "d", key="dataset_mix", records_eos_id=3).stream) == 29
+    lines: list[str] = []
+    opened(tmp_path / "d", tokenizer_path="other", show=lines.append)
+    assert lines == [
+        f"tokenizer_path=other is not used: {tmp_path / 'd'} has a tokenizer of its own "
+        f"({manifest.tokenizer.origin})."
+    ]
+    lines.clear()
+    opened(tmp_path / "d", tokenizer_path="other", prepare_source="x", show=lines.append)
+    opened(tmp_path / "d", tokenizer_path=str(tmp_path / "d"), show=lines.append)
+    opened(tmp_path / "d", tokenizer_path=str(tmp_path / "d" / "x.json"), show=lines.append)
+    assert lines == []

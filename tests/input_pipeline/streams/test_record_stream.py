@@ -1,6 +1,7 @@
 """Streams over record files of every format: any range, damage, and the index behind them."""
 
 import json
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -180,7 +181,8 @@ def test_a_flipped_bit_is_a_bad_record(tmp_path, name):
     content[place] ^= 4
     path.write_bytes(content)
     stream = RecordStream(index, record_format)
-    with pytest.raises(BadRecord, match=rf"x\.{name} at offset"):
+    at = {"tfrecord": f"byte {index.offsets[4]}", "array_record": "byte 0", "parquet": "row 0"}
+    with pytest.raises(BadRecord, match=rf"x\.{name} at {at[name]}: "):
         stream.ranges([(0, len(stream))])
 
 
@@ -198,7 +200,7 @@ def test_the_offset_of_a_damaged_tfrecord_is_named(tmp_path):
     assert caught.value.offset == offsets[2]
     lines: list[str] = []
     index = open_index([str(path)], record_format, tmp_path / "c", lines.append, skip_damaged=True)
-    assert lines[-1].startswith(f"{path} at offset {offsets[2]}: the CRC")
+    assert lines[-1].startswith(f"{path} at byte {offsets[2]}: the CRC")
     # It keeps its place, so that the records after it keep theirs.
     assert index.document_offsets.tolist() == [0, 50, 100, 150, 200, 250]
     stream = RecordStream(index, record_format)
@@ -422,3 +424,73 @@ def test_progress_is_shown(tmp_path, monkeypatch):
         [str(tmp_path / f"{n}") for n in range(3)], TFRecordIds(NAMES), tmp_path / "c", lines.append
     )
     assert lines[1:4] == ["  1 of 3 files", "  2 of 3 files", "  3 of 3 files"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_arrow_file_that_shrinks_while_it_is_mapped(tmp_path, stream):
+    path = tmp_path / "x.arrow"
+    documents = [np.full(2000, number, np.int32) for number in range(9)]
+    token_files.write_arrow(path, documents, stream=stream)
+    record_format = TableIds("input_ids", ["input_ids"])
+    index = open_index([str(path)], record_format, tmp_path / "c", silent)
+    rows = RecordStream(index, record_format)
+    kept = rows.ranges([(0, 2000), (12_000, 14_000)])
+    size = path.stat().st_size
+    os.truncate(path, 100)
+    for row in (0, 8):  # decoded before, and not
+        message = rf"x\.arrow at row {row}: the file was cut short: it ends after 100 of {size} "
+        with pytest.raises(BadRecord, match=message):
+            rows.ranges([(2000 * row, 2000 * row + 2000)])
+    # What was read before is no part of the map.
+    np.testing.assert_array_equal(kept, [documents[0], documents[6]])
+
+
+def archive_of(path: Path, contents: list[bytes]) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(path, "w") as archive:
+        for number, content in enumerate(contents):
+            member = tarfile.TarInfo(f"{number}.input_id.pth")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def test_damage_without_a_checksum_is_found_by_its_ids_at_the_start(tmp_path):
+    golden = Path(__file__).parents[2] / "golden" / "torch_tensors" / "int32_legacy.pth"
+    sound = golden.read_bytes()
+    path = tmp_path / "x.tar"
+    archive_of(path, [sound, sound[:-1] + b"\xff"])
+    record_format = TarTensors("")
+    with pytest.raises(BadRecord, match="is no token id") as caught:
+        open_index([str(path)], record_format, tmp_path / "c", silent)
+    assert path.read_bytes()[caught.value.offset :].startswith(sound[:-1] + b"\xff")
+    lines: list[str] = []
+    index = open_index([str(path)], record_format, tmp_path / "c", lines.append, skip_damaged=True)
+    assert lines == [str(caught.value)]
+    first, second = index.document_offsets[1], index.document_offsets[2]
+    assert second == 2 * first  # it keeps its place
+
+
+def test_rows_of_a_table_that_are_no_ids_are_found_at_the_start(tmp_path):
+    path = tmp_path / "x.parquet"
+    documents = [np.arange(4), np.arange(5), np.arange(6), np.array([1, -2]), np.arange(3)]
+    token_files.write_parquet(path, documents)
+    record_format = TableIds("input_ids", ["input_ids"])
+    with pytest.raises(BadRecord, match=r"x\.parquet at row 3: -2 is no token id"):
+        open_index([str(path)], record_format, tmp_path / "c", silent)
+    index = open_index([str(path)], record_format, tmp_path / "c", silent, skip_damaged=True)
+    rows = RecordStream(index, record_format)
+    with pytest.raises(BadRecord, match=r"at row 3: -2 is no token id"):
+        rows.ranges([(15, 17)])
+    assert rows.ranges([(17, 20)])[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("unit", [(), ("row",)])
+def test_a_bad_record_says_what_its_place_counts_after_pickling_too(unit):
+    problem = BadRecord("a.parquet", 30, "is damaged", *unit)
+    copy = pickle.loads(pickle.dumps(problem))
+    assert str(copy) == str(problem) == f"a.parquet at {(*unit, 'byte')[0]} 30: is damaged"
+    assert (copy.path, copy.offset, copy.reason, copy.unit) == (
+        "a.parquet", 30, "is damaged", (*unit, "byte")[0],
+    )  # fmt: skip

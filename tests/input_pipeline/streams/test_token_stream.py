@@ -143,7 +143,7 @@ def test_flipped_bit_is_an_error_not_other_text(tmp_path):
     content[200] ^= 4  # in the first record, behind the headers
     record.write_bytes(content)
     stream = TokenStream(str(tmp_path / "d"), manifest, "train")
-    with pytest.raises(BadRecord, match=f"{record.name} at offset 0: the record is damaged"):
+    with pytest.raises(BadRecord, match=f"{record.name} at record 0: the record is damaged"):
         stream[:]
     assert stream[64:].size == len(stream) - 64
 
@@ -153,7 +153,7 @@ def test_a_file_that_is_cut_short_later_is_a_bad_record(tmp_path):
     stream = TokenStream(str(tmp_path / "d"), manifest, "train")
     record = tmp_path / "d" / "train" / manifest.splits["train"].files[0].name
     os.truncate(record, 100)
-    with pytest.raises(BadRecord, match=f"{record.name} at offset 0: no ArrayRecord file"):
+    with pytest.raises(BadRecord, match=f"{record.name} at byte 0: no ArrayRecord file"):
         stream[:10]
     record.unlink()
     with pytest.raises(UserError, match=f"{record.name} cannot be read"):
@@ -197,3 +197,19 @@ def test_damaged_names_of_documents_are_refused(tmp_path, rows, files):
     stream = TokenStream(str(tmp_path / "d"), manifest, "train")
     with pytest.raises(UserError, match=r"source_files\.json or document_rows\.npy is damaged"):
         stream.document_name(0)
+
+
+@pytest.mark.parametrize("name", ["document_offsets.npy", "document_rows.npy"])
+def test_what_lies_beside_the_tokens_and_may_not_be_read_is_named(tmp_path, monkeypatch, name):
+    manifest = write_data_set(tmp_path, {"train": random_documents(4, 10, 60)})
+    stream = TokenStream(str(tmp_path), manifest, "train")
+    load = np.load
+
+    def denied(path, *arguments, **keys):
+        if Path(path).name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return load(path, *arguments, **keys)
+
+    monkeypatch.setattr(np, "load", denied)  # chmod does not stop root
+    with pytest.raises(UserError, match=rf"{name} cannot be read \(Permission denied\)"):
+        _ = stream.document_offsets[0], stream.document_name(0)

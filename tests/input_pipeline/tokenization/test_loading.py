@@ -203,7 +203,8 @@ def test_a_json_file_of_any_name(tmp_path):
 
 def test_unusable_paths_are_named(tmp_path):
     for missing in ("absent.json", "./absent/folder", "/absent/a/b", "absent.tiktoken", ""):
-        with pytest.raises(UserError, match="no such file or folder"):
+        message = "no such file or folder.* or prepare the text with prepare_data.py, which trains"
+        with pytest.raises(UserError, match=message):
             load_tokenizer(missing)
     with pytest.raises(UserError, match="tokenizer_type=wordpiece is unknown"):
         load_tokenizer("bytes", "wordpiece")

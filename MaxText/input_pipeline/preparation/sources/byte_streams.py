@@ -44,7 +44,10 @@ def reading(place: str) -> Iterator[None]:
             "prepare_source."
         ) from error
     except OSError as error:
-        raise UserError(f"{place} cannot be read: {error.strerror or error}.") from error
+        raise UserError(
+            f"{place} cannot be read: {error.strerror or error}. Mend that, or leave it out of "
+            "prepare_source."
+        ) from error
 
 
 def decode(data: bytes, place: str, offset: int | None = None) -> str:

@@ -1,5 +1,8 @@
 """Which files `prepare_source` stands for: files, folders, patterns, URLs, saved data sets.
 
+Of a local folder all files below it are read whose endings are known. Left out are hidden ones and
+the sub-folders that prepare_data.py wrote (they hold its manifest.json, records.json or
+export.json), so that what is made out of a folder may lie in it.
 The order depends on names only, never on the machine.
 """
 
@@ -8,6 +11,8 @@ import json
 import os
 import stat
 import sysconfig
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +28,7 @@ from MaxText.input_pipeline.preparation.sources.kinds import (
     kind_of,
     recognise,
 )
+from MaxText.input_pipeline.preparation.sources.rows import token_ids
 
 STDLIB = "python_stdlib"
 
@@ -47,6 +53,15 @@ _ABOUT_TABLES = {
     "features.json",
     "readme.md",
 }
+
+
+# What prepare_data.py puts into the folders that it makes, and fields by which it is told from
+# files of other programs of that name. Those of the first two hold token ids.
+_MADE_OF_IDS = {
+    "manifest.json": {"schema_version", "tokenizer", "splits"},
+    "records.json": {"schema_version", "data_set", "tokenizer_sha256"},
+}
+_MADE = {**_MADE_OF_IDS, "export.json": {"schema_version", "keys", "units_sha256"}}
 
 
 @dataclass(frozen=True)
@@ -168,7 +183,7 @@ def _remote_files(entry: str) -> list[SourceFile]:
     if not glob.has_magic(entry) and "{" not in entry and system.isdir(name):
         named = [pair for pair in _readable(named) if not _is_kept_result(pair[1])]
         if not named:
-            raise _nothing_to_read(entry)
+            raise _nothing_to_read(entry, [])
     return [_source_file(path, name) for path, name in named]
 
 
@@ -187,16 +202,41 @@ def _is_kept_result(name: str) -> bool:
     return os.path.basename(name).startswith(_KEPT_RESULT) and name.endswith(".arrow")
 
 
-def _nothing_to_read(entry: str) -> UserError:
+def _nothing_to_read(entry: str, found: list[str]) -> UserError:
+    """The error for a folder, with a pattern that suits the names `found` below it."""
+    endings = Counter(os.path.splitext(name)[1] for name in found)
+    unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
+    if not unreadable:
+        endings = {each: count for each, count in endings.items() if each.lower() not in NOT_TEXT}
+    # The commonest ending, of equally common ones the first by name.
+    ending = min(endings, key=lambda each: (-endings[each], each), default=".py")
+    folders = "**/" if any("/" in name or ending for name in found) else ""
+    pattern = f"{entry.rstrip('/')}/{folders if found else '**/'}*{ending}"
+    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={pattern}'."
+    if unreadable:
+        remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
     return UserError(
-        f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. To read other "
-        f"plain text, give a pattern, for example {entry.rstrip('/')}/**/*.py"
+        f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. {remedy}"
     )
+
+
+def _is_made(folder: str, fields_by_name: Mapping[str, set[str]]) -> bool:
+    """Whether prepare_data.py made a folder, by one of its files with these fields."""
+    for name, fields in fields_by_name.items():
+        try:
+            content = json.loads(Path(folder, name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(content, dict) and fields <= content.keys():
+            return True
+    return False
 
 
 def _folder_files(folder: Path, entry: str) -> list[SourceFile]:
     """Files of a local folder with an ending that is read, in natural order of their names."""
-    found = _walk(folder, skipped_folders=set())
+    if _is_made(str(folder), _MADE_OF_IDS):
+        raise token_ids(f"{_KEY}={entry}", str(folder), "what prepare_data.py made of text")
+    found = _walk(folder, skipped_folders=set(), skip_made=True)
     saved = {}
     for path in found:
         if path.name == _STATE and (files := _saved_files(path)) is not None:
@@ -210,7 +250,7 @@ def _folder_files(folder: Path, entry: str) -> list[SourceFile]:
     places = {str(path): place for files in saved.values() for place, path in enumerate(files)}
     named = _readable(named)
     if not named:
-        raise _nothing_to_read(entry)
+        raise _nothing_to_read(entry, [_below(path, folder) for path in found])
     # Saved arrow files keep the order that their folder states.
     named.sort(
         key=lambda pair: (
@@ -252,8 +292,13 @@ def _below(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _walk(folder: Path, skipped_folders: set[str]) -> list[Path]:
-    """Files below `folder` without hidden ones, ordered by their names relative to it."""
+def _walk(folder: Path, skipped_folders: set[str], skip_made: bool = False) -> list[Path]:
+    """Files below `folder` without hidden ones, ordered by their names relative to it.
+
+    Args:
+      skipped_folders: names of sub-folders that are left out.
+      skip_made: leave out those that prepare_data.py made, too.
+    """
 
     def stop(error: OSError) -> None:
         raise error
@@ -261,7 +306,11 @@ def _walk(folder: Path, skipped_folders: set[str]) -> list[Path]:
     found = []
     for parent, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in skipped_folders
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in skipped_folders
+            and not (skip_made and _is_made(os.path.join(parent, name), _MADE))
         ]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda path: _below(path, folder))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import numpy as np
 from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
@@ -16,9 +17,10 @@ from MaxText.input_pipeline.preparation.sources.byte_streams import (
     open_bytes,
     reading,
 )
-from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text
+from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text, token_ids
 from MaxText.input_pipeline.preparation.sources.tables import share
 from MaxText.input_pipeline.storage import is_url
+from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 # Read at a time: enough that a call costs nothing, little enough to hold in memory.
 _BATCH_RECORDS = 64
@@ -63,7 +65,7 @@ def array_record_texts(
             except (RuntimeError, IndexError, ValueError) as error:
                 raise _damaged(path, f"near record {first}: {error}") from error
             for number, record in enumerate(records, start=first):
-                yield number, record_text(record, f"{path}, record {number},", text_field)
+                yield number, record_text(record, path, number, text_field)
     finally:
         # After a failed read, closing fails with the same reason.
         with suppress(RuntimeError):
@@ -95,25 +97,42 @@ def tfrecord_texts(path: str, text_field: str, compression: str = "") -> Iterato
         contents = file
         if compression:
             contents = stack.enter_context(decompressed(file, compression))
-        for number, record in enumerate(tfrecord.read_records(path, contents)):
-            yield number, record_text(record, f"{path}, record {number},", text_field)
+        try:
+            for number, record in enumerate(tfrecord.read_records(path, contents)):
+                yield number, record_text(record, path, number, text_field)
+        except BadRecord as error:
+            # Readers of tokens may pass over such a record; text that is missing would not be
+            # noticed.
+            raise UserError(
+                f"{error}. Copy the file again or leave it out of prepare_source."
+            ) from error
 
 
-def record_text(record: bytes, place: str, text_field: str) -> str:
-    """The text of one record; several values of its feature are paragraphs.
+def record_text(record: bytes, path: str, number: int, text_field: str) -> str:
+    """The text of record `number` of a file; several values of its feature are paragraphs.
 
     Raises:
       UserError: it is neither UTF-8 text nor a tf.train.Example with text in `text_field`.
     """
+    place = f"{path}, record {number},"
     if not is_example(record):
         return decode(record, place)
     try:
         features = tf_example.decode(record)
     except tf_example.ExampleError as error:
-        raise UserError(f"{place} is damaged: {error}") from error
+        raise UserError(
+            f"{place} is damaged: {error}. Copy the file again or leave it out of prepare_source."
+        ) from error
     values = features.get(text_field)
     if not isinstance(values, list):
         texts = [name for name, value in features.items() if isinstance(value, list)]
+        ids = [
+            name
+            for name, value in features.items()
+            if isinstance(value, np.ndarray) and value.dtype.kind == "i"
+        ]
+        if ids and not texts:
+            raise token_ids(place, path, f"integers in {', '.join(ids)}")
         raise no_text(place, text_field, texts)
     return PARAGRAPH_END.join(decode(value, place) for value in values)
 

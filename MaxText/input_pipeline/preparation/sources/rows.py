@@ -211,7 +211,26 @@ def text_of_row(row: object, place: str, text_field: str) -> str:
 
 def no_text(place: str, text_field: str, fields: list[str]) -> UserError:
     """The error for a row without the text field, that names the `fields` that hold text."""
+    if not fields:
+        return UserError(
+            f"{place} has no text in field {text_field!r} or any other. Leave the file out of "
+            "prepare_source, or write it again with its text in a field."
+        )
     return UserError(
-        f"{place} has no text in field {text_field!r}; fields with text: "
-        f"{', '.join(fields) or 'none'}. Set text_field to one of them."
+        f"{place} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
+        "text_field to one of them."
+    )
+
+
+def token_ids(place: str, path: str, found: str) -> UserError:
+    """The error for a file of token ids, which need no preparation.
+
+    Args:
+      place: the file and row.
+      path: the file or folder, as dataset_path names it.
+      found: what was found there instead of text.
+    """
+    return UserError(
+        f"{place} holds {found}, not text: these are token ids. Train on them directly with "
+        f"dataset_path={path}"
     )

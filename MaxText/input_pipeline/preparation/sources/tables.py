@@ -10,7 +10,7 @@ from MaxText.input_pipeline.preparation.sources.byte_streams import (
     open_bytes,
     reading,
 )
-from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text
+from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text, token_ids
 from MaxText.input_pipeline.storage import is_url
 
 # Rows of parquet that are decoded at once.
@@ -143,8 +143,15 @@ def _value_type(column_type: Any) -> Any:
     return column_type.value_type if is_nested else column_type
 
 
+def _is_list_of_integers(column_type: Any) -> bool:
+    is_list = str(column_type).startswith(("list<", "large_list<", "fixed_size_list<"))
+    return is_list and str(column_type.value_type).startswith(("int", "uint"))
+
+
 def _check_column(schema: Any, path: str, text_field: str) -> None:
     fields = [field.name for field in schema if str(_value_type(field.type)) in _TEXT_TYPES]
+    if not fields and (ids := [f.name for f in schema if _is_list_of_integers(f.type)]):
+        raise token_ids(path, path, f"integers in {', '.join(ids)}")
     if fields.count(text_field) != 1:
         raise no_text(path, text_field, fields)
 

@@ -75,6 +75,8 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.array_record", b"", "no whole ArrayRecord file"),
         ("a.array_record", b"x" * 200_000, "no whole ArrayRecord file"),
         ("a.tfrecord", b"x" * 100, "CRC of the record's length"),
+        ("a.tfrecord", tfrecord.frame(b"x")[:-1], r"Copy the file again or leave it out of prep"),
+        ("a.jsonl", b'{"id": 3}\n', r"in field 'text' or any other\. Leave the file out of prep"),
         ("a.tfrecord", tfrecord.frame(b"\xff"), r"a\.tfrecord, record 0, is not UTF-8"),
         (
             "a.tfrecord",

@@ -10,10 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 import fsspec
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.corpus import Document
+from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.sources import finding, units
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from tests.input_pipeline.preparation.sources.written_corpora import (
@@ -22,6 +27,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import (
     read_documents,
     read_texts,
     rows,
+    write_array_record,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -295,3 +301,65 @@ def test_names_that_are_not_utf8_can_be_shown(tmp_path):
     corpus = open_corpus(str(tmp_path), "text")
     (document,) = corpus.units[0].documents(Counter())
     assert document == Document("text", "a\ufffd.txt", 0)
+
+
+def test_what_was_made_out_of_a_folder_may_lie_in_it(tmp_path):
+    folder = tmp_path / "txt"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text a")
+    (folder / "web").mkdir()
+    (folder / "web" / "manifest.json").write_text('{"text": "of another program"}')
+    for keys, made in [
+        ({"prepare_output_format": "bin"}, "bin"),
+        ({"prepare_output_format": "tfrecord"}, "ids"),
+        ({"prepare_output_format": "text_tfrecord"}, "records"),
+    ]:
+        keys = {**keys, "prepare_source": str(folder), "tokenizer_path": "bytes"}
+        for expected in ("Wrote", "Kept"):
+            lines = []
+            prepare(Preparation.model_validate(keys), str(folder / made), lines.append)
+            assert lines[-1].startswith(expected)
+            assert read_texts(folder) == ["text a", "of another program"]
+    # What is named itself is read, if it holds text.
+    assert read_texts(folder / "records") == ["text a", "of another program"]
+    for made in ("bin", "ids"):
+        with pytest.raises(UserError, match=f"token ids.* with dataset_path={folder / made}$"):
+            open_corpus(str(folder / made), "text")
+
+
+@pytest.mark.parametrize(
+    ("names", "suggested"),
+    [
+        (["LICENSE", "notes"], "/*'."),
+        (["LICENSE", "below/notes"], "/**/*'."),
+        (["a.tex", "b.tex", "notes", "c.png", "d.png", "e.png"], "/**/*.tex'."),
+        (["c.png"], "Convert them to plain text"),
+        ([], "/**/*.py'."),
+    ],
+)
+def test_the_pattern_that_is_suggested_matches_the_files(tmp_path, names, suggested):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    with pytest.raises(UserError) as raised:
+        open_corpus(str(tmp_path), "text")
+    assert (suggested if suggested[0] == "C" else f"{tmp_path}{suggested}") in str(raised.value)
+
+
+def test_records_of_token_ids_are_named(tmp_path):
+    column = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.uint16()))
+    table = pyarrow.table({"input_ids": column, "length": [2, 1]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    record = tf_example.encode({"input_ids": [5, 6]})
+    (tmp_path / "a.tfrecord").write_bytes(tfrecord.frame(record))
+    write_array_record(tmp_path / "a.array_record", [record])
+    for ending in ("parquet", "arrow", "tfrecord", "array_record"):
+        path = tmp_path / f"a.{ending}"
+        with pytest.raises(UserError) as raised:
+            read_texts(path)
+        assert str(raised.value).endswith(
+            " holds integers in input_ids, not text: these are token ids. Train on them directly "
+            f"with dataset_path={path}"
+        )
