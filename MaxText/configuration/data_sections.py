@@ -122,7 +122,7 @@ class Data(Section):
     on_bad_record: Literal["fail", "skip"] = key(
         "fail",
         "What a record with a wrong checksum, or in a file that is gone, does: stop the run, or "
-        "become a row without weight. Broken framing and damaged text always stop it.",
+        "become a row without weight. Damaged archives and text always stop it.",
         only_if=_STORED,
     )
     max_bad_records: int = key(

@@ -23,10 +23,13 @@ class TFRecordIds:
     def scan(self, path: str) -> FileRecords:
         data = Blocks(open_file(path))
         found = FileScan(path)
-        for offset, length in tfrecord.payloads(data, path):
-            found.add(
-                offset, length, lambda at=offset, size=length: self._count(data, path, at, size)
-            )
+        try:
+            for offset, length in tfrecord.payloads(data, path):
+                found.add(
+                    offset, length, lambda at=offset, size=length: self._count(data, path, at, size)
+                )
+        except BadRecord as problem:
+            found.lose_rest(problem)
         return found.records()
 
     def _count(self, data: Blocks, path: str, offset: int, length: int) -> int:

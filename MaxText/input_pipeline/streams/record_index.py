@@ -26,7 +26,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import absolute, versions
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 
-_LAYOUT = 2
+_LAYOUT = 3
 _ARRAYS = ("offsets", "sizes", "document_offsets")
 
 # Files scanned at once: hides the delay of a bucket; on a local disk numpy's share runs at once.
@@ -44,12 +44,14 @@ class FileRecords:
       num_tokens: int64 [R].
       damaged: (record, reason) of those that could not be read. Their num_tokens is a guess, so
         that later ones keep their rows.
+      lost: (place, reason) from where on no record could be found, None where all were.
     """
 
     offsets: np.ndarray
     sizes: np.ndarray
     num_tokens: np.ndarray
     damaged: tuple[tuple[int, str], ...] = ()
+    lost: tuple[int, str] | None = None
 
 
 class FileScan:
@@ -61,6 +63,7 @@ class FileScan:
         self._sizes: list[int] = []
         self._num_tokens: list[int] = []
         self._damaged: list[tuple[int, str]] = []
+        self._lost: tuple[int, str] | None = None
 
     def add(self, offset: int, size: int, count: Callable[[], int]) -> None:
         """Appends a record.
@@ -83,6 +86,10 @@ class FileScan:
         self._sizes.append(size)
         self._num_tokens.append(num_tokens)
 
+    def lose_rest(self, problem: BadRecord) -> None:
+        """Notes that no record can be found from the place of `problem` on."""
+        self._lost = (problem.offset, problem.reason)
+
     def records(self) -> FileRecords:
         """What was collected."""
         return FileRecords(
@@ -90,6 +97,7 @@ class FileScan:
             np.asarray(self._sizes, np.int64),
             np.asarray(self._num_tokens, np.int64),
             tuple(self._damaged),
+            self._lost,
         )
 
 
@@ -185,11 +193,11 @@ def open_index(
       cache_dir: folder of indices; created.
       show: takes lines about progress.
       skip_damaged: whether records that cannot be read are kept, with a guess of their size, and
-        fail when they are read.
+        fail when they are read; and what cannot be found in a file is left out.
 
     Raises:
-      BadRecord: a record is damaged and `skip_damaged` is false, or the rest of a file cannot be
-        found.
+      BadRecord: a record is damaged, or the rest of a file cannot be found, and `skip_damaged` is
+        false.
       UserError: a file cannot be read, or `cache_dir` not be written.
     """
     found = [(absolute(file), *state) for file, state in zip(files, versions(files), strict=True)]
@@ -201,11 +209,11 @@ def open_index(
         entries = _load(folder, list(files))
         assert entries is not None, folder
     index, damaged = entries
-    for path, offset, reason in damaged:
+    for path, offset, reason, is_lost in damaged:
         problem = BadRecord(path, offset, reason, record_format.unit)
         if not skip_damaged:
             raise problem
-        show(str(problem))
+        show(f"{problem}; what follows in the file is left out" if is_lost else str(problem))
     return index
 
 
@@ -225,7 +233,10 @@ def _load(folder: Path, files: list[str]) -> tuple[RecordIndex, list] | None:
             and int(document_offsets[0]) == 0
             and int(document_offsets[-1]) == header["num_tokens"]
         )
-        damaged = [(files[number], offset, reason) for number, offset, reason in header["damaged"]]
+        damaged = [
+            (files[number], offset, reason, is_lost)
+            for number, offset, reason, is_lost in header["damaged"]
+        ]
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
         return None
     if not sound:
@@ -265,9 +276,14 @@ def _make(
         "first_record": first_record.tolist(),
         "num_tokens": int(ends[-1]),
         "damaged": [
-            (number, int(records.offsets[record]), reason)
+            (number, int(records.offsets[record]), reason, False)
             for number, records in enumerate(scanned)
             for record, reason in records.damaged
+        ]
+        + [
+            (number, *records.lost, True)
+            for number, records in enumerate(scanned)
+            if records.lost is not None
         ],
         "files": files,
     }

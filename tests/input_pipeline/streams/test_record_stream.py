@@ -236,12 +236,24 @@ def test_a_damaged_array_record_leaves_its_neighbours(tmp_path):
 
 
 def test_a_truncated_tfrecord_names_its_last_record(tmp_path):
-    path = tmp_path / "x.tfrecord"
-    token_files.write_tfrecord(path, token_files.documents(0, [50, 60]))
+    path, other = tmp_path / "x.tfrecord", tmp_path / "y.tfrecord"
+    documents = token_files.documents(0, [50, 60, 70, 80])
+    token_files.write_tfrecord(path, documents[:3])
+    token_files.write_tfrecord(other, documents[3:])
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size - 3])
-    with pytest.raises(BadRecord, match="it was cut short"):
-        open_index([str(path)], TFRecordIds(NAMES), tmp_path / "c", silent, skip_damaged=True)
+    files = [str(path), str(other)]
+    with pytest.raises(BadRecord, match=r"x\.tfrecord at byte \d+: .*it was cut short"):
+        open_index(files, TFRecordIds(NAMES), tmp_path / "c", silent)
+    # Without it, once newly made and once from the cache.
+    for _ in range(2):
+        lines = []
+        index = open_index(files, TFRecordIds(NAMES), tmp_path / "c", lines.append, True)
+        assert lines[-1].endswith("what follows in the file is left out")
+        stream = RecordStream(index, TFRecordIds(NAMES))
+        assert index.first_record.tolist() == [0, 2, 3]
+        ids = np.concatenate([documents[0], documents[1], documents[3]])
+        np.testing.assert_array_equal(stream.ranges([(0, 190)])[0], ids)
 
 
 @pytest.mark.parametrize("left", [0, 10, 65536, 100_000, -65536, -1])
