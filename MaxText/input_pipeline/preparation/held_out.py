@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from MaxText.input_pipeline.splitmix import INCREMENT, scatter
+
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """Names of splits; a corpus without splits of its own is divided into the first two."""
 
@@ -12,7 +14,6 @@ HELD_OUT, SAMPLED = 0, 1
 """Purposes, whose hashes have nothing to do with each other."""
 
 _BITS = 2**64 - 1
-_SEED_STEP = 0x9E3779B97F4A7C15
 _PURPOSE_STEP = 0xD1B54A32D192ED03
 
 # Units hold fewer documents than this, and a corpus fewer than 2**24 units.
@@ -42,15 +43,8 @@ def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
       purpose: HELD_OUT or SAMPLED.
       numbers_N: integers [N], 0 or more.
     """
-    start = (seed * _SEED_STEP + purpose * _PURPOSE_STEP) & _BITS
-    # Array arithmetic of unsigned integers wraps around, which is what is meant.
-    value_N = numbers_N.astype(np.uint64) + np.uint64(start)
-    for _ in range(2):
-        value_N += np.uint64(_SEED_STEP)
-        value_N = (value_N ^ value_N >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        value_N = (value_N ^ value_N >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        value_N ^= value_N >> np.uint64(31)
-    return value_N
+    start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
+    return scatter(numbers_N.astype(np.uint64) + np.uint64(start))
 
 
 def ranks(seed: int, numbers_N: np.ndarray) -> np.ndarray:

@@ -13,29 +13,17 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Masking
 from MaxText.errors import UserError
+from MaxText.input_pipeline.splitmix import INCREMENT, mix
 
-# SplitMix64 (Steele, Lea and Flood 2014): a counter, multiplied and mixed. It computes a whole
-# batch in a few array operations, where a generator object per row costs more than a short row.
-_INCREMENT = 0x9E3779B97F4A7C15
 _LARGEST_WORD = 2**64 - 1
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """SplitMix64's bijection of 64-bit words, in place."""
-    words ^= words >> 30
-    words *= 0xBF58476D1CE4E5B9
-    words ^= words >> 27
-    words *= 0x94D049BB133111EB
-    words ^= words >> 31
-    return words
 
 
 def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
     """Random uint64 [B, T]; row b depends on `seed` and `run_rows_B[b]` only."""
-    start = _mix(np.array([seed % 2**64 ^ _INCREMENT], np.uint64))
-    rows_B = _mix(start + run_rows_B.astype(np.uint64))
-    places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-    return _mix(rows_B[:, None] + places_T)
+    start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
+    rows_B = mix(start + run_rows_B.astype(np.uint64))
+    places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
+    return mix(rows_B[:, None] + places_T)
 
 
 class MaskedLanguageModel:
@@ -199,7 +187,7 @@ class MaskedLanguageModel:
     def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
         """What stands at the chosen places: the token itself, a random id or the mask."""
         # The word that chose a place is small; mixed once more, all of its bits are free again.
-        words_S = _mix(words_S + np.uint64(_INCREMENT))
+        words_S = mix(words_S + np.uint64(INCREMENT))
         kind_S = words_S & 0xFFFFFFFF
         hidden_S = np.where(kind_S < self._end_of_kept, tokens_S, np.int32(self._mask_id))
         drawn = np.flatnonzero((kind_S >= self._end_of_kept) & (kind_S < self._end_of_drawn))

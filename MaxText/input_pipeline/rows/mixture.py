@@ -3,7 +3,10 @@
 Legend: B rows, T tokens of a window.
 """
 
+import abc
+import bisect
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +16,7 @@ import numpy as np
 
 from MaxText.input_pipeline.rows.window_order import WindowOrder
 from MaxText.input_pipeline.rows.windows import Windows
+from MaxText.input_pipeline.splitmix import INCREMENT, scatter
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 OnBad = Callable[[BadRecord], None] | None
@@ -45,15 +49,9 @@ class Rows(Protocol):
 
 def draws(seed: int, rows: np.ndarray) -> np.ndarray:
     """uint64 [B] that look random: splitmix64 of the seed and the number of each row."""
-    mask = 2**64 - 1
-    start = ((seed + 1) * 0x9E3779B97F4A7C15) & mask
-    value = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
-    for _ in range(2):
-        value = value + np.uint64(0x9E3779B97F4A7C15)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        value = value ^ (value >> np.uint64(31))
-    return value
+    start = ((seed + 1) * INCREMENT) & (2**64 - 1)
+    words = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
+    return scatter(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,39 +89,18 @@ class Source:
         ]
 
 
-class Mixture:
-    """Rows of several sources in fixed shares, as evenly spread as whole rows allow, see Rows.
+class _Several(abc.ABC):
+    """Rows of several sources, all with positions and segments or none, see Rows."""
 
-    Row n belongs to the first source when its share passes a whole number there:
-    floor((n + 1) p) > floor(n p). Otherwise it is a row of the mixture of the other sources, with
-    their shares scaled up, counted without the first one's. So after n rows each source has had
-    its share of them to within one row for each source before it, and which row of which source
-    the n-th is follows from n alone.
-    """
-
-    num_rows = sys.maxsize
-
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float]):
-        """Args: `weights`: one of each source, above 0; any sum."""
-        assert len(sources) == len(weights) > 0
+    def __init__(self, sources: Sequence[Source]):
         self._sources = list(sources)
         self.has_documents = any(source.has_documents for source in sources)
         for source in sources:
             source.windows.has_documents = self.has_documents
-        # Each share is of the rows that the sources before left; the last one takes all of them.
-        self._shares = [
-            round(weight / math.fsum(weights[index:]) * 2**_SHARE_BITS)
-            for index, weight in enumerate(weights)
-        ]
 
+    @abc.abstractmethod
     def place(self, row: int) -> tuple[int, int]:
-        """The source of a row of the mixture, and its number among that source's rows."""
-        for index, share in enumerate(self._shares):
-            before = row * share >> _SHARE_BITS
-            if (row + 1) * share >> _SHARE_BITS > before:
-                return index, before
-            row -= before
-        raise AssertionError("the last source takes every row")
+        """The source of a row, and its number among that source's rows."""
 
     def read(self, rows: np.ndarray, on_bad: OnBad = None) -> dict[str, np.ndarray]:
         places = np.array([self.place(row) for row in rows.tolist()], np.int64).reshape(-1, 2)
@@ -141,34 +118,51 @@ class Mixture:
         return self._sources[index].origin(place)
 
 
-class Chain:
+class Mixture(_Several):
+    """Rows of several sources in fixed shares, as evenly spread as whole rows allow, see Rows.
+
+    Row n belongs to the first source when its share passes a whole number there:
+    floor((n + 1) p) > floor(n p). Otherwise it is a row of the mixture of the other sources, with
+    their shares scaled up, counted without the first one's. So after n rows each source has had
+    its share of them to within one row for each source before it, and which row of which source
+    the n-th is follows from n alone.
+    """
+
+    num_rows = sys.maxsize
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]):
+        """Args: `weights`: one of each source, above 0; any sum."""
+        assert len(sources) == len(weights) > 0
+        super().__init__(sources)
+        # Each share is of the rows that the sources before left; the last one takes all of them.
+        self._shares = [
+            round(weight / math.fsum(weights[index:]) * 2**_SHARE_BITS)
+            for index, weight in enumerate(weights)
+        ]
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row of the mixture, and its number among that source's rows."""
+        for index, share in enumerate(self._shares):
+            before = row * share >> _SHARE_BITS
+            if (row + 1) * share >> _SHARE_BITS > before:
+                return index, before
+            row -= before
+        raise AssertionError("the last source takes every row")
+
+
+class Chain(_Several):
     """Rows of several sources one after the other, each once, see Rows; for evaluation."""
 
     def __init__(self, sources: Sequence[Source]):
-        self._sources = list(sources)
-        self.has_documents = any(source.has_documents for source in sources)
-        for source in sources:
-            source.windows.has_documents = self.has_documents
-        self._first_row = np.cumsum([0, *(source.num_rows for source in sources)])
+        super().__init__(sources)
+        self._first_row = list(itertools.accumulate((s.num_rows for s in sources), initial=0))
 
     @property
     def num_rows(self) -> int:
-        return int(self._first_row[-1])
+        return self._first_row[-1]
 
-    def read(self, rows: np.ndarray, on_bad: OnBad = None) -> dict[str, np.ndarray]:
-        of_row = np.searchsorted(self._first_row, rows, side="right") - 1
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, and its number among that source's rows."""
         # Rows past the end are rows past the end of the last source.
-        of_row = np.minimum(of_row, len(self._sources) - 1)
-        batch: dict[str, np.ndarray] = {}
-        for index in np.unique(of_row).tolist():
-            chosen = np.flatnonzero(of_row == index)
-            part = self._sources[index].read(rows[chosen] - self._first_row[index], on_bad)
-            for name, values in part.items():
-                whole = batch.setdefault(name, np.empty((len(rows), values.shape[1]), values.dtype))
-                whole[chosen] = values
-        return batch
-
-    def origin(self, row: int) -> list[tuple[str, int, int]]:
-        index = int(np.searchsorted(self._first_row, row, side="right")) - 1
-        index = min(index, len(self._sources) - 1)
-        return self._sources[index].origin(row - int(self._first_row[index]))
+        index = bisect.bisect_right(self._first_row, row, hi=len(self._sources)) - 1
+        return index, row - self._first_row[index]

@@ -39,7 +39,6 @@ class TextTokenizer(abc.ABC):
     Attributes:
       entry: what the manifest says about it.
       engine: the library that encodes, for reports.
-      mask_id: id that hides a token in masked language modelling, None where there is none.
       num_threads: threads that `encode` uses; may be set at any time.
     """
 
@@ -52,8 +51,12 @@ class TextTokenizer(abc.ABC):
         """
         self.entry = entry.model_copy(update={"mask_id": mask_id})
         self.engine = self._definition = engine
-        self.mask_id = mask_id
         self.num_threads = num_threads or num_cores()
+
+    @property
+    def mask_id(self) -> int | None:
+        """Id that hides a token in masked language modelling, None where there is none."""
+        return self.entry.mask_id
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
