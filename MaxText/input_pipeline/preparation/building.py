@@ -8,8 +8,6 @@ The building folder outlives the process: the next one that builds the same goes
 that are left. Imports no jax.
 """
 
-import copy
-import json
 import shutil
 import time
 from collections import Counter
@@ -37,7 +35,6 @@ from MaxText.input_pipeline.preparation.token_writer import (
     FileFormat,
     SplitPlan,
     TokenFile,
-    narrowest_dtype,
     split_entry,
     tokens_digest,
     write_document_files,
@@ -47,11 +44,11 @@ from MaxText.input_pipeline.preparation.unit_encoding import (
     EncodedUnit,
     Encoding,
     EncodingJob,
+    Recipe,
     encode_unit,
     finished_unit,
 )
 from MaxText.input_pipeline.sync import sync_file, write_whole
-from MaxText.input_pipeline.tokenization.loading import TextTokenizer
 
 Show = Callable[[str], None]
 
@@ -68,56 +65,21 @@ class Request:
 
     Attributes:
       corpus: the text.
-      tokenizer: makes the ids.
-      before, after: control ids around each document.
-      seed, validation_fraction, fix_text, minimum_tokens: see Encoding.
+      recipe: how it becomes ids.
       file_format: array_record or bin.
       options: for the manifest.
       expected_sha256: unit number -> digest of its text, of units that were read before.
     """
 
     corpus: Corpus
-    tokenizer: TextTokenizer
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    seed: int
-    validation_fraction: float
-    fix_text: bool
-    minimum_tokens: int
+    recipe: Recipe
     file_format: FileFormat
     options: dict[str, Any]
     expected_sha256: Mapping[int, str]
 
     def encoding(self, folder: Path, num_threads: int) -> Encoding:
         """How its units are encoded into `folder`, by processes with so many threads each."""
-        tokenizer = copy.copy(self.tokenizer)
-        tokenizer.num_threads = num_threads
-        return Encoding(
-            tokenizer=tokenizer,
-            dtype=narrowest_dtype(self.tokenizer.entry.vocab_size),
-            before=self.before,
-            after=self.after,
-            seed=self.seed,
-            validation_fraction=self.validation_fraction,
-            fix_text=self.fix_text,
-            minimum_tokens=self.minimum_tokens,
-            folder=folder,
-        )
-
-    def summary(self) -> str:
-        """Everything that decides about part files besides the text, as JSON."""
-        contents = {
-            "schema_version": SCHEMA_VERSION,
-            "tokenizer": self.tokenizer.entry.sha256,
-            "vocab_size": self.tokenizer.entry.vocab_size,
-            "before": self.before,
-            "after": self.after,
-            "seed": self.seed,
-            "validation_fraction": self.validation_fraction,
-            "fix_text": self.fix_text,
-            "minimum_tokens": self.minimum_tokens,
-        }
-        return json.dumps(contents, indent=1, sort_keys=True) + "\n"
+        return Encoding(self.recipe.with_threads(num_threads), folder)
 
 
 @dataclass(frozen=True)
@@ -171,7 +133,7 @@ def build_data_set(building: Path, request: Request, workers: Workers, show: Sho
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         tokenizer=_tokenizer_entry(request),
-        dtype=narrowest_dtype(request.tokenizer.entry.vocab_size),
+        dtype=request.recipe.dtype,
         format=request.file_format,
         chunk_length=CHUNK_LENGTH if request.file_format == "array_record" else 1,
         splits=splits,
@@ -183,7 +145,7 @@ def build_data_set(building: Path, request: Request, workers: Workers, show: Sho
         ),
         options=request.options,
     )
-    for path in request.tokenizer.save(target):
+    for path in request.recipe.tokenizer.save(target):
         sync_file(path)
     write_whole(target / MANIFEST_NAME, manifest.to_json())
     _report(request, units, kept, manifest, time.monotonic() - start, show)
@@ -195,7 +157,7 @@ def _open_building(building: Path, request: Request, show: Show) -> None:
     path = building / "request.json"
     if building.exists():
         try:
-            same = path.read_text(encoding="utf-8") == request.summary()
+            same = path.read_text(encoding="utf-8") == request.recipe.summary()
         except (OSError, ValueError):
             same = False
         if not same:
@@ -203,7 +165,7 @@ def _open_building(building: Path, request: Request, show: Show) -> None:
             shutil.rmtree(building)
     (building / "parts").mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        write_whole(path, request.summary())
+        write_whole(path, request.recipe.summary())
     for leftover in (building / "parts").glob("*.writing"):
         leftover.unlink()
 
@@ -260,7 +222,7 @@ def _fill_empty_split(
     highest is not makes a difference only then, so nothing needs to be known about the corpus
     before it is encoded.
     """
-    if request.validation_fraction == 0 or request.corpus.splits:
+    if request.recipe.validation_fraction == 0 or request.corpus.splits:
         return units
     num_documents = {
         split: sum(unit.parts[split].num_documents for unit in units)
@@ -303,7 +265,7 @@ def _assemble(
             parts_folder=parts,
             parts=tuple(part for part in of_split if part.num_documents),
             folder=target / split,
-            vocab_size=request.tokenizer.entry.vocab_size,
+            vocab_size=request.recipe.tokenizer.entry.vocab_size,
             file_format=request.file_format,
         )
         if plan.num_documents:
@@ -357,8 +319,12 @@ def _write(
 
 def _tokenizer_entry(request: Request) -> TokenizerEntry:
     """With the separator as the id that ends documents, where that is what does."""
-    entry = request.tokenizer.entry
-    return entry.model_copy(update={"eos_id": request.after[0]}) if request.after else entry
+    entry = request.recipe.tokenizer.entry
+    return (
+        entry.model_copy(update={"eos_id": request.recipe.after[0]})
+        if request.recipe.after
+        else entry
+    )
 
 
 def _skipped(units: Sequence[EncodedUnit]) -> Counter[str]:
@@ -396,7 +362,7 @@ def _report(
             f"Encoded {num_tokens:,} tokens in {seconds:,.1f} s: "
             f"{num_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s, "
             f"{num_tokens / max(processor_seconds, 1e-3):,.0f} tokens per CPU second "
-            f"({request.tokenizer.engine})"
+            f"({request.recipe.tokenizer.engine})"
         )
 
 

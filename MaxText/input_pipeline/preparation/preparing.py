@@ -43,6 +43,7 @@ from MaxText.input_pipeline.preparation.survey import (
     sampling_jobs,
     survey_unit,
 )
+from MaxText.input_pipeline.preparation.unit_encoding import Recipe
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
@@ -191,13 +192,15 @@ def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) 
     is_array_record = preparation.prepare_output_format == "array_record"
     request = Request(
         corpus=corpus,
-        tokenizer=tokenizer,
-        before=before,
-        after=after,
-        seed=preparation.prepare_seed,
-        validation_fraction=preparation.validation_fraction,
-        fix_text=preparation.prepare_fix_text,
-        minimum_tokens=preparation.prepare_minimum_tokens,
+        recipe=Recipe(
+            tokenizer=tokenizer,
+            before=before,
+            after=after,
+            seed=preparation.prepare_seed,
+            validation_fraction=preparation.validation_fraction,
+            fix_text=preparation.prepare_fix_text,
+            minimum_tokens=preparation.prepare_minimum_tokens,
+        ),
         file_format="array_record" if is_array_record else "bin",
         options=_options(preparation),
         expected_sha256={survey.number: survey.sha256 for survey in surveys},

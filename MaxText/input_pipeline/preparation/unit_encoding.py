@@ -6,16 +6,21 @@
 A unit whose json is there is finished, whatever became of the process. Imports no jax.
 """
 
+import copy
+import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import SCHEMA_VERSION
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
 from MaxText.input_pipeline.preparation.corpus import Document, Unit
 from MaxText.input_pipeline.preparation.held_out import (
@@ -28,6 +33,7 @@ from MaxText.input_pipeline.preparation.held_out import (
 from MaxText.input_pipeline.preparation.part_files import Part, PartWriter
 from MaxText.input_pipeline.preparation.survey import SurveyJob, SurveySettings, TextDigest
 from MaxText.input_pipeline.preparation.survey import survey_unit as read_unit
+from MaxText.input_pipeline.preparation.token_writer import narrowest_dtype
 from MaxText.input_pipeline.sync import write_whole
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer
 
@@ -37,34 +43,69 @@ _BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How all units of a corpus are encoded.
+class Recipe:
+    """How text becomes ids: everything that decides about them besides the text.
 
     Attributes:
-      tokenizer: with as many threads as a process may use.
-      dtype: name of the type that ids are stored in.
+      tokenizer: makes the ids, with as many threads as it has.
       before, after: control ids around each document.
       seed: prepare_seed.
       validation_fraction: share of documents that are held out.
       fix_text: prepare_fix_text.
       minimum_tokens: documents of fewer ids, control ids not counted, are left out.
-      folder: of the parts.
     """
 
     tokenizer: TextTokenizer
-    dtype: str
     before: tuple[int, ...]
     after: tuple[int, ...]
     seed: int
     validation_fraction: float
     fix_text: bool
     minimum_tokens: int
-    folder: Path
+
+    @property
+    def dtype(self) -> Literal["uint16", "uint32"]:
+        """Name of the type that ids are stored in."""
+        return narrowest_dtype(self.tokenizer.entry.vocab_size)
 
     @property
     def stored_type(self) -> np.dtype:
         """Type of ids in part files."""
         return np.dtype(self.dtype).newbyteorder("<")
+
+    def summary(self) -> str:
+        """Everything that decides about part files besides the text, as JSON."""
+        contents = {
+            "schema_version": SCHEMA_VERSION,
+            "tokenizer": self.tokenizer.entry.sha256,
+            "vocab_size": self.tokenizer.entry.vocab_size,
+            "before": self.before,
+            "after": self.after,
+            "seed": self.seed,
+            "validation_fraction": self.validation_fraction,
+            "fix_text": self.fix_text,
+            "minimum_tokens": self.minimum_tokens,
+        }
+        return json.dumps(contents, indent=1, sort_keys=True) + "\n"
+
+    def with_threads(self, num_threads: int) -> "Recipe":
+        """The same, with so many threads in each process."""
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.num_threads = num_threads
+        return dataclasses.replace(self, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How and where all units of a corpus are encoded.
+
+    Attributes:
+      recipe: see Recipe.
+      folder: of the parts.
+    """
+
+    recipe: Recipe
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -89,7 +130,7 @@ class EncodingJob:
         """Splits that its documents may belong to."""
         if self.split:
             return [self.split]
-        return [TRAIN, VALIDATION] if encoding.validation_fraction > 0 else [TRAIN]
+        return [TRAIN, VALIDATION] if encoding.recipe.validation_fraction > 0 else [TRAIN]
 
 
 class EncodedUnit(pydantic.BaseModel):
@@ -125,7 +166,7 @@ def finished_unit(encoding: Encoding, number: int) -> EncodedUnit | None:
     except (OSError, ValueError):
         return None
     parts = found.parts.values()
-    whole = all(part.is_whole(encoding.folder, encoding.stored_type) for part in parts)
+    whole = all(part.is_whole(encoding.folder, encoding.recipe.stored_type) for part in parts)
     return found if whole else None
 
 
@@ -175,21 +216,21 @@ def _is_of(
     if unit.exceptions != job.exceptions or set(unit.parts) != set(job.splits(encoding)):
         return False
     survey = SurveyJob(job.number, job.unit)
-    return read_unit(SurveySettings(encoding.seed), survey, advance).sha256 == unit.sha256
+    return read_unit(SurveySettings(encoding.recipe.seed), survey, advance).sha256 == unit.sha256
 
 
 def _encode(encoding: Encoding, job: EncodingJob, advance: Callable[[int], None]) -> EncodedUnit:
     start = time.process_time()
-    clean = text_cleaner(encoding.fix_text)
-    threshold = lowest_rank_of_training(encoding.validation_fraction)
+    clean = text_cleaner(encoding.recipe.fix_text)
+    threshold = lowest_rank_of_training(encoding.recipe.validation_fraction)
     exceptions = dict(job.exceptions)
     writers = {
         split: PartWriter(
             encoding.folder,
             f"{job.number:06d}-{split}",
-            encoding.stored_type,
-            encoding.before,
-            encoding.after,
+            encoding.recipe.stored_type,
+            encoding.recipe.before,
+            encoding.recipe.after,
         )
         for split in job.splits(encoding)
     }
@@ -203,21 +244,21 @@ def _encode(encoding: Encoding, job: EncodingJob, advance: Callable[[int], None]
             numbers = document_number(job.number, index) + np.arange(len(documents))
             index += len(documents)
             texts = [clean(document.text) for document in documents]
-            ids = encoding.tokenizer.encode(texts)
+            ids = encoding.recipe.tokenizer.encode(texts)
             read_bytes = 0
             for document, text, ids_N, number, rank in zip(
                 documents,
                 texts,
                 ids,
                 numbers.tolist(),
-                ranks(encoding.seed, numbers).tolist(),
+                ranks(encoding.recipe.seed, numbers).tolist(),
                 strict=True,
             ):
                 encoded = document.text.encode()
                 digest.add(encoded)
                 read_bytes += len(encoded)
-                if len(ids_N) < encoding.minimum_tokens or len(ids_N) == 0:
-                    skipped[f"shorter than {max(encoding.minimum_tokens, 1)} tokens"] += 1
+                if len(ids_N) < encoding.recipe.minimum_tokens or len(ids_N) == 0:
+                    skipped[f"shorter than {max(encoding.recipe.minimum_tokens, 1)} tokens"] += 1
                     continue
                 ranked = (rank, number)
                 first = ranked if first is None else min(first, ranked)
@@ -226,7 +267,7 @@ def _encode(encoding: Encoding, job: EncodingJob, advance: Callable[[int], None]
                 if exceptions:
                     held_out = exceptions.get(number, held_out)
                 split = job.split or (VALIDATION if held_out else TRAIN)
-                if encoding.fix_text:
+                if encoding.recipe.fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document.file, document.row)
             num_bytes += read_bytes
