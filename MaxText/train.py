@@ -4,6 +4,7 @@ The whole program, top to bottom: configuration, text, devices, model, data, com
 starting point, loop, what is left in the run folder.
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -23,12 +24,12 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> int:
     """Exit codes: 0 done, 1 the loss diverged, 2 a mistake of the user, 130 Ctrl-C."""
-    start_up.restart_with_allocator_setting()
+    launched = start_up.restart_with_allocator_setting()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE)
     for line in start_up.choose_platform(loaded.config.run.hardware):
         print(line)
     try:
-        return train(loaded.config)
+        return train(loaded.config, launched)
     except UserError as error:
         command_line.fail(error)
     except KeyboardInterrupt:
@@ -36,8 +37,12 @@ def main() -> int:
         return 130
 
 
-def train(config) -> int:
-    """Runs a configuration to its end, from wherever its run folder stands."""
+def train(config, launched: float) -> int:
+    """Runs a configuration to its end, from wherever its run folder stands.
+
+    Args:
+      launched: Unix seconds at which the program was started.
+    """
     # --- Output folder and text: what may be refused, before anything slow ----------------------
     from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
     from MaxText.configuration.saved import flat, resolved_yaml
@@ -127,7 +132,7 @@ def train(config) -> int:
         dropout_seed=model_section.initialization.init_weights_seed,
     )
     train_step = CompiledSteps(
-        lambda shapes: layout.compile_step(step_function, abstract_state, shapes), print
+        lambda shapes: layout.compile_step(step_function, abstract_state, shapes)
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
@@ -169,114 +174,125 @@ def train(config) -> int:
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
+    from MaxText.monitoring.cost import model_cost
+    from MaxText.monitoring.event_stream import open_stream
+    from MaxText.monitoring.lineage import Lineage
     from MaxText.monitoring.peak_flops import peak_flops
     from MaxText.monitoring.profiler import StepProfiler
-    from MaxText.monitoring.progress import Progress
     from MaxText.monitoring.quantities import Quantities
-    from MaxText.monitoring.recorder import Recorder
-    from MaxText.monitoring.step_line import StepReport
+    from MaxText.monitoring.run_facts import emit_start, start_facts
+    from MaxText.monitoring.sinks.tensorboard import TENSORBOARD_FOLDER
+    from MaxText.monitoring.sinks.terminal import Terminal
     from MaxText.monitoring.step_log import Diverged, StepLog
     from MaxText.training.evaluation import evaluate
 
-    recorder = Recorder(run_folder, monitoring, run.run_name, first_step=start.first_step)
-    recorder.start(config_flat, model.num_parameters)
-    profiler = StepProfiler(monitoring, recorder.tensorboard_folder, start.first_step)
-    compile_seconds = compiling.result()
-    recorder.event("compile", seconds=compile_seconds)
-    quantities = Quantities(
-        model, config.batch, plan, len(devices), last_step + 1, peak_flops(devices[0])
-    )
-    print(quantities.describe())
-    print(f"Compiled the train step in {compile_seconds:.1f} s")
+    peak = peak_flops(devices[0])
+    quantities = Quantities(model, config.batch, plan, len(devices), last_step + 1, peak)
+    lineage = Lineage.of(start, quantities)
+    opt_state = abstract_state.opt_state
+    cost = model_cost(model, sequence_length=length, optimizer_state=opt_state)
+    entropy = train_batches.unigram_entropy
+    print(f"{quantities.describe()}\n{cost.describe()}")
     if monitoring.enable_tensorboard:
-        print(f"To see full metrics 'tensorboard --logdir={recorder.tensorboard_folder}'")
-    progress = Progress(start.first_step, last_step + 1)
-
-    def show(report: StepReport) -> None:
-        progress.line(report.line())
-        progress.update(report)
-
+        print(f"To see full metrics 'tensorboard --logdir={run_folder / TENSORBOARD_FOLDER}'")
+    terminal = Terminal(last_step + 1)
+    first_step = start.first_step
+    events = open_stream(
+        run_folder, monitoring, run.run_name, config_flat, first_step=first_step, terminal=terminal
+    )
+    facts = start_facts(run.run_name, quantities, cost, lineage, train_batches)
+    emit_start(events, start, facts, launched)
+    profiler = StepProfiler(monitoring, run_folder / TENSORBOARD_FOLDER, first_step)
     log = StepLog(
-        recorder,
+        events,
         config.guard,
         period=monitoring.step_log_period,
         last_step=last_step,
         quantities=quantities,
-        show=show,
+        lineage=lineage,
     )
 
     def save(step: int) -> None:
         with log.paused():
             log.check_newest()
-            recorder.event("checkpoint", step=step)
-            checkpoints.save(step, state, train_batches.position, metadata)
+            # No row of a step may be missing beside its checkpoint.
+            events.flush()
+            kept = metadata | lineage.metadata(step)
+            with events.timed("checkpoint", step=step):
+                checkpoints.save(step, state, train_batches.position, kept)
+
+    def run_evaluation(step: int) -> float:
+        with log.paused(), events.timed("evaluation", step=step) as facts:
+            placed = (layout.place(batch, eval_rows) for batch in eval_batches)
+            report = evaluate(eval_step, state.params, placed, step=step)
+            facts.update(report=report, **report.row(), **lineage.progress(step))
+        return report.loss
 
     # --- Loop -------------------------------------------------------------------------------------
     eval_loss, reason = None, "error"
     try:
-        log.start(start.first_step)
-        for step in range(start.first_step, last_step + 1):
-            batch = layout.place(next(train_batches), plan.rows(plan.at(step)))
+        with events.timed("compile", step=first_step) as facts:
+            facts |= dataclasses.asdict(compiling.result())
+        log.start(first_step)
+        for step in range(first_step, last_step + 1):
+            with log.waiting_for_data():
+                batch = layout.place(next(train_batches), plan.rows(plan.at(step)))
+            for message in train_batches.bad_records.drain():
+                events.emit("skip", step=step, reason=message, count=1)
+            if not train_step.fits(batch):
+                with log.paused(), events.timed("compile", step=step) as facts:
+                    facts |= dataclasses.asdict(train_step.prepare(batch))
             with profiler.step(step):
                 state, metrics = train_step(state, batch)
             log.add(step, metrics)
             profiler.finished(step, metrics)
-
             if checkpoints.should_save(step, last_step):
                 save(step)
 
             if eval_batches is not None and (
                 (step + 1) % evaluation.eval_interval == 0 or step == last_step
             ):
-                with log.paused():
-                    placed = (layout.place(batch, eval_rows) for batch in eval_batches)
-                    report = evaluate(eval_step, state.params, placed, step=step)
-                recorder.evaluation(report)
-                progress.line(report.line())
-                eval_loss = report.loss
+                eval_loss = run_evaluation(step)
                 if eval_loss < evaluation.target_eval_loss:
-                    progress.line(f"target_eval_loss={evaluation.target_eval_loss:g} is reached")
+                    terminal.line(f"target_eval_loss={evaluation.target_eval_loss:g} is reached")
                     if config.checkpoint.enable_checkpointing:
                         save(step)
                     break
         log.flush()
         checkpoints.close()
+
+        # --- What the run leaves ------------------------------------------------------------------
+        if eval_loss is not None and entropy is not None:
+            entropy_text = f"unigram entropy of the data {entropy:.3f} nats"
+            terminal.line(f"Validation loss {eval_loss:.3f}, {entropy_text}")
+        tokenizer, sampling = train_batches.tokenizer_folder, config.sampling
+        if sampling.sample_tokens and tokenizer is not None:
+            from MaxText.generation.sampling import write_sample
+
+            with events.timed("sample", step=step) as facts:
+                text = write_sample(model, state.params, sampling, tokenizer, run_folder)
+                facts |= {"text": text}
+            terminal.line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+        if monitoring.loss_curve:
+            from MaxText.monitoring.loss_curve import draw_loss_curve
+
+            events.flush()
+            terminal.line(f"Loss curve: {draw_loss_curve(run_folder)}")
         reason = "completed"
     except Diverged as error:
         reason = "diverged"
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        reason = "interrupted"
+        raise
     finally:
-        recorder.event("stop", reason=reason)
-        recorder.close()
-        progress.close()
+        events.emit("stop", step=log.newest_step, reason=reason)
+        events.close()
         profiler.close()
         train_batches.close()
         # Whatever ended the run: a save in the background is whole or nothing.
         checkpoints.close()
-
-    # --- What the run leaves ----------------------------------------------------------------------
-    entropy = train_batches.unigram_entropy
-    if eval_loss is not None and entropy is not None:
-        print(f"Validation loss {eval_loss:.3f}, unigram entropy of the data {entropy:.3f} nats")
-    tokenizer_folder = train_batches.tokenizer_folder
-    if config.sampling.sample_tokens and tokenizer_folder is not None:
-        from MaxText.generation.sampling import write_sample
-
-        text = write_sample(model, state.params, config.sampling, tokenizer_folder, run_folder)
-        print(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
-    if monitoring.loss_curve:
-        from MaxText.monitoring.loss_curve import draw_loss_curve
-
-        picture = draw_loss_curve(
-            run_folder,
-            tokens_per_step=quantities.tokens_of_run / quantities.num_updates,
-            title=run.run_name,
-            unigram_entropy=entropy,
-            metrics_file=monitoring.metrics_file,
-            run_name=run.run_name,
-        )
-        print(f"Loss curve: {picture}")
     return 0
 
 

@@ -123,9 +123,9 @@ def _explain(problems: list[str], hint: ConfigHint) -> str:
         return "\n".join(lines)
     shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
     changed = [
-        f"  {change}"
-        for change in differences(hint.stored, hint.current)
-        if change.split(":")[0] in shaping
+        f"  {name}: {old} -> {new}"
+        for name, (old, new) in differences(hint.stored, hint.current).items()
+        if name in shaping
     ]
     if changed:
         lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")

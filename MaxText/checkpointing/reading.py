@@ -62,12 +62,12 @@ def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
     return value
 
 
-def stored_config(stored: layout.Stored) -> Mapping[str, Any] | None:
-    """The configuration stored with a checkpoint; None where there is none to be read."""
+def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
+    """What a checkpoint says of itself; empty where it says nothing that can be read."""
     try:
-        return read_metadata(stored).get("config")
+        return read_metadata(stored)
     except Unreadable:
-        return None
+        return {}
 
 
 def read_tree_description(stored: layout.Stored) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def check_params(
 
 
 def _check(stored, description, wanted, config_flat, show) -> None:
-    hint = ConfigHint(stored_config(stored), config_flat)
+    hint = ConfigHint(metadata_if_any(stored).get("config"), config_flat)
     try:
         casts = check_matches(description, wanted, hint)
     except UserError as error:

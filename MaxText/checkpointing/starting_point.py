@@ -26,14 +26,22 @@ class Start(NamedTuple):
       first_step: the update to do first, from 0.
       position: where the data pipeline stands, or None to begin with the data of `first_step`.
       source: one line for the record, such as "checkpoint of step 120".
-      stored_config: configuration by key found in the checkpoint, if any.
+      how: "scratch", "resume", "full_state" or "parameters".
+      metadata: what the checkpoint says of itself (matching.checkpoint_metadata); empty if nothing.
+      folder: of the checkpoint; empty for scratch.
+      stored_step: the update after which the checkpoint was saved, if known.
+      changes: {key: (value in the checkpoint, value now)} of the configuration keys that differ.
     """
 
     state: Any
     first_step: int
     position: dict[str, Any] | None
     source: str
-    stored_config: Mapping[str, Any] | None
+    how: str
+    metadata: Mapping[str, Any] = {}
+    folder: str = ""
+    stored_step: int | None = None
+    changes: Mapping[str, tuple[str, str]] = {}
 
 
 def restore_or_initialize(
@@ -74,10 +82,15 @@ def restore_or_initialize(
             section.load_parameters_path, abstract_state, initialize, config_flat, show
         )
     else:
-        return Start(initialize(), 0, None, "scratch", None)
+        return Start(initialize(), 0, None, "scratch", "scratch")
     show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
-    _show_differences(start.stored_config, config_flat, show)
-    return start
+    stored = start.metadata.get("config")
+    changes = differences(stored, config_flat) if stored else {}
+    if changes:
+        show("Keys that differ from the checkpoint (checkpoint -> now):")
+        for name, (old, new) in changes.items():
+            show(f"  {name}: {old} -> {new}")
+    return start._replace(changes=changes)
 
 
 def _show_order(
@@ -130,7 +143,8 @@ def _resume(
                     f"{int(state.step)} updates, not {first_step}: was the folder renamed?"
                 )
             source = f"checkpoint of step {step}"
-            return Start(state, first_step, position, source, metadata.get("config"))
+            folder = str(checkpoints.stored(step))
+            return Start(state, first_step, position, source, "resume", metadata, folder, step)
         checkpoints.mark_unreadable(step)
         failures.append(f"step {step}: {reason or 'another process could not read it'}")
         show(f"!!! WARNING: A CHECKPOINT CANNOT BE READ, going back. {failures[-1]}")
@@ -151,9 +165,12 @@ def _load_full_state(
             position = reading.read_position(stored)
         else:
             show(f"  no data position beside {stored}: data begins at its step")
-        config = reading.stored_config(stored)
+        metadata = reading.metadata_if_any(stored)
         state = reading.read_state(stored, abstract_state, config_flat, show)
-    return Start(state, int(state.step), position, f"full state of {stored}", config)
+    source, first_step = f"full state of {stored}", int(state.step)
+    return Start(
+        state, first_step, position, source, "full_state", metadata, str(stored), stored.step
+    )
 
 
 def _load_parameters(
@@ -170,8 +187,9 @@ def _load_parameters(
         state = dataclasses.replace(initialize(), params=None)
         params = reading.read_params(stored, abstract_state.params, config_flat, show)
     state = dataclasses.replace(state, params=params)
-    config = reading.stored_config(stored)
-    return Start(state, 0, None, f"parameters of {stored}", config)
+    metadata = reading.metadata_if_any(stored)
+    source = f"parameters of {stored}"
+    return Start(state, 0, None, source, "parameters", metadata, str(stored), stored.step)
 
 
 @contextlib.contextmanager
@@ -193,15 +211,3 @@ def _on_all_processes(done: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.array(done))))
-
-
-def _show_differences(
-    stored: Mapping[str, Any] | None, current: Mapping[str, Any], show: Show
-) -> None:
-    if stored is None:
-        return
-    changes = differences(stored, current)
-    if changes:
-        show("Keys that differ from the checkpoint (checkpoint -> now):")
-        for change in changes:
-            show(f"  {change}")

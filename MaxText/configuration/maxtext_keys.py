@@ -49,7 +49,7 @@ UNAVAILABLE: dict[str, Absent] = {
         "metrics.jsonl always lies in the folder of the run, which may be gs://",
         "base_output_directory",
     ),
-    "enable_wandb": Absent("Weights & Biases is not available yet", "enable_tensorboard"),
+    "wandb_run_name": Absent("a run has the same name in W&B as here", "run_name"),
     # Model
     "cast_logits_to_fp32": Absent("always on: the loss is computed in float32"),
     "fused_qkv": Absent("always off: query, key and value projections are separate weights"),

@@ -40,15 +40,16 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
     return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two flat configurations, as lines `key: old -> new`.
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What changed between two flat configurations: {key: (old value, new value)} as YAML.
 
     A list equals a tuple of the same items, because storage turns one into the other.
     """
-    lines = []
+    changed = {}
     for name in dict.fromkeys([*new, *old]):
-        before = to_yaml(old[name]) if name in old else "(no such key)"
-        after = to_yaml(new[name]) if name in new else "(no such key)"
+        before, after = (
+            to_yaml(values[name]) if name in values else "(no such key)" for values in (old, new)
+        )
         if before != after:
-            lines.append(f"{name}: {before} -> {after}")
-    return lines
+            changed[name] = (before, after)
+    return changed

@@ -234,6 +234,22 @@ class Monitoring(Section):
         100, "Steps between flushes of TensorBoard and metrics.", unit="steps", ge=1
     )
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
+    enable_wandb: bool = key(
+        False, "Report to Weights & Biases as well; needs `pip install '.[wandb]'`."
+    )
+    wandb_project_name: str = key(
+        "maxtext", "Project of W&B that the run belongs to.", only_if={"enable_wandb": [True]}
+    )
+    wandb_entity: str = key(
+        "", "User or team of W&B. Empty: $WANDB_ENTITY, else the account's own default.",
+        only_if={"enable_wandb": [True]},
+    )  # fmt: skip
+    wandb_mode: Literal["online", "offline", "disabled"] = key(
+        "online",
+        "offline keeps everything in <run>/wandb for a later `wandb sync`; disabled reports "
+        "nothing. $WANDB_MODE is not read, $M_WANDB_MODE is.",
+        only_if={"enable_wandb": [True]},
+    )
     metrics_file: str = key(
         "", "Where metric rows (JSON lines) go. Empty: metrics.jsonl in the run."
     )

@@ -136,6 +136,16 @@ class BatchIterator(Iterator[Batch]):
         return self._opened[0].data.unigram_entropy if len(self._opened) == 1 else None
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What tells whether two runs saw the same: the data, and the tokenizer if known."""
+        tokenizers = {source.data.tokenizer_sha256 for source in self._opened} - {""}
+        return {
+            "train": "; ".join(source.entry.location for source in self._opened) or "random tokens",
+            "identity": self._identity["data_set"],
+            "tokenizer": " ".join(sorted(tokenizers)),
+        }
+
+    @property
     def tokenizer_folder(self) -> Path | None:
         """Where the tokenizer of the (first) data set lies, None where there is none."""
         return self._opened[0].data.tokenizer_folder if self._opened else None

@@ -43,14 +43,6 @@ class Model:
     def num_parameters(self) -> int:
         return sum(info.size for info in self.parameters.values())
 
-    @property
-    def num_matmul_parameters(self) -> int:
-        """Weights that each token is multiplied with; a tied table counts as the head."""
-        matrices = sum(info.size for info in self.parameters.values() if info.num_in_dims)
-        if self.section.head.logits_via_embedding:
-            matrices += self.parameters["token_embedder/embedding"].size
-        return matrices
-
     def initialize(self, key: jax.Array) -> Parameters:
         """Fresh parameters. Pure: call it under jit with output shardings."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.section, nnx.Rngs(params=key))))

@@ -8,55 +8,49 @@ from typing import Any
 
 from etils import epath
 
+from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.json_lines import read_rows
-from MaxText.monitoring.recorder import EVENTS, METRICS
 
 FILE_NAME = "loss_curve.png"
 
+_KINDS = {"train": ("step",), "validation": ("evaluation",), "start": ("start", "resume")}
 _TRAIN, _VALIDATION, _REFERENCE, _INK = "#2a6fbb", "#d1495b", "#7a7a7a", "#333333"
 
 
-def draw_loss_curve(
-    run_folder: str | epath.Path,
-    *,
-    tokens_per_step: float,
-    title: str = "",
-    unigram_entropy: float | None = None,
-    metrics_file: str = "",
-    run_name: str | None = None,
-) -> epath.Path | None:
-    """Draws loss over steps and tokens from what the run recorded.
+def draw_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
+    """Draws loss over steps and tokens from the run's events.
 
     Args:
-      run_folder: where metrics.jsonl and events.jsonl lie, and where the picture goes.
-      tokens_per_step: for the second axis.
-      title: over the picture.
-      unigram_entropy: nats per token that predicting by frequency alone costs, as a dashed line.
-      metrics_file: the configured place of the metric rows, if not the run folder.
-      run_name: takes only the rows of this run from a shared metrics file.
+      run_folder: where events.jsonl lies, and where the picture goes.
 
     Returns:
       The picture's path, or None if there is nothing to draw.
     """
     folder = epath.Path(run_folder)
-    rows = [
-        row
-        for row in read_rows(epath.Path(metrics_file or folder / METRICS).expanduser())
-        if run_name is None or row.get("run_name") == run_name
-    ]
-    train = _points(rows, "learning/lm_loss")
-    events = [row for row in read_rows(folder / EVENTS) if row.get("phase") == "evaluation"]
-    validation = _points(events, "eval/avg_loss")
+    rows = read_rows(folder / EVENTS_FILE)
+    by_kind = {
+        kind: [row for row in rows if row.get("event") in kinds] for kind, kinds in _KINDS.items()
+    }
+    train = _points(by_kind["train"], "learning/lm_loss")
+    validation = _points(by_kind["validation"], "eval/avg_loss")
     if not train and not validation:
         return None
-    picture = _render(train, validation, tokens_per_step, title, unigram_entropy)
+    newest = by_kind["start"][-1]
+    last = (by_kind["train"] or by_kind["validation"])[-1]
+    picture = _render(
+        train,
+        validation,
+        tokens_per_step=last["progress/tokens"] / (last["step"] + 1),
+        title=newest["run_name"],
+        unigram_entropy=newest["unigram_entropy"],
+    )
     path = folder / FILE_NAME
     path.write_bytes(picture)
     return path
 
 
 def _points(rows: Sequence[Mapping[str, Any]], tag: str) -> list[tuple[int, float]]:
-    """(step, value) by step; of a step reported twice, by two attempts, the last."""
+    """(step, value) in order of steps; what is no number is left out."""
     points = {row["step"]: row[tag] for row in rows if row.get(tag) is not None and "step" in row}
     return sorted(points.items())
 
@@ -80,7 +74,7 @@ def running_median(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
     return curve
 
 
-def _render(train, validation, tokens_per_step, title, unigram_entropy) -> bytes:
+def _render(train, validation, *, tokens_per_step, title, unigram_entropy) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,11 +1,12 @@
 """What follows from the configuration, the model and the devices, each with its formula."""
 
 import dataclasses
+import functools
 
 from MaxText.configuration.training_sections import Batch
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.model import Model
-from MaxText.monitoring.flops import FlopCount
+from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.tables import derived_quantities
 
@@ -34,38 +35,45 @@ class Quantities:
         """Tokens an update sees, over all devices."""
         return self.plan.at(step).samples * self.plan.window
 
+    def tokens_before(self, step: int) -> int:
+        """Tokens that all updates before `step` see."""
+        return self.plan.samples_before(step) * self.plan.window
+
     @property
     def tokens_of_run(self) -> int:
         """Tokens that all updates see."""
-        return self.plan.samples_before(self.num_updates) * self.plan.window
+        return self.tokens_before(self.num_updates)
 
     def tokens_per_device(self, step: int) -> float:
         """Tokens an update sees on one device."""
         return self.tokens(step) / self.num_devices
 
     def flops(self, step: int) -> FlopCount:
-        """Operations of training on one token of an update."""
-        dimensions = self.model.section.shape.dimensions
-        return FlopCount.from_model(
-            self.model.num_matmul_parameters,
-            num_layers=dimensions.num_layers,
-            num_query_heads=dimensions.num_query_heads,
-            head_dim=dimensions.head_dim,
-            sequence_length=self.plan.at(step).length,
-        )
+        """Operations on one token of an update."""
+        return self._flops_of_length[self.plan.at(step).length]
+
+    def flops_before(self, step: int) -> float:
+        """Operations of all updates before `step`, over all devices."""
+        total = 0.0
+        for stage in self.plan.stages:
+            first, end = self.plan.steps_of(stage, step)
+            total += (end - first) * self.tokens(first) * self.flops(first).per_token
+        return total
 
     @property
     def flops_of_run(self) -> float:
         """Operations of all updates over all devices."""
-        total = 0.0
-        for stage in self.plan.stages:
-            before, after = self.plan.steps_of(stage, self.num_updates)
-            total += (after - before) * self.tokens(before) * self.flops(before).per_token
-        return total
+        return self.flops_before(self.num_updates)
 
     def tflops_per_device(self, step: int) -> float:
         """1e12 operations of an update on one device."""
         return self.flops(step).tflops(self.tokens_per_device(step))
+
+    @functools.cached_property
+    def _flops_of_length(self) -> dict[int, FlopCount]:
+        """Counted once: every step asks."""
+        lengths = {stage.length for stage in self.plan.stages}
+        return {length: count_flops(self.model, length) for length in lengths}
 
     def describe(self) -> str:
         """All of it as lines "name = formula = numbers = value"."""
@@ -73,6 +81,8 @@ class Quantities:
         batch, last = self.batch, max(self.num_updates - 1, 0)
         stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
         parameters = self.model.num_parameters
+        # Two products per layer, 2 operations each, 3 times for training; causal counts half.
+        attention = 6 if self.model.section.attention.causal else 12
         rows = [
             (
                 "sequences per update",
@@ -101,8 +111,8 @@ class Quantities:
             ),
             (
                 "FLOPs per token",
-                "6 x matmul parameters + 6 x layers x heads x head_dim x length",
-                f"6 x {self.model.num_matmul_parameters} + 6 x {d.num_layers} x "
+                f"6 x matmul parameters + {attention} x layers x heads x head_dim x length",
+                f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
                 f"{d.num_query_heads} x {d.head_dim} x {stage.length}",
                 flops.per_token,
             ),

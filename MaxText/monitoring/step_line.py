@@ -39,6 +39,8 @@ class StepReport:
       tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
       peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
       seconds_left: until the last step, if known.
+      updates: since the last report; `seconds` is their mean.
+      data_seconds: wall time of all of them in which the devices waited for data.
     """
 
     step: int
@@ -48,6 +50,8 @@ class StepReport:
     tflops_per_device: float
     peak_tflops: float = 0.0
     seconds_left: float | None = None
+    updates: int = 1
+    data_seconds: float = 0.0
 
     @property
     def tflops_per_second(self) -> float:

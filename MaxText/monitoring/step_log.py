@@ -7,14 +7,15 @@ over: the device always has work, and the line of step n appears when step n is 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from MaxText.configuration.training_sections import Guard
+from MaxText.monitoring.event_stream import EventStream
+from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.quantities import Quantities
-from MaxText.monitoring.recorder import Recorder
 from MaxText.monitoring.step_line import StepReport
 
 
@@ -25,36 +26,38 @@ class Diverged(Exception):
 
 
 class StepLog:
-    """Turns the scalars of compiled steps into lines and records."""
+    """Turns the scalars of compiled steps into events."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        events: EventStream,
         guard: Guard,
         *,
         period: int,
         last_step: int,
         quantities: Quantities,
-        show: Callable[[StepReport], None],
+        lineage: Lineage,
     ):
         """
         Args:
+          events: receives each report.
           period: steps between reports; the last step is always reported.
           last_step: the last update of the run, for the time left.
           quantities: sizes of an update and of a device.
-          show: receives each report, for the terminal.
+          lineage: what the run had spent when it began.
         """
-        self._recorder = recorder
+        self._events = events
         self._guard = guard
         self._period = period
         self._last_step = last_step
         self._quantities = quantities
-        self._show = show
+        self._lineage = lineage
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
         self._waiting = False  # whether the newest step is yet to be reported
         self._reported_step = -1
         self._since = 0.0
+        self._data_seconds = 0.0
 
     def start(self, first_step: int) -> None:
         """Starts the clock, right before the first step is handed to the device."""
@@ -66,6 +69,11 @@ class StepLog:
         self.flush()
         self._newest, self._newest_step = metrics, step
         self._waiting = step % self._period == 0 or step == self._last_step
+
+    @property
+    def newest_step(self) -> int:
+        """The update handed over last; -1 before the first."""
+        return self._newest_step
 
     def flush(self) -> None:
         """Reports what waits, once its step is done.
@@ -79,7 +87,8 @@ class StepLog:
         step = self._newest_step
         metrics = {name: float(value) for name, value in jax.device_get(self._newest).items()}
         now = time.perf_counter()
-        seconds = (now - self._since) / (step - self._reported_step)
+        elapsed, updates = now - self._since, step - self._reported_step
+        seconds = elapsed / updates
         self._since, self._reported_step = now, step
         report = StepReport(
             step=step,
@@ -89,9 +98,20 @@ class StepLog:
             tokens_per_device=self._quantities.tokens_per_device(step),
             tflops_per_device=self._quantities.tflops_per_device(step),
             peak_tflops=self._quantities.peak.tflops,
+            updates=updates,
+            data_seconds=min(self._data_seconds, elapsed),
         )
-        self._recorder.step(report)
-        self._show(report)
+        self._data_seconds = 0.0
+        self._events.emit(
+            "step",
+            step=step,
+            seconds=elapsed,
+            report=report,
+            updates=updates,
+            data_seconds=round(report.data_seconds, 6),
+            **report.row(),
+            **self._lineage.progress(step),
+        )
         self._check(step, metrics["loss"])
 
     def check_newest(self) -> None:
@@ -102,6 +122,17 @@ class StepLog:
         """
         if self._newest is not None:
             self._check(self._newest_step, float(self._newest["loss"]))
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time spent inside as waiting for data, if the devices had nothing left to do.
+
+        Where they ran dry in the middle of it the whole time counts: an upper bound.
+        """
+        began = time.perf_counter()
+        yield
+        if self._newest is None or self._newest["loss"].is_ready():
+            self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,12 +1,12 @@
-"""What is printed before training: the parameters, and how the derived quantities came about."""
+"""Printed tables: parameters, aligned columns, and how derived quantities came about."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-_WIDTH = 110
+WIDTH = 110  # characters of a line
 
 
 def parameter_table(
@@ -36,20 +36,16 @@ def parameter_table(
         count = math.prod(shape) * len(names)
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
         dims = " x ".join(map(str, shape)) or "scalar"
-        share = f"{100 * count / max(num_parameters, 1):.1f}%"
-        rows.append([name, dims, dtype, f"{count:,}", share])
+        rows.append([name, dims, dtype, f"{count:,}", share(count, num_parameters)])
         if sharding_of is not None:
             rows[-1].append(sharding_of(names[0]))
     if sharding_of is not None:
         header.append("split over")
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
-    lines = _aligned([header, *rows, total], right=(3, 4))
-    rule = "-" * min(max(map(len, lines)), _WIDTH)
     return "\n".join(
         [
-            *(lines[0], rule, *lines[1:-1], rule, lines[-1]),
-            f"{num_parameters / 1e9:.3f} billion parameters, {num_bytes:,} bytes "
-            f"({num_bytes / 2**30:.3f} GiB)",
+            ruled_table(header, rows, total, right=(3, 4)),
+            f"{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}",
         ]
     )
 
@@ -58,22 +54,52 @@ def _pattern(name: str) -> str:
     return "/".join("*" if part.isdigit() else part for part in name.split("/"))
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(5)]
-    # Long names give way first: their end tells more than their beginning.
-    others = sum(widths[1:]) + 2 * 5 + max((len(row[5]) for row in rows if len(row) > 5), default=0)
-    widths[0] = max(min(widths[0], _WIDTH - others), 12)
+def ruled_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str],
+    right: Collection[int],
+) -> str:
+    """Columns of aligned cells, with a rule below the header and above the total.
+
+    Args:
+      rows: cells as text; a row may be shorter than the header.
+      right: columns that are aligned to the right.
+
+    Returns:
+      Lines of at most 110 characters; the first column gives way.
+    """
+    table = [header, *rows, total]
+    widths = [
+        max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(len(header))
+    ]
+    # The end of a long name tells more than its beginning.
+    others = sum(widths[1:]) + 2 * (len(widths) - 1)
+    widths[0] = max(min(widths[0], WIDTH - others), 12)
     lines = []
-    for row in rows:
-        cells = []
-        for column, cell in enumerate(row[:5]):
-            if column == 0 and len(cell) > widths[0]:
-                cell = "..." + cell[-(widths[0] - 3) :]
-            cells.append(
-                cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
-            )
-        lines.append("  ".join([*cells, *row[5:]]).rstrip()[:_WIDTH])
-    return lines
+    for first, *rest in table:
+        if len(first) > widths[0]:
+            first = "..." + first[-(widths[0] - 3) :]
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip([first, *rest], widths, strict=False))
+        ]
+        lines.append("  ".join(cells).rstrip()[:WIDTH])
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole in percent."""
+    return f"{100 * part / max(whole, 1):.1f}%"
+
+
+def byte_count(number: int) -> str:
+    """Bytes, and the same in the largest binary unit that gives 1 or more."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number:,} bytes ({number / size:,.2f} {unit})"
+    return f"{number:,} bytes"
 
 
 def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
@@ -92,7 +118,7 @@ def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
         parts = [part for part in (formula, numbers, _number(value)) if part]
         line = f"{name} = {parts[0]}"
         for part in parts[1:]:
-            if len(line) + 3 + len(part) > _WIDTH:
+            if len(line) + 3 + len(part) > WIDTH:
                 lines.append(line)
                 line = f"    = {part}"
             else:

@@ -1,48 +1,76 @@
 """The train step compiled for each shape of batch that a run sees."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What compiling for one shape of batch gave.
+
+    Attributes:
+      rows: of the batch, over all devices.
+      length: tokens of a row.
+      compile_seconds: wall time.
+      memory: bytes on each device: arguments, outputs, temporaries, aliased (arguments whose memory
+        becomes an output's) and peak; empty where the backend does not say.
+    """
+
+    rows: int
+    length: int
+    compile_seconds: float
+    memory: dict[str, int]
+
+
 class CompiledSteps:
     """(state, batch) -> (state, metrics) for batches of any shape, each compiled once.
 
     A run with one shape compiles before its first step; one whose batches grow compiles again when
-    the first batch of another shape comes, and says so.
+    the first batch of another shape comes.
     """
 
-    def __init__(
-        self,
-        compile_for: Callable[[Any], tuple[Callable, float]],
-        show: Callable[[str], None],
-    ):
+    def __init__(self, compile_for: Callable[[Any], tuple[Callable, float]]):
         """
         Args:
           compile_for: shapes of a batch -> the compiled step and the seconds that took.
-          show: takes a line about each further compilation.
         """
         self._compile_for = compile_for
-        self._show = show
         self._steps: dict[Any, Callable] = {}
 
-    def prepare(self, shapes: Any) -> float:
-        """Compiles for batches of these shapes; returns the seconds it took."""
+    def fits(self, batch: Any) -> bool:
+        """Whether the step is compiled for batches of this shape."""
+        return _key(batch) in self._steps
+
+    def prepare(self, batch: Any) -> Compilation:
+        """Compiles for batches like this one, which may be arrays or jax.ShapeDtypeStruct."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+        )
         step, seconds = self._compile_for(shapes)
         self._steps[_key(shapes)] = step
-        return seconds
+        rows, length = jax.tree.leaves(shapes)[0].shape
+        return Compilation(rows, length, seconds, memory_of(step))
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        key = _key(batch)
-        if key not in self._steps:
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
-            )
-            seconds = self.prepare(shapes)
-            rows, length = jax.tree.leaves(batch)[0].shape
-            self._show(f"Compiled the train step for {rows} x {length} in {seconds:.1f} s")
-        return self._steps[key](state, batch)
+        return self._steps[_key(batch)](state, batch)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes that a compiled program needs on each device, by the compiler's own analysis."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    names = {
+        "arguments": "argument_size_in_bytes",
+        "outputs": "output_size_in_bytes",
+        "temporaries": "temp_size_in_bytes",
+        "aliased": "alias_size_in_bytes",
+        "peak": "peak_memory_in_bytes",
+    }
+    return {name: getattr(analysis, field) for name, field in names.items()}
 
 
 def _key(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,17 +21,25 @@ _TUNABLES = {
 }
 
 
-def restart_with_allocator_setting() -> None:
+# Tells the restarted process when the user started it.
+_LAUNCHED = "MAXTEXT_LAUNCHED"
+
+
+def restart_with_allocator_setting() -> float:
     """Starts this process again with the allocator setting, which is read only at start.
 
-    Does nothing outside Linux, or when the user's GLIBC_TUNABLES already sets the allocator.
+    Does not outside Linux, or when the user's GLIBC_TUNABLES already sets the allocator.
+
+    Returns:
+      Unix seconds at which the program was started.
     """
+    launched = float(os.environ.pop(_LAUNCHED, time.time()))
     present = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "glibc.malloc." in present:
-        return
+        return launched
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in _TUNABLES.items()]
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(launched)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 

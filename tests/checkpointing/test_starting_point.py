@@ -74,7 +74,8 @@ def test_scratch(tmp_path):
     state = fresh_state()
     result, lines = start(tmp_path / "new", state=state)
     assert result.state is state
-    assert result[1:] == (0, None, "scratch", None)
+    assert (result.first_step, result.position, result.how) == (0, None, "scratch")
+    assert not result.metadata
     assert next(line for line in lines if "taken" in line).lstrip().startswith("4. scratch")
 
 
@@ -84,7 +85,9 @@ def test_own_newest_checkpoint_comes_first(tmp_path, other_run):
     result, lines = start(run, section, initialize=never, config={**CONFIG, "steps": 20})
     assert_bit_equal(result.state, kept[4])
     assert (result.first_step, result.position) == (5, {"step": 5})
-    assert result.stored_config["steps"] == 10
+    assert result.metadata["config"]["steps"] == 10
+    assert (result.how, result.stored_step) == ("resume", 4)
+    assert result.changes == {"steps": ("10", "20")}
     text = "\n".join(lines)
     assert "step 4 in" in text
     assert "ignored: this run has its own checkpoint" in text
@@ -131,7 +134,8 @@ def test_moved_items_without_neighbours(tmp_path, other_run):
     section = Checkpoint(load_full_state_path=str(tmp_path / "moved"))
     result, lines = start(tmp_path / "new", section)
     assert_bit_equal(result.state, kept[2])
-    assert (result.first_step, result.position, result.stored_config) == (3, None, None)
+    assert (result.first_step, result.position, result.stored_step) == (3, None, None)
+    assert not result.metadata
     assert any("no data position" in line for line in lines)
 
 

@@ -94,7 +94,7 @@ def test_show_config_can_be_fed_back(capsys, write):
 
 def test_from_maxtext(capsys, write):
     path = write(
-        "steps: 5\nmax_num_checkpoints_to_keep: 2\nenable_wandb: false\ndataset_type: tfds\n"
+        "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: false\ndataset_type: tfds\n"
         "stepz: 1\nlogical_axis_rules: [[embed, fsdp_transpose]]\ndropout_rate: 3\n"
     )
     text = answer(capsys, "--from-maxtext", path)
@@ -104,7 +104,7 @@ def test_from_maxtext(capsys, write):
     assert "dataset_type: 'tfds'" in refused
     assert "fsdp_transpose" in refused
     assert "dropout_rate: 3 is not" in refused
-    assert "enable_wandb: Weights & Biases" in ignored
+    assert "gcs_metrics: metrics.jsonl always lies" in ignored
     assert "stepz: nearest: steps" in unknown
     assert "not found" in answer(capsys, "--from-maxtext", "nowhere.yml", code=2)
 

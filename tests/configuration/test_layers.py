@@ -67,7 +67,7 @@ def test_model_name_may_come_from_any_layer(place, write, monkeypatch):
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     monkeypatch.setenv("M_MLP_ACTIVATIONS", "[gelu]")
     monkeypatch.setenv("M_LERNING_RATE", "1")
-    monkeypatch.setenv("M_ENABLE_WANDB", "1")
+    monkeypatch.setenv("M_GCS_METRICS", "1")
     monkeypatch.setenv("M_XQZ", "1")
     monkeypatch.setenv("HARDWARE", "tpu")
     config = load([]).config
@@ -75,7 +75,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     assert config.run.hardware == "auto"
     warnings = capsys.readouterr().err
     assert "M_LERNING_RATE has no effect; did you mean M_LEARNING_RATE?" in warnings
-    assert "M_ENABLE_WANDB has no effect" in warnings
+    assert "M_GCS_METRICS has no effect" in warnings
     assert "XQZ" not in warnings
 
 

@@ -50,17 +50,17 @@ def test_a_saved_configuration_may_be_a_base(write):
 
 def test_differences():
     old, new = flat(configure(run_name="a")), flat(configure(run_name="a", steps=3))
-    assert differences(old, new) == [
-        "steps: 150001 -> 3",
-        "learning_rate_schedule_steps: 150001 -> 3",
-    ]
+    assert differences(old, new) == {
+        "steps": ("150001", "3"),
+        "learning_rate_schedule_steps": ("150001", "3"),
+    }
     # Storage as JSON turns tuples into lists.
     stored = {
         name: list(value) if isinstance(value, tuple) else value for name, value in new.items()
     }
-    assert differences(stored, new) == []
+    assert differences(stored, new) == {}
     del stored["steps"]
-    assert differences(stored | {"gone": 1}, new) == [
-        "steps: (no such key) -> 3",
-        "gone: 1 -> (no such key)",
-    ]
+    assert differences(stored | {"gone": 1}, new) == {
+        "steps": ("(no such key)", "3"),
+        "gone": ("1", "(no such key)"),
+    }

@@ -131,6 +131,16 @@ def test_what_a_run_prints_and_leaves(whole):
     losses = [row["learning/loss"] for row in rows(folder)]
     assert losses[-1] < losses[0] - 0.5
     assert (folder / "sample.txt").read_text().startswith("def read_lines(path):")
+    events = rows(folder, "events.jsonl")
+    assert [event["event"] for event in events[:3]] == ["start", "compile", "step"]
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [
+        4, 8, 12, 16, 20, 23,
+    ]  # fmt: skip
+    assert [event["event"] for event in events[-2:]] == ["sample", "stop"]
+    assert events[-1]["reason"] == "completed"
+    # Every second is somewhere: what the events do not name is little.
+    launched = events[0]["time"] - events[0]["seconds"]
+    assert sum(event["seconds"] for event in events) <= events[-1]["time"] - launched + 0.1
 
 
 def test_the_same_command_again_finds_nothing_to_do(whole, run):
@@ -167,9 +177,17 @@ def test_killed_at_any_moment_and_restarted_ends_with_the_same_bits(
     assert "checkpoint of step" in result.stdout
     assert_same_bits(parameters(folder, 23), expected)
     assert [row["step"] for row in rows(folder)] == list(range(24))
-    assert [row["learning/loss"] for row in rows(folder)] == [
-        row["learning/loss"] for row in rows(whole[0])
-    ]
+    losses = [row["learning/loss"] for row in rows(whole[0])]
+    assert [row["learning/loss"] for row in rows(folder)] == losses
+    events = rows(folder, "events.jsonl")
+    reported = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in reported] == list(range(24))
+    assert [event["learning/loss"] for event in reported] == losses
+    tokens = [event["progress/tokens"] for event in reported]
+    assert tokens == [(step + 1) * 4 * 64 for step in range(24)]
+    starts = [event for event in events if event["event"] in ("start", "resume")]
+    assert [event["attempt"] for event in starts] == [0, 1, 2]
+    assert sum(event["lost"]["steps"] for event in starts) > 0
 
 
 def rows_so_far(log):
@@ -179,6 +197,9 @@ def rows_so_far(log):
 def test_parameters_of_another_run_start_a_new_one(whole, run, place):
     result = run("warm", f"load_parameters_path={whole[0]}", "steps=2", "eval_interval=-1")
     assert result.returncode == 0, result.stderr
+    (parent,) = rows(place / "out/warm", "events.jsonl")[0]["lineage"]
+    assert (parent["run_name"], parent["step"], parent["how"]) == ("whole", 23, "parameters")
+    assert parent["tokens"] == 24 * 4 * 64
     first = rows(place / "out/warm")[0]["learning/loss"]
     assert first < rows(whole[0])[12]["learning/loss"] + 0.3
 

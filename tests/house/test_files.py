@@ -41,7 +41,7 @@ def test_every_file_says_what_it_is_for():
 
 
 def test_only_programs_print():
-    # Everything else reports through what it is given: a logger, a recorder, `show=print`.
+    # Everything else reports through what it is given: a logger, an event stream, `show=print`.
     def is_print(node: ast.AST) -> bool:
         return isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
 

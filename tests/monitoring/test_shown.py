@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.configuration.training_sections import Monitoring
+from MaxText.monitoring.event_stream import open_stream
+from MaxText.monitoring.events import Event
 from MaxText.monitoring.loss_curve import draw_loss_curve, running_median, short_count
 from MaxText.monitoring.profiler import StepProfiler
-from MaxText.monitoring.progress import Progress
-from MaxText.monitoring.recorder import Recorder
+from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_line import EvaluationReport, StepReport
 
 
@@ -21,7 +22,7 @@ def report(step, loss):
     return StepReport(step, 0.5, metrics, 64, 0.25, seconds_left=65)
 
 
-class Terminal(io.StringIO):
+class Tty(io.StringIO):
     def isatty(self):
         return True
 
@@ -38,18 +39,22 @@ def test_running_median_does_not_lag_and_ignores_spikes():
 
 
 def test_loss_curve_is_drawn_from_the_records(tmp_path):
-    recorder = Recorder(tmp_path, Monitoring(enable_tensorboard=False), "tiny")
+    monitoring = Monitoring(enable_tensorboard=False)
+    terminal = Terminal(300, lambda line: None)
+    events = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=terminal)
+    events.emit("start", step=0, run_name="tiny", unigram_entropy=6.9)
     noise = random.Random(0)
     for step in range(300):
         loss = 3.2 + 5.1 * math.exp(-step / 60) + noise.gauss(0, 0.12)
-        recorder.step(report(step, math.nan if step == 20 else loss + 9 * (step == 150)))
+        shown = report(step, math.nan if step == 20 else loss + 9 * (step == 150))
+        tokens = {"progress/tokens": 24_576 * (step + 1)}
+        events.emit("step", step=step, report=shown, **shown.row(), **tokens)
         if step % 50 == 49:
             loss = 3.3 + 5.1 * math.exp(-step / 60)
-            recorder.evaluation(EvaluationReport(step, loss * 64, 64, 1, 0.1))
-    recorder.close()
-    path = draw_loss_curve(
-        tmp_path, tokens_per_step=24_576, title="tiny", unigram_entropy=6.9, run_name="tiny"
-    )
+            shown = EvaluationReport(step, loss * 64, 64, 1, 0.1)
+            events.emit("evaluation", step=step, report=shown, **shown.row(), **tokens)
+    events.close()
+    path = draw_loss_curve(tmp_path)
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().length > 20_000
@@ -60,16 +65,25 @@ def test_short_counts():
 
 
 def test_nothing_recorded_nothing_drawn(tmp_path):
-    assert draw_loss_curve(tmp_path, tokens_per_step=1) is None
+    assert draw_loss_curve(tmp_path) is None
+
+
+def begin(terminal, step):
+    terminal.write(Event("start", 0.0, step=step))
 
 
 def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines = []
-    with Progress(0, 10, lines.append) as progress:
-        progress.line("completed step: 0")
-        progress.update(report(0, 2.0))
-    assert lines == ["completed step: 0"]
+    terminal = Terminal(10, lines.append)
+    begin(terminal, 0)
+    terminal.write(Event("step", 0.0, step=0, report=report(0, 2.0)))
+    terminal.write(Event("compile", 0.0, facts={"rows": 4, "length": 16, "compile_seconds": 1.26}))
+    terminal.close()
+    assert lines == [
+        report(0, 2.0).line(),
+        "Compiled the train step for 4 x 16 tokens in 1.3 s",
+    ]
     assert sys.stderr.getvalue() == ""
 
 
@@ -77,16 +91,17 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
 def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout_is_terminal):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(sys, "stdout", Terminal() if stdout_is_terminal else io.StringIO())
+    monkeypatch.setattr(sys, "stderr", Tty())
+    monkeypatch.setattr(sys, "stdout", Tty() if stdout_is_terminal else io.StringIO())
     lines = []
     text = "completed step: 0, [not markup], " + "x" * 120
-    progress = Progress(4, 10, lines.append)
-    progress.line(text)
-    progress.update(report(5, 2.0))
-    progress._bar.refresh()
-    progress.close()
-    progress.close()
+    terminal = Terminal(10, lines.append)
+    begin(terminal, 4)
+    terminal.line(text)
+    terminal.write(Event("step", 0.0, step=5, report=report(5, 2.0)))
+    terminal._bar.refresh()
+    terminal.close()
+    terminal.close()
     drawn = sys.stderr.getvalue()
     assert "loss 2.000" in drawn
     assert "0:01:05 left" in drawn
@@ -94,7 +109,7 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
     if stdout_is_terminal:
         assert text in drawn
     else:
-        assert lines == [text]
+        assert lines == [text, report(5, 2.0).line()]
 
 
 def test_the_configured_steps_are_traced(tmp_path):

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.configuration.training_sections import Guard, Monitoring
+from MaxText.configuration.training_sections import Guard
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.monitoring.event_stream import EventStream
+from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
-from MaxText.monitoring.recorder import Recorder
 from MaxText.monitoring.step_log import Diverged, StepLog
 from tests.small_models import tiny_config, trainer
 
@@ -29,6 +30,9 @@ class SlowScalar:
         self.block_until_ready()
         return np.asarray(self.value, dtype)
 
+    def is_ready(self):
+        return time.perf_counter() >= self.ready_at
+
     def __float__(self):
         return float(self.__array__())
 
@@ -37,51 +41,60 @@ def metrics(loss, seconds=0.0):
     return {"loss": SlowScalar(loss, seconds), "lm_loss": jnp.float32(loss), "total_weights": 1.0}
 
 
-@pytest.fixture
-def start(tmp_path):
-    recorders = []
+class Kept:
+    """A sink that keeps what it gets."""
 
+    def __init__(self):
+        self.events = []
+
+    def write(self, event):
+        self.events.append(event)
+
+    def flush(self):
+        pass
+
+    close = flush
+
+
+@pytest.fixture
+def start():
     def start(period, last_step, guard=None):
         config = tiny_config()
         plan = BatchPlan.constant(4, config.model.shape.max_target_length)
         quantities = Quantities(
             trainer(config)[0], config.batch, plan, 1, last_step + 1, PeakFlops(1.0, "")
         )
-        recorder = Recorder(tmp_path, Monitoring(enable_tensorboard=False), "run")
-        recorders.append(recorder)
-        reports = []
+        sink = Kept()
         log = StepLog(
-            recorder, guard or Guard(), period=period, last_step=last_step, quantities=quantities,
-            show=reports.append,
+            EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
+            quantities=quantities, lineage=Lineage(quantities),
         )  # fmt: skip
         log.start(0)
-        return log, reports
+        return log, sink.events
 
-    yield start
-    for recorder in recorders:
-        recorder.close()
+    return start
 
 
 def test_a_step_is_reported_when_the_next_is_handed_over(start):
-    log, reports = start(period=1, last_step=3)
+    log, events = start(period=1, last_step=3)
     log.add(0, metrics(3.0))
-    assert not reports
+    assert not events
     log.add(1, metrics(2.0))
-    assert [report.step for report in reports] == [0]
+    assert [event.step for event in events] == [0]
     log.flush()
-    assert [report.metrics["loss"] for report in reports] == [3.0, 2.0]
+    assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
 
 
 def test_only_every_period_and_the_last_step_are_reported(start):
-    log, reports = start(period=4, last_step=6)
+    log, events = start(period=4, last_step=6)
     for step in range(7):
         log.add(step, metrics(1.0))
     log.flush()
-    assert [report.step for report in reports] == [0, 4, 6]
+    assert [event.step for event in events] == [0, 4, 6]
 
 
 def test_a_pause_does_not_swallow_the_step_that_is_still_running(start):
-    log, reports = start(period=2, last_step=2)
+    log, events = start(period=2, last_step=2)
     log.add(0, metrics(1.0))
     log.add(1, metrics(1.0, seconds=0.4))
     with log.paused():
@@ -89,7 +102,33 @@ def test_a_pause_does_not_swallow_the_step_that_is_still_running(start):
     log.add(2, metrics(1.0))
     log.flush()
     # Steps 1 and 2 took at least 0.4 seconds together, most of it while the pause began.
-    assert reports[-1].seconds > 0.19
+    assert events[-1].report.seconds > 0.19
+    assert (events[-1].facts["updates"], events[-1].seconds > 0.39) == (2, True)
+
+
+def test_waiting_counts_where_the_devices_have_nothing_to_do(start):
+    log, events = start(period=1, last_step=3)
+    log.add(0, metrics(1.0))
+    with log.waiting_for_data():
+        time.sleep(0.2)
+    log.add(1, metrics(1.0, seconds=0.3))
+    with log.waiting_for_data():
+        time.sleep(0.05)  # hidden behind the step that is still running
+    log.add(2, metrics(1.0))
+    log.flush()
+    waited = [event.facts["data_seconds"] for event in events]
+    assert 0.19 < waited[0] <= events[0].seconds
+    assert waited[1:] == [0, 0]
+
+
+def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(start):
+    log, events = start(period=1, last_step=3)
+    for step in range(3):
+        log.add(step, metrics(1.0))
+    tokens = [event.facts["progress/tokens"] for event in events]
+    assert tokens == [64, 128]
+    flops = [event.facts["progress/flops"] for event in events]
+    assert flops[1] == 2 * flops[0] > 0
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])

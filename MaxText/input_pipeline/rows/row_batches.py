@@ -141,6 +141,7 @@ class BadRecords:
         self._limit = limit
         self._show = show
         self._seen: set[str] = set()
+        self._news: list[str] = []
 
     def take(self, arrays: dict[str, Any]) -> None:
         """Notes what a batch could not read.
@@ -152,6 +153,7 @@ class BadRecords:
             if message in self._seen:
                 continue
             self._seen.add(message)
+            self._news.append(message)
             self._show(f"Skipped a record ({self.count} so far): {message}")
             if self.count >= self._limit:
                 raise UserError(
@@ -163,3 +165,8 @@ class BadRecords:
     def count(self) -> int:
         """Different records so far."""
         return len(self._seen)
+
+    def drain(self) -> list[str]:
+        """What was noted since the last call: file, place and reason of each record."""
+        news, self._news = self._news, []
+        return news

@@ -204,6 +204,7 @@ def _open_prepared(location: str, split: str, split_key: str) -> TokenData:
         unigram_entropy=entry.unigram_entropy,
         file_of_document=stream.file_of_document,
         tokenizer_folder=Path(local_path(location)),
+        tokenizer_sha256=manifest.tokenizer.sha256,
     )
 
 

@@ -72,6 +72,7 @@ class TokenData:
       file_of_document: int64 [files + 1] first document of each file, then the end; for shuffling
         within groups of files. None where there is one file.
       tokenizer_folder: folder or file of the tokenizer, None where none is known.
+      tokenizer_sha256: hex digest of the tokenizer that made the ids; empty where unknown.
     """
 
     stream: TokenStream
@@ -88,3 +89,4 @@ class TokenData:
     labels: TokenStream | None = None
     file_of_document: np.ndarray | None = None
     tokenizer_folder: Path | None = None
+    tokenizer_sha256: str = ""

@@ -1,0 +1,143 @@
+"""The one stream of a run's events, and the places that it feeds."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from MaxText.configuration.training_sections import Monitoring
+from MaxText.monitoring.events import Event, Sink
+from MaxText.monitoring.sinks.event_file import EventFile
+from MaxText.monitoring.sinks.metrics_file import MetricsFile
+from MaxText.monitoring.sinks.tensorboard import TensorBoard
+from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
+
+# Events after which everything is flushed: what follows may be the end of the process.
+_FLUSHED = ("start", "resume", "checkpoint", "stop")
+
+
+class EventStream:
+    """Hands each event to every sink.
+
+    A run that begins again at step s continues its records: rows of step s and later, which stem
+    from before the crash, are removed first, so that each step stands there once. For none to be
+    missing, the rows of a step must be flushed before its checkpoint is saved.
+
+    Attributes:
+      lost: what the removed rows had cost: {"steps": n, "seconds": {phase: s}}.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        attempt: int = 0,
+        lost: Mapping[str, Any] | None = None,
+        flush_every: int = 100,
+    ):
+        """
+        Args:
+          sinks: in the order in which they get each event.
+          attempt: starts of the program before this one.
+          lost: see the attribute; None for nothing.
+          flush_every: updates between flushes.
+        """
+        self.lost = lost or {"steps": 0, "seconds": {}}
+        self._sinks = sinks
+        self._attempt = attempt
+        self._flush_every = flush_every
+        self._flushed_step: int | None = None
+
+    def emit(
+        self,
+        kind: str,
+        *,
+        step: int | None = None,
+        seconds: float = 0.0,
+        report: Any = None,
+        **facts: Any,
+    ) -> None:
+        """Notes that something happened just now.
+
+        Args:
+          kind: one of events.PHASES.
+          step: the update it belongs to.
+          seconds: wall time it took.
+          report: what the terminal shows of it.
+          **facts: JSON values, stored with it.
+        """
+        event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
+        for sink in self._sinks:
+            sink.write(event)
+        if kind in _FLUSHED:
+            self.flush()
+        elif kind == "step" and step is not None:
+            if self._flushed_step is None:
+                self._flushed_step = step
+            if step - self._flushed_step >= self._flush_every:
+                self._flushed_step = step
+                self.flush()
+
+    @contextlib.contextmanager
+    def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        """Emits an event with the seconds that the block took, if it ends well.
+
+        Yields:
+          What `emit` will get besides; the block may add to it.
+        """
+        began = time.perf_counter()
+        yield facts
+        self.emit(kind, seconds=time.perf_counter() - began, **facts)
+
+    def flush(self) -> None:
+        """Makes everything emitted so far durable."""
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Flushes and closes every sink. Safe to call twice."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def open_stream(
+    run_folder: str | epath.Path,
+    monitoring: Monitoring,
+    run_name: str,
+    config_flat: Mapping[str, Any],
+    *,
+    first_step: int,
+    terminal: Sink,
+) -> EventStream:
+    """The stream of a run that begins, or goes on, at an update.
+
+    Only process 0 records; on the others the stream feeds the terminal alone.
+
+    Args:
+      run_folder: holds the files; may be gs://.
+      monitoring: what to write, and how often to flush.
+      run_name: stands in each metric row, as a metrics_file may be shared by runs.
+      config_flat: the configuration by key.
+      first_step: the update done first; rows of it and later ones are removed.
+      terminal: shows events to people.
+
+    Raises:
+      UserError: a package that the configuration asks for is not installed.
+    """
+    if jax.process_index() != 0:
+        return EventStream([terminal])
+    folder = epath.Path(run_folder)
+    sinks: list[Sink] = [terminal]
+    if monitoring.enable_wandb:
+        # First, as it is the one that may refuse.
+        sinks.append(WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step))
+    events = EventFile(folder, first_step)
+    sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
+    if monitoring.enable_tensorboard:
+        sinks.append(TensorBoard(folder, config_flat, first_step))
+    return EventStream(
+        sinks, attempt=events.attempt, lost=events.lost, flush_every=monitoring.log_period
+    )

@@ -1,0 +1,118 @@
+"""Which runs a run descends from, and what it and they have spent: tokens and operations.
+
+Saved with each checkpoint, so that a run that begins from one knows its ancestors although their
+folders are gone.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from MaxText.checkpointing.starting_point import Start
+from MaxText.monitoring.quantities import Quantities
+
+
+class Spent(NamedTuple):
+    """What training has used.
+
+    Attributes:
+      tokens: seen.
+      flops: operations done, by the rule of monitoring/flops.py.
+    """
+
+    tokens: float
+    flops: float
+
+
+_NOTHING = Spent(0, 0.0)
+
+
+class Ancestor(NamedTuple):
+    """A checkpoint that a run was begun from.
+
+    Attributes:
+      run_name: of the run that wrote it, if it says so.
+      folder: of the checkpoint.
+      step: the update after which it was saved, if known.
+      how: what was taken from it: "parameters" or "full_state".
+      tokens: seen until then, those of its own ancestors included; None if it does not say.
+      flops: the same for operations.
+    """
+
+    run_name: str | None
+    folder: str
+    step: int | None
+    how: str
+    tokens: float | None
+    flops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lineage:
+    """Where a run comes from.
+
+    Attributes:
+      quantities: sizes of the run's updates.
+      ancestors: oldest first.
+      first_step: an update, and
+      spent: what this run, without its ancestors, had used before it.
+    """
+
+    quantities: Quantities
+    ancestors: tuple[Ancestor, ...] = ()
+    first_step: int = 0
+    spent: Spent = _NOTHING
+
+    @classmethod
+    def of(cls, start: Start, quantities: Quantities) -> "Lineage":
+        """The lineage of a run from its starting point."""
+        ancestors = tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
+        stored = start.metadata.get("spent")
+        if start.how == "scratch":
+            return cls(quantities)
+        if start.how == "resume":
+            first = start.first_step
+            spent = Spent(**stored) if stored else _by_plan(quantities, 0, first)
+            return cls(quantities, ancestors, first, spent)
+        before = ancestors[-1] if ancestors else None
+        parent = Ancestor(
+            run_name=(start.metadata.get("config") or {}).get("run_name"),
+            folder=start.folder,
+            step=start.stored_step,
+            how=start.how,
+            tokens=_total(stored, before, "tokens"),
+            flops=_total(stored, before, "flops"),
+        )
+        return cls(quantities, (*ancestors, parent), start.first_step)
+
+    def spent_before(self, step: int) -> Spent:
+        """What this run, without its ancestors, has used before an update."""
+        since = _by_plan(self.quantities, self.first_step, step)
+        return Spent(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
+
+    def progress(self, step: int) -> dict[str, float]:
+        """What this run has used after an update, by the tags of events."""
+        spent = self.spent_before(step + 1)
+        return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The ancestors as JSON, oldest first."""
+        return [ancestor._asdict() for ancestor in self.ancestors]
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What a checkpoint saved after an update keeps of it."""
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
+
+
+def _by_plan(quantities: Quantities, first: int, end: int) -> Spent:
+    return Spent(
+        quantities.tokens_before(end) - quantities.tokens_before(first),
+        quantities.flops_before(end) - quantities.flops_before(first),
+    )
+
+
+def _total(stored: Mapping[str, float] | None, before: Ancestor | None, name: str) -> float | None:
+    earlier = 0.0 if before is None else getattr(before, name)
+    if stored is None or earlier is None:
+        return None
+    return stored[name] + earlier

@@ -1,0 +1,77 @@
+"""What the first event of each attempt says about the run."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from MaxText.checkpointing.starting_point import Start
+from MaxText.input_pipeline.loader import BatchIterator
+from MaxText.monitoring.cost import ModelCost
+from MaxText.monitoring.event_stream import EventStream
+from MaxText.monitoring.lineage import Lineage
+from MaxText.monitoring.quantities import Quantities
+
+
+def start_facts(
+    run_name: str,
+    quantities: Quantities,
+    cost: ModelCost,
+    lineage: Lineage,
+    batches: BatchIterator,
+) -> dict[str, Any]:
+    """JSON values: what is trained, on what, on which machine, and at which cost.
+
+    Args:
+      run_name: of the run.
+      quantities: its sizes.
+      cost: of its model.
+      lineage: its ancestors.
+      batches: its data.
+    """
+    vocab_size = quantities.model.section.shape.vocab_size
+    return {
+        "run_name": run_name,
+        "num_steps": quantities.num_updates,
+        "num_parameters": quantities.model.num_parameters,
+        "num_devices": quantities.num_devices,
+        "num_processes": jax.process_count(),
+        "device_kind": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "tokens_of_run": quantities.tokens_of_run,
+        "flops_of_run": quantities.flops_of_run,
+        "peak_tflops": quantities.peak.tflops,
+        "peak_source": quantities.peak.source,
+        "cost": cost.facts(),
+        "lineage": lineage.facts(),
+        "data": {**batches.facts, "vocab_size": vocab_size},
+        "unigram_entropy": batches.unigram_entropy,
+    }
+
+
+def emit_start(
+    events: EventStream, start: Start, facts: Mapping[str, Any], launched: float
+) -> None:
+    """Opens an attempt: "resume" from the run's own checkpoint, else "start".
+
+    A configuration that differs from the checkpoint's is an event of its own.
+
+    Args:
+      events: of the run.
+      start: where the attempt begins.
+      facts: see start_facts.
+      launched: Unix seconds at which the program was started.
+    """
+    events.emit(
+        "resume" if start.how == "resume" else "start",
+        step=start.first_step,
+        seconds=time.time() - launched,
+        source=start.source,
+        lost=events.lost,
+        **facts,
+    )
+    if start.changes:
+        changes = {name: list(values) for name, values in start.changes.items()}
+        events.emit("config_change", step=start.first_step, changes=changes)

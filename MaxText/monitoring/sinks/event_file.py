@@ -1,0 +1,53 @@
+"""events.jsonl: every event of a run, over all its attempts."""
+
+from typing import Any
+
+from etils import epath
+
+from MaxText.monitoring.events import EVENTS_FILE, REPEATED, Event
+from MaxText.monitoring.json_lines import JsonLines
+
+
+class EventFile:
+    """Appends each event as a row.
+
+    Attributes:
+      attempt: starts of the program that the file knew when it was opened.
+      lost: what the removed rows had cost: {"steps": n, "seconds": {phase: s}}.
+    """
+
+    def __init__(self, folder: epath.Path, first_step: int):
+        """Opens the file and removes what the run is about to do again.
+
+        Args:
+          folder: of the run.
+          first_step: the update done first.
+        """
+        self.attempt = 0
+        self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
+
+        def keep(row: dict[str, Any]) -> bool:
+            if row.get("event") in ("start", "resume"):
+                self.attempt += 1
+            if row.get("event") not in REPEATED or (row.get("step") or 0) < first_step:
+                return True
+            seconds = self.lost["seconds"]
+            phase = str(row.get("phase"))
+            seconds[phase] = round(seconds.get(phase, 0.0) + (row.get("seconds") or 0.0), 6)
+            if row["event"] == "step":
+                self.lost["steps"] += row.get("updates") or 1
+            return False
+
+        self._rows = JsonLines(folder / EVENTS_FILE, keep)
+
+    def write(self, event: Event) -> None:
+        """Appends the event."""
+        self._rows.append(event.row())
+
+    def flush(self) -> None:
+        """Makes the rows durable."""
+        self._rows.flush()
+
+    def close(self) -> None:
+        """Flushes and closes. Safe to call twice."""
+        self._rows.close()

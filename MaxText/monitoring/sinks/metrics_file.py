@@ -1,0 +1,45 @@
+"""metrics.jsonl: one row of numbers per reported update, under MaxText's tags."""
+
+from typing import Any
+
+from etils import epath
+
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.json_lines import JsonLines
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends the numbers of each reported update."""
+
+    def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
+        """Opens the file and removes this run's rows that it is about to write again.
+
+        Args:
+          folder: of the run.
+          metrics_file: another place than the run folder; may be shared by runs.
+          run_name: stands in each row.
+          first_step: the update done first.
+        """
+        self._run_name = run_name
+
+        def keep(row: dict[str, Any]) -> bool:
+            return row.get("run_name") != run_name or row.get("step", -1) < first_step
+
+        path = epath.Path(metrics_file or folder / METRICS_FILE).expanduser()
+        self._rows = JsonLines(path, keep)
+
+    def write(self, event: Event) -> None:
+        """Appends a row if the event is an update."""
+        if event.kind == "step":
+            tags = {name: value for name, value in event.facts.items() if "/" in name}
+            self._rows.append({"step": event.step, "run_name": self._run_name, **tags})
+
+    def flush(self) -> None:
+        """Makes the rows durable."""
+        self._rows.flush()
+
+    def close(self) -> None:
+        """Flushes and closes. Safe to call twice."""
+        self._rows.close()

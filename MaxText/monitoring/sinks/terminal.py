@@ -1,0 +1,87 @@
+"""What a person at the terminal sees: lines on stdout, and a bar in the last line of stderr."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.step_line import StepReport, duration
+
+
+class Terminal:
+    """Shows updates, evaluations and compilations; without a terminal lines go out as they are."""
+
+    def __init__(self, num_steps: int, show: Callable[[str], None] = print):
+        """
+        Args:
+          num_steps: updates of the whole run.
+          show: where lines go that are not part of the bar.
+        """
+        self._num_steps = num_steps
+        self._show = show
+        self._bar: Any = None
+        self._task: Any = None
+
+    def write(self, event: Event) -> None:
+        """Shows the line of an event, and moves the bar to a finished update."""
+        if event.kind in ("start", "resume"):
+            self._start_bar(event.step or 0)
+        if event.kind == "compile":
+            shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
+            seconds = event.facts["compile_seconds"]
+            self.line(f"Compiled the train step for {shape} in {seconds:.1f} s")
+        if event.report is not None:
+            self.line(event.report.line())
+            if event.kind == "step":
+                self._move(event.report)
+
+    def line(self, text: str) -> None:
+        """Shows a line; above the bar if there is one."""
+        if self._bar is not None and sys.stdout.isatty():
+            # Both streams are the terminal: written past the bar, the line would tear it.
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._show(text)
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def close(self) -> None:
+        """Removes the bar. Safe to call twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _start_bar(self, first_step: int) -> None:
+        if not (sys.stderr.isatty() and jax.process_index() == 0):
+            return
+        from rich import progress
+        from rich.console import Console
+
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.fields[numbers]}"),
+            console=Console(stderr=True),
+            # Lines come through `line`; whatever else is printed stays on its own stream.
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        )
+        self._task = self._bar.add_task(
+            "", total=self._num_steps, completed=first_step, numbers="compiling"
+        )
+        self._bar.start()
+
+    def _move(self, report: StepReport) -> None:
+        if self._bar is None:
+            return
+        numbers = (
+            f"loss {float(report.metrics['loss']):.3f}  "
+            f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
+        )
+        if report.seconds_left is not None:
+            numbers += f"  {duration(report.seconds_left)} left"
+        self._bar.update(self._task, completed=report.step + 1, numbers=numbers)

@@ -1,0 +1,208 @@
+"""FLOP counts by formula, against the compiler's count and figures worked out by hand."""
+
+import math
+import types
+
+import jax
+import pytest
+
+from MaxText.configuration.loading import configure
+from MaxText.configuration.model_sections import Attention
+from MaxText.layers.model import Model
+from MaxText.layers.weights import ParameterInfo
+from MaxText.monitoring.flops import FlopCount, Part, count_flops, keys_by_rule, keys_multiplied
+from MaxText.training.objective import loss_sums
+from tests.small_models import random_batch, tiny_config
+
+# So wide that what is no product is a few percent of XLA's count.
+SIZES = {
+    "base_emb_dim": 256,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 64,
+    "base_mlp_dim": 512,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 512,
+    "max_target_length": 256,
+    "scan_layers": False,
+    "attention": "dot_product",
+}
+BLOCKED = {"attention": "blocked", "attention_block_size": 64}
+CASES = {
+    "gpt2": {"decoder_block": "gpt2"},  # tied head, learned positions, plain MLP
+    "gpt2, untied, blocked": {"decoder_block": "gpt2", "logits_via_embedding": False} | BLOCKED,
+    "llama2": {"base_num_kv_heads": 2},  # grouped queries, gated MLP, untied head
+    "llama2, blocked": {"base_num_kv_heads": 1} | BLOCKED,
+    "llama2, both directions": {"mlm_training": True} | BLOCKED,
+    "gpt_neox": {"decoder_block": "gpt_neox"},  # parallel arrangement
+    "gpt3": {"decoder_block": "gpt3", "logits_via_embedding": True},  # no positions
+    "llama2, full": {"base_num_kv_heads": 2, "remat_policy": "full"},
+    "gpt_neox, full": {"decoder_block": "gpt_neox", "remat_policy": "full"},
+}
+# XLA counts the body of a loop once, whatever its length, so these are for the traced program.
+LOOPS = {
+    "scanned": {"scan_layers": True},
+    "scanned, full": {"scan_layers": True, "remat_policy": "full"},
+    "head in chunks": {"num_vocab_tiling": 4, "logits_via_embedding": True},
+    "head in chunks, full": {"num_vocab_tiling": 4, "remat_policy": "full"},
+}
+
+
+def built(case):
+    """(count, logits of a batch, loss and gradient of a batch, their arguments, tokens)."""
+    config = tiny_config(**(SIZES | case))
+    model, batch = Model(config.model), random_batch(config, rows=1)
+
+    def logits(parameters, batch):
+        decoder = model.merge(parameters)
+        return decoder.logits(decoder.hidden(batch)[0])
+
+    def loss(parameters, batch):
+        return loss_sums(model.merge(parameters), batch, config.model.objective)[0]
+
+    count = count_flops(model, config.model.shape.max_target_length)
+    arguments = (model.abstract, batch)
+    return count, logits, jax.value_and_grad(loss), arguments, batch.tokens_BT.size
+
+
+def products(jaxpr) -> int:
+    """Operations of all products of matrices in a traced program, loops as often as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            outputs = math.prod(equation.outvars[0].aval.shape)
+            total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * products(inner)
+    return total
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_xla_counts_the_same_within_5_percent(case):
+    """XLA's own count of the optimised programs.
+
+    Beside products it has one operation or more for every element of norms, softmax, activation
+    functions, masks, rotary positions, additions and the cross entropy, forward and backward: 1 to
+    4 % here. So it is never below the formula.
+    """
+    count, logits, loss_and_gradient, arguments, tokens = built(case)
+    programs = [(loss_and_gradient, count.executed_per_token)]
+    if "remat_policy" not in case:  # else the forward pass is that of another case
+        programs.append((logits, count.executed_forward))
+    for function, formula in programs:
+        cost = jax.jit(function).lower(*arguments).compile().cost_analysis()
+        assert formula * tokens <= cost["flops"] <= 1.05 * formula * tokens
+
+
+@pytest.mark.parametrize("case", (CASES | LOOPS).values(), ids=CASES | LOOPS)
+def test_the_products_of_the_traced_program_are_the_same_exactly(case):
+    count, logits, loss_and_gradient, arguments, tokens = built(case)
+    for function, formula in (
+        (logits, count.executed_forward),
+        (loss_and_gradient, count.executed_per_token),
+    ):
+        assert products(jax.make_jaxpr(function)(*arguments).jaxpr) == formula * tokens
+
+
+def test_the_rule_differs_from_what_is_executed_by_the_masked_half_only():
+    causal = count_flops(Model(tiny_config(attention="dot_product").model), 16)
+    assert causal.executed_per_token == causal.per_token + causal.attention
+    both = count_flops(Model(tiny_config(mlm_training=True).model), 16)
+    assert both.executed_per_token == both.per_token == causal.executed_per_token
+    assert both.attention == 2 * causal.attention
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "forward", "training"),
+    [
+        # Weights: 12 layers of 12 x 768^2 and the tied head of 50257 x 768 make 123,532,032, each
+        # 2 operations. Attention: 12 layers x 2 products x 2 x 768 x 512 keys = 18,874,368.
+        ("gpt2-124m", 1024, 2 * 123_532_032 + 18_874_368, 797_815_296),
+        # 32 layers of (4 x 4096 + 3 x 11008) x 4096 and a head of 32000 x 4096 make
+        # 6,607,077,376. Attention: 32 layers x 2 products x 2 x 4096 x 2048 keys = 1,073,741,824.
+        ("llama2-7b", 4096, 2 * 6_607_077_376 + 1_073_741_824, 42_863_689_728),
+    ],
+)
+def test_published_models_by_hand(name, length, forward, training):
+    config = configure(model_name=name, dtype="float32", scan_layers=True, remat_policy="none")
+    count = count_flops(Model(config.model), length)
+    assert count.forward == forward
+    assert count.per_token == training
+
+
+def test_parts_by_hand():
+    L, T, D, N, K, H, F, V = 3, 16, 32, 4, 2, 8, 64, 64
+    model = Model(tiny_config(use_qk_norm=True, qkv_bias=True).model)
+    parts = {part.name: part for part in count_flops(model, T).parts}
+    assert {name: (part.parameters, part.flops) for name, part in parts.items()} == {
+        "token embedding": (V * D, 0),
+        "query, key, value": (L * (D + 1) * H * (N + 2 * K), 2 * L * D * H * (N + 2 * K)),
+        "attention scores": (0, 2 * L * N * H * T / 2),
+        "attention values": (0, 2 * L * N * H * T / 2),
+        "attention output": (L * N * H * D, 2 * L * N * H * D),
+        "feed-forward": (L * 3 * D * F, 2 * L * 3 * D * F),
+        "norms": (L * (2 * D + 2 * H) + D, 0),
+        "head": (D * V, 2 * D * V),
+    }
+
+
+def test_every_parameter_is_in_one_part():
+    for case in CASES.values():
+        model = Model(tiny_config(**(SIZES | case)).model)
+        assert sum(part.parameters for part in count_flops(model, 8).parts) == model.num_parameters
+
+
+def test_a_part_without_a_row_is_counted_under_its_own_name():
+    model = Model(tiny_config().model)
+    gate = ParameterInfo((3, 32, 5), model.parameters["decoder_norm/scale"].dtype, (None,) * 3, 1)
+    larger = types.SimpleNamespace(
+        section=model.section, parameters=model.parameters | {"layers/mixer/gate/kernel": gate}
+    )
+    before, after = count_flops(model, 16), count_flops(larger, 16)
+    assert after.parts == (*before.parts, Part("mixer/gate", 480, 960, 960))
+    assert after.per_token == before.per_token + 3 * 960
+
+
+def test_keys_by_rule():
+    assert keys_by_rule(256, causal=False) == 256
+    assert keys_by_rule(256, causal=True) == 128
+    assert keys_by_rule(256, causal=True, window=10_000) == 128
+    # Half the window leaves three quarters of the triangle.
+    assert keys_by_rule(256, causal=True, window=128) == 96
+
+
+@pytest.mark.parametrize(
+    ("section", "length", "keys"),
+    [
+        ({"attention": "dot_product"}, 256, 256),
+        ({"attention": "blocked", "attention_block_size": 64}, 256, (64 + 128 + 192 + 256) / 4),
+        ({"attention": "autoselected", "attention_block_size": 64}, 256, 160),
+        ({"attention": "blocked", "attention_block_size": 5}, 13, (5 * 5 + 5 * 10 + 3 * 13) / 13),
+        ({"attention": "blocked", "attention_block_size": 512}, 100, 100),
+        # No more than 16 blocks: of 256 rows.
+        ({"attention": "blocked", "attention_block_size": 128}, 4096, 256 * (16 + 1) / 2),
+        ({"attention": "blocked", "causal": False}, 4096, 4096),
+    ],
+)
+def test_keys_multiplied(section, length, keys):
+    assert keys_multiplied(Attention(**section), length) == keys
+
+
+def test_executed_operations_are_unknown_for_policies_in_between():
+    count = count_flops(Model(tiny_config(remat_policy="minimal").model), 16)
+    assert count.executed_per_token is None
+    assert count.per_token == count_flops(Model(tiny_config().model), 16).per_token
+
+
+def test_line_of_maxtext():
+    parts = (Part("feed-forward", 1, 3e9, 3e9), Part("attention scores", 0, 1e9 / 3, 1e9))
+    line = FlopCount(sequence_length=8, parts=parts, recomputed=0.0).line(1000)
+    assert line == (
+        "Per train step: Total TFLOPs: 10.00 split as 90.00% learnable weight flops and "
+        "10.00% attention flops"
+    )

@@ -1,0 +1,316 @@
+"""Reporting to W&B: no step twice and none missing, and no run that suffers from it."""
+
+import importlib.machinery
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etils import epath
+
+from MaxText.configuration.training_sections import Monitoring
+from MaxText.errors import UserError
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.sinks import weights_and_biases
+from MaxText.monitoring.sinks.event_file import EventFile
+from MaxText.monitoring.sinks.offline_history import history_steps, records
+from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# One attempt of a run: its folder, its first step, the step after its last one, and the blocks of
+# W&B's file after which it is killed; 0 lets it end. A block is 32 KiB, some 7 steps.
+ATTEMPT = """
+import os, pathlib, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from etils import epath
+from MaxText.configuration.training_sections import Monitoring
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.sinks.event_file import EventFile
+from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
+
+folder, (first, end, blocks) = epath.Path(sys.argv[2]), map(int, sys.argv[3:])
+monitoring = Monitoring(enable_wandb=True, wandb_mode="offline")
+files = pathlib.Path(folder / "wandb")
+size = lambda: sum(file.stat().st_size for file in files.glob("offline-run-*/*.wandb"))
+before = size()
+config = {"steps": end, "mlp_activations": ("silu", "linear"), "decoder_block": "llama2"}
+sinks = [WeightsAndBiases(monitoring, folder, "tiny", config, first), EventFile(folder, first)]
+
+def emit(kind, step, **facts):
+    for sink in sinks:
+        sink.write(Event(kind, 1.8e9 + step, step=step, seconds=0.5, facts=facts))
+
+emit("resume" if first else "start", first, num_parameters=1234, lineage=[])
+for step in range(first, end):
+    padding = {f"perf/number_{i}": i / 7 for i in range(60)}
+    emit("step", step, **{"learning/loss": 1 / (step + 1), "updates": 1, **padding})
+    if step % 10 == 9:
+        emit("evaluation", step, **{"eval/avg_loss": 2 / (step + 1)})
+if blocks:
+    while size() < before + blocks * 2**15:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+emit("stop", end - 1, reason="completed")
+for sink in sinks:
+    sink.close()
+"""
+
+
+def attempt(folder, environment, first, end, blocks):
+    numbers = map(str, (first, end, blocks))
+    command = [sys.executable, "-c", ATTEMPT, REPOSITORY, folder, *numbers]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def offline_records(folder):
+    """The records of every attempt's file, oldest attempt first."""
+    files = (folder / "wandb").glob("offline-run-*/*.wandb")
+    return [list(records(file)) for file in sorted(files, key=lambda file: file.stat().st_ctime)]
+
+
+def rows_of(attempt_records):
+    """(step, numbers by tag) of the history among records."""
+    return [
+        (
+            record.history.step.num,
+            {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            },
+        )
+        for record in attempt_records
+        if record.HasField("history")
+    ]
+
+
+def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_environment):
+    environment = users_environment | {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
+    killed = attempt(tmp_path, environment, 0, 60, blocks=1)
+    assert (killed.returncode, killed.stdout, killed.stderr) == (-signal.SIGKILL, "", "")
+    (first,) = offline_records(tmp_path)
+    had = [step for step, _ in rows_of(first)]
+    assert 0 < len(had) < 60  # so the next attempt has to send some of them again
+    killed = attempt(tmp_path, environment, 60, 250, blocks=12)
+    assert killed.returncode == -signal.SIGKILL
+    had = [step for part in offline_records(tmp_path) for step, _ in rows_of(part)]
+    assert 62 < max(had) < 249  # so the next attempt does some of them again
+    done = attempt(tmp_path, environment, 62, 260, blocks=0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    attempts = offline_records(tmp_path)
+    assert len(attempts) == 3
+    rows = [row for part in attempts for row in rows_of(part)]
+    assert [step for step, _ in rows] == list(range(260))
+    assert [numbers["learning/loss"] for _, numbers in rows] == [1 / (s + 1) for s in range(260)]
+    assert [numbers["_timestamp"] for _, numbers in rows] == [1.8e9 + s for s in range(260)]
+    evaluated = {step: n["eval/avg_loss"] for step, n in rows if "eval/avg_loss" in n}
+    assert evaluated == {step: 2 / (step + 1) for step in range(9, 260, 10)}
+    assert not any("updates" in numbers for _, numbers in rows)
+
+    state = json.loads((tmp_path / "wandb.json").read_text())
+    assert state["last_step"] == 259
+    runs = [record.run for part in attempts for record in part if record.HasField("run")]
+    assert {run.run_id for run in runs} == {state["id"]}
+    assert {(run.project, run.display_name, *run.tags) for run in runs} == {
+        ("maxtext", "tiny", "llama2")
+    }
+    config = {item.key: json.loads(item.value_json) for item in runs[-1].config.update}
+    assert config.pop("_wandb") is not None
+    assert config == {
+        "steps": 260,
+        "mlp_activations": ["silu", "linear"],
+        "decoder_block": "llama2",
+    }
+    summary = {
+        item.key or item.nested_key[0]: item.value_json
+        for record in attempts[-1]
+        if record.HasField("summary")
+        for item in record.summary.update
+    }
+    assert summary["num_parameters"] == "1234"
+    assert summary["stop"] == '"completed"'
+    assert "lineage" not in summary
+    (ending,) = [record.exit for record in attempts[-1] if record.HasField("exit")]
+    assert ending.exit_code == 0
+    for file in (path for path in (tmp_path / "wandb").rglob("*") if path.is_file()):
+        assert b"do-not-tell" not in file.read_bytes()
+        assert b"kkkkkkkk" not in file.read_bytes()
+
+    whole = max((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda f: f.stat().st_size)
+    steps = history_steps(whole)
+    for share in (0.3, 0.5, 0.7):  # what a crash of the machine may leave
+        cut = tmp_path / "cut.wandb"
+        cut.write_bytes(whole.read_bytes()[: int(share * whole.stat().st_size)])
+        found = history_steps(cut)
+        assert found == steps[: len(found)]
+        assert abs(len(found) / len(steps) - share) < 0.05
+
+
+class Server:
+    """Stands for the module wandb and what its server keeps of one run."""
+
+    def __init__(self, steps=()):
+        self.steps = list(steps)
+        self.summary = {}
+        self.arguments = {}
+        self.exit_code = None
+        self.failure = None
+        self.finishing = threading.Event()
+        self.finishing.set()
+
+    @property
+    def starting_step(self):
+        return max(self.steps, default=-1) + 1
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        if self.failure:
+            raise self.failure
+        return self
+
+    def log(self, numbers, step):
+        assert numbers["_timestamp"] > 0
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+
+    def finish(self, exit_code):
+        self.finishing.wait()
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
+    module.__dict__.update(init=server.init, setup=dict, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return server
+
+
+def sink(folder, first_step=0, **keys):
+    monitoring = Monitoring(enable_wandb=True, **keys)
+    return WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+
+
+def step(number, loss=2.0):
+    return Event("step", 1.8e9, step=number, facts={"learning/loss": loss})
+
+
+def test_a_restart_online_sends_what_the_server_lacks(tmp_path, server):
+    events = EventFile(epath.Path(tmp_path), 0)
+    for number in range(8):
+        events.write(step(number))
+    events.close()
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "step", "st')
+    server.steps = [0, 1, 2]
+    resumed = sink(tmp_path, first_step=6, wandb_entity="us")
+    for number in range(6, 9):
+        resumed.write(step(number))
+    resumed.close()
+    assert server.steps == list(range(9))
+    assert server.arguments["resume"] == "allow"
+    assert server.arguments["entity"] == "us"
+    assert server.exit_code == 1  # nobody said that the run was completed
+
+
+def test_what_the_server_has_is_not_sent_again(tmp_path, server, monkeypatch):
+    server.steps = list(range(8))
+    sent = []
+    monkeypatch.setattr(server, "log", lambda numbers, step: sent.append(step))
+    resumed = sink(tmp_path, first_step=6)
+    for number in range(6, 10):
+        resumed.write(step(number))
+    resumed.close()
+    assert sent == [8, 9]
+
+
+@pytest.mark.parametrize(("first_step", "same"), [(0, False), (2, True)])
+def test_only_a_start_from_scratch_is_a_new_run(tmp_path, server, first_step, same):
+    ids = []
+    for first in (0, first_step):
+        run = sink(tmp_path, first)
+        run.write(step(first))
+        run.close()
+        ids.append(server.arguments["id"])
+        server.steps.clear()
+    assert (ids[0] == ids[1]) == same
+
+
+def test_a_start_that_did_no_step_keeps_its_id(tmp_path, server):
+    sink(tmp_path).close()
+    first = server.arguments["id"]
+    sink(tmp_path).close()
+    assert server.arguments["id"] == first
+
+
+def test_numbers_of_any_kind(tmp_path, server, monkeypatch):
+    sent = []
+    monkeypatch.setattr(server, "log", lambda numbers, step: sent.append(numbers))
+    facts = {"learning/loss": np.float32(0.5), "learning/grad_norm": None, "updates": 1}
+    run = sink(tmp_path)
+    run.write(Event("step", 1.8e9, step=0, facts=facts))
+    run.write(step(1, loss=math.nan))
+    run.close()
+    assert sent[0] == {"learning/loss": 0.5, "_timestamp": 1.8e9}
+    assert type(sent[0]["learning/loss"]) is float
+    assert math.isnan(sent[1]["learning/loss"])
+
+
+def test_a_failure_is_one_line_and_the_run_goes_on(tmp_path, server, capsys):
+    server.failure = ConnectionError("no route to the server.\nmany more lines")
+    run = sink(tmp_path)
+    for number in range(3):
+        run.write(step(number))
+        run.flush()
+    run.close()
+    run.close()
+    run.write(step(3))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: Weights & Biases gets nothing more: no route to the server. ")
+    assert server.steps == []
+
+
+def test_the_end_of_a_run_waits_for_so_long_only(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setattr(weights_and_biases, "_CLOSE_SECONDS", 0.05)
+    server.finishing.clear()
+    run = sink(tmp_path)
+    run.write(Event("stop", 1.8e9, facts={"reason": "completed"}))
+    run.close()
+    assert "still busy" in capsys.readouterr().err
+    server.finishing.set()
+    for thread in threading.enumerate():
+        if thread.name == "wandb":
+            thread.join()
+    assert server.exit_code == 0
+
+
+def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(UserError, match=r"enable_wandb=true needs .* pip install '\.\[wandb\]'"):
+        sink(tmp_path)
+    # A folder of that name, such as W&B leaves behind, is not the package.
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(UserError, match="not installed"):
+        sink(tmp_path)
+
+
+def test_disabled_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])  # not even the package is needed
+    run = sink(tmp_path, wandb_mode="disabled")
+    run.write(step(0))
+    run.flush()
+    run.close()
+    assert not list(tmp_path.iterdir())
