@@ -4,7 +4,7 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.monitoring.events import EVENTS_FILE, REPEATED, Event
+from MaxText.monitoring.events import EVENTS_FILE, PHASES, REPEATED, Event
 from MaxText.monitoring.json_lines import JsonLines
 
 
@@ -27,9 +27,11 @@ class EventFile:
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
 
         def keep(row: dict[str, Any]) -> bool:
-            if row.get("event") in ("start", "resume"):
+            if row.get("event") not in PHASES:
+                return False  # no event of this program
+            if row["event"] in ("start", "resume"):
                 self.attempt += 1
-            if row.get("event") not in REPEATED or (row.get("step") or 0) < first_step:
+            if row["event"] not in REPEATED or (row.get("step") or 0) < first_step:
                 return True
             seconds = self.lost["seconds"]
             phase = str(row.get("phase"))

@@ -1,0 +1,180 @@
+"""From the rows of a run to curves: positions on the axes, thinning, smoothing, bands of seeds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from MaxText.monitoring.report.chart import Axis, AxisName, Points, Series
+from MaxText.monitoring.report.entries import Entry
+from MaxText.monitoring.report.thinning import running_median, thin
+from MaxText.monitoring.run_record import RunRecord
+
+# Points of the mean of several seeds.
+_GRID = 400
+
+_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+Row = Mapping[str, Any]
+
+
+class Axes:
+    """The horizontal axes of a report, the same for all its runs.
+
+    Attributes:
+      axes: in the order in which they are offered.
+    """
+
+    def __init__(self, runs: Sequence[RunRecord]):
+        """Chooses the unit of time and says what is counted.
+
+        Args:
+          runs: of the report.
+        """
+        longest = max(run.goodput.running_seconds for run in runs)
+        # Two of the unit at least, so that the axis has labels.
+        self._seconds, unit = next(
+            ((size, name) for size, name in _TIME_UNITS if longest >= 2 * size), _TIME_UNITS[-1]
+        )
+        inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
+        words = ", those of ancestors included" if inherited else ""
+        self.axes = (
+            Axis("tokens", f"tokens{words}", "tokens"),
+            Axis("flops", f"floating point operations{words}", "FLOPs", powers=True),
+            Axis("time", f"time running ({unit})", "time"),
+            Axis("step", "step", "steps"),
+        )
+
+    def axis(self, name: AxisName) -> Axis:
+        """The axis of a name."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    def places(self, run: RunRecord, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
+        """Where rows lie on each axis: float [N], NaN where a row does not say."""
+        running = {
+            attempt.number: (attempt.running_before - attempt.launched, attempt)
+            for attempt in run.goodput.attempts
+        }
+        times = np.array([row["time"] + running[row["attempt"]][0] for row in rows], float)
+        return {
+            "tokens": _column(rows, "progress/tokens") + run.inherited_tokens,
+            "flops": _column(rows, "progress/flops") + run.inherited_flops,
+            "time": times / self._seconds,
+            "step": _column(rows, "step"),
+        }
+
+
+def curve(
+    entry: Entry,
+    axes: Axes,
+    rows_of: Callable[[RunRecord], Sequence[Row]],
+    value: Callable[[RunRecord, Sequence[Row]], np.ndarray],
+    *,
+    label: str,
+    smooth: bool,
+) -> list[Series]:
+    """The series of a quantity for a run or a group.
+
+    Args:
+      entry: the run or group.
+      axes: of the report.
+      rows_of: the rows of a run that hold the quantity.
+      value: (run, rows) -> float [N], NaN where there is none.
+      label: in the legend.
+      smooth: whether steps scatter, so that a running median is drawn over them.
+
+    Returns:
+      Nothing if no run has the quantity. For a run: the faint single steps and their median, or
+      the values alone. For a group: a thin line for each seed, and their mean with its band.
+    """
+    raw: list[Series] = []
+    lines: list[dict[AxisName, Points]] = []
+    for run in entry.runs.values():
+        rows = rows_of(run)
+        values = value(run, rows)
+        if not np.isfinite(values).any():
+            continue
+        places = axes.places(run, rows)
+        drawn = thin(values)
+        every: dict[AxisName, Points] = {
+            name: Points(x[drawn], values[drawn]) for name, x in places.items()
+        }
+        if smooth:
+            indices, medians = running_median(values)
+            smoothed: dict[AxisName, Points] = {
+                name: Points(x[indices], medians) for name, x in places.items()
+            }
+            lines.append(smoothed)
+            if not entry.is_group:
+                raw.append(Series("", entry.label, entry.colour, "raw", every))
+        else:
+            lines.append(every)
+    if not lines:
+        return []
+    if not entry.is_group:
+        return [*raw, Series(label, entry.label, entry.colour, "line", lines[0])]
+    thin_lines = [Series("", entry.label, entry.colour, "thin", line) for line in lines]
+    mean: dict[AxisName, Points] = {
+        name: _mean_of_lines([line[name] for line in lines]) for name in lines[0]
+    }
+    return [*thin_lines, Series(label, entry.label, entry.colour, "line", mean)]
+
+
+def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Series]:
+    """The validation losses of a run; of a group their mean where all seeds have evaluated."""
+    measured: list[dict[int, tuple[dict[AxisName, float], float]]] = []
+    for run in entry.runs.values():
+        rows = run.evaluations
+        losses, places = _column(rows, "eval/avg_loss"), axes.places(run, rows)
+        measured.append(
+            {
+                row["step"]: ({name: float(x[i]) for name, x in places.items()}, float(losses[i]))
+                for i, row in enumerate(rows)
+            }
+        )
+    measured = [found for found in measured if found]
+    if not measured:
+        return []
+    # Of seeds that are not equally far only what all have is a mean of all.
+    steps = sorted(set(measured[0]).intersection(*measured[1:]))
+    losses = np.array([[found[step][1] for step in steps] for found in measured], float)
+    if not np.isfinite(losses).any():
+        return []
+    points: dict[AxisName, Points] = {}
+    for axis in axes.axes:
+        x = np.array([[found[step][0][axis.name] for step in steps] for found in measured], float)
+        points[axis.name] = _mean_and_band(x.mean(0), losses)
+    return [Series(label, entry.label, colour, "dots", points)]
+
+
+def _mean_of_lines(lines: Sequence[Points]) -> Points:
+    """The mean of curves over the stretch of the axis that all of them cover."""
+    whole = [_finite(line) for line in lines]
+    begin, end = max(x[0] for x, _ in whole), min(x[-1] for x, _ in whole)
+    if begin > end:
+        return Points(np.zeros(0), np.zeros(0))
+    # As dense as the curves are themselves, and no denser.
+    grid = np.linspace(begin, end, min(_GRID, max(x.size for x, _ in whole)))
+    return _mean_and_band(grid, np.stack([np.interp(grid, x, y) for x, y in whole]))
+
+
+def _mean_and_band(x: np.ndarray, y_SN: np.ndarray) -> Points:
+    """Mean, smallest and largest over the seeds S; without a band for one seed."""
+    if len(y_SN) == 1:
+        return Points(x, y_SN[0])
+    return Points(x, y_SN.mean(0), y_SN.min(0), y_SN.max(0))
+
+
+def _finite(line: Points) -> tuple[np.ndarray, np.ndarray]:
+    there = np.isfinite(line.x) & np.isfinite(line.y)
+    return line.x[there], line.y[there]
+
+
+def _column(rows: Sequence[Row], name: str) -> np.ndarray:
+    """A field of each row; NaN where it is absent or null."""
+    return np.array([row.get(name) for row in rows], float)
+
+
+def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
+    """A quantity that stands in the rows as it is."""
+    return lambda _run, rows: _column(rows, name)

@@ -1,0 +1,89 @@
+"""What a report compares: single runs, and groups of runs that differ in their seed only."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from MaxText.monitoring.run_record import RunRecord, real_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One run, or the runs of a group.
+
+    Attributes:
+      label: how the page calls it; no other entry has it.
+      colour: index that selects its colour and dashes.
+      runs: name of each run -> its record. A run alone has the label as its name.
+      is_group: whether the runs are seeds of the same thing; a group may have one run so far.
+    """
+
+    label: str
+    colour: int
+    runs: Mapping[str, RunRecord]
+    is_group: bool = False
+
+
+def arrange(
+    runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
+) -> list[Entry]:
+    """Puts runs into their groups and gives everything a name of its own.
+
+    Args:
+      runs: in the order in which they are shown.
+      groups: label -> folders of its runs. Folders of other runs are passed over, as a group may
+        be larger than what was read.
+
+    Returns:
+      Groups first, then the runs that are in none.
+    """
+    names = dict(zip((real_folder(run.folder) for run in runs), _names(runs), strict=True))
+    by_folder = {real_folder(run.folder): run for run in runs}
+    members: dict[str, list[str]] = {
+        label: [folder for folder in map(real_folder, folders) if folder in by_folder]
+        for label, folders in (groups or {}).items()
+    }
+    members = {label: folders for label, folders in members.items() if folders}
+    grouped = {folder for folders in members.values() for folder in folders}
+    found = [
+        (label, {names[folder]: by_folder[folder] for folder in folders}, True)
+        for label, folders in members.items()
+    ]
+    taken = set(members)
+    for folder, run in by_folder.items():
+        if folder not in grouped:
+            name = names[folder]
+            # A run called like a group is told apart by where it lies.
+            found.append((name if name not in taken else str(run.folder), {name: run}, False))
+    return [
+        Entry(label, colour, members, is_group)
+        for colour, (label, members, is_group) in enumerate(found)
+    ]
+
+
+def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
+    """The runs of all entries by name."""
+    return {name: run for entry in entries for name, run in entry.runs.items()}
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """The name of each run, with as many of its folders before it as make it the only one."""
+    paths = [real_folder(run.folder).split("/") for run in runs]
+    names = []
+    for run, path in zip(runs, paths, strict=True):
+        rivals = [
+            other_path
+            for other, other_path in zip(runs, paths, strict=True)
+            if other is not run and other.name == run.name
+        ]
+        name = run.name
+        for depth in range(1, len(path) + 1):
+            if all(rival[-depth:] != path[-depth:] for rival in rivals):
+                break
+        else:
+            depth = len(path)
+        if rivals:
+            name = "/".join(path[-depth:])
+            if path[-1] != run.name:
+                name = f"{run.name} ({name})"
+        names.append(name)
+    return names

@@ -1,0 +1,94 @@
+"""Charts as the JSON that page.js draws."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from MaxText.monitoring.report.chart import (
+    SYMBOLS,
+    AxisName,
+    Chart,
+    Points,
+    Series,
+    colour_of,
+    dash_of,
+)
+from MaxText.monitoring.report.curves import Axes
+from MaxText.monitoring.report.entries import Entry
+
+
+def page_json(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
+    """Everything that page.js needs, as JSON that can stand inside a script element.
+
+    No character of it can end the element: "<" is written as an escape.
+    """
+    data = {
+        "axes": [vars(axis) for axis in axes.axes],
+        "entries": [
+            {
+                "label": entry.label,
+                "colour": colour_of(entry.colour),
+                "seeds": len(entry.runs) if entry.is_group else 0,
+            }
+            for entry in entries
+        ],
+        "symbols": {kind: symbol for kind, (symbol, _) in SYMBOLS.items()},
+        "charts": [_chart(chart) for chart in charts],
+    }
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "yTitle": chart.y_title,
+        "range": chart.y_range,
+        "logY": chart.log_y,
+        "percent": chart.percent,
+        "references": chart.references,
+        "series": [_series(series) for series in chart.series],
+        "marks": [
+            {
+                "kind": mark.kind,
+                "owner": mark.owner,
+                "text": mark.text,
+                "places": {name: _numbers(np.array(place)) for name, place in mark.places.items()},
+            }
+            for mark in chart.marks
+        ],
+    }
+
+
+def _series(series: Series) -> dict[str, Any]:
+    return {
+        "label": series.label,
+        "owner": series.owner,
+        "kind": series.kind,
+        "colour": colour_of(series.colour),
+        "dash": dash_of(series.colour),
+        "x": {name: _numbers(points.x) for name, points in series.points.items()},
+        **_heights(series.points),
+    }
+
+
+def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
+    """y, and the edges of the band: once where all axes share them, else by axis."""
+    found: dict[str, Any] = {}
+    for part in ("y", "low", "high"):
+        values = {name: getattr(each, part) for name, each in points.items()}
+        first = next(iter(values.values()))
+        if first is None:
+            continue
+        if all(value is first for value in values.values()):
+            found[part] = _numbers(first)
+        else:
+            found[part] = {name: _numbers(value) for name, value in values.items()}
+    return found
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    """Seven significant digits, more than a screen shows; null where there is no number."""
+    return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values.tolist()]

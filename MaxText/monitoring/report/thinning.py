@@ -1,0 +1,69 @@
+"""Fewer points that look the same: thinning that keeps spikes, and a smooth curve through noise."""
+
+import itertools
+import math
+
+import numpy as np
+
+# A screen has about as many columns; more would only make the page slow.
+MOST_POINTS = 2000
+MOST_SMOOTH_POINTS = 600
+
+# Window of the running median: this part of all points, on both sides together.
+_WINDOWS = 25
+
+
+def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """Indices of the points to draw: of each of many equal stretches the lowest and the highest.
+
+    Args:
+      values_N: float, NaN where there is none; the first NaN of a stretch is kept, so that the gap
+        shows.
+      most: indices returned at most.
+
+    Returns:
+      Ascending int64 indices, with the first and the last.
+    """
+    count = values_N.size
+    if count <= most:
+        return np.arange(count)
+    # Up to three of each stretch, and both ends.
+    edges = np.linspace(0, count, (most - 2) // 3 + 1).astype(np.int64)
+    kept = [0, count - 1]
+    for begin, end in itertools.pairwise(edges):
+        stretch = values_N[begin:end]
+        absent = np.isnan(stretch)
+        if absent.any():
+            kept.append(begin + int(absent.argmax()))
+        if not absent.all():
+            kept += [begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))]
+    return np.unique(np.array(kept, np.int64))
+
+
+def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A smooth curve through noisy values: medians over a window of 1/25 of them.
+
+    A median, since a spike of one step should not bend the curve; a centred window, since an
+    average of the past lags behind a falling loss.
+
+    Args:
+      values_N: float; NaN counts as absent.
+
+    Returns:
+      (indices [M], medians [M]) with M at most 600; NaN where a whole window is absent.
+    """
+    count = values_N.size
+    half = count // (2 * _WINDOWS)
+    spacing = max(count / MOST_SMOOTH_POINTS, 1.0)
+    indices_M = np.minimum((np.arange(math.ceil(count / spacing)) * spacing).astype(int), count - 1)
+    if count:
+        indices_M[-1] = count - 1
+    medians_M = np.full(indices_M.size, np.nan)
+    for place, centre in enumerate(indices_M):
+        if np.isnan(values_N[centre]):
+            continue
+        # At the steep beginning the window shrinks on both sides, at the flat end on one.
+        reach = min(half, centre)
+        window = values_N[centre - reach : centre + reach + 1]
+        medians_M[place] = np.median(window[~np.isnan(window)])
+    return indices_M, medians_M

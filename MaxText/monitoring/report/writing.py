@@ -1,0 +1,157 @@
+"""The report of one or several runs: report.html with everything in it, and its pictures."""
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from MaxText.errors import UserError
+from MaxText.monitoring.report import model_tables, run_tables
+from MaxText.monitoring.report.chart import AxisName, Bars, Chart, colour_of
+from MaxText.monitoring.report.content import Section
+from MaxText.monitoring.report.curves import Axes
+from MaxText.monitoring.report.entries import Entry, arrange
+from MaxText.monitoring.report.page import Page, render
+from MaxText.monitoring.report.page_data import page_json
+from MaxText.monitoring.report.pictures import draw_bars, draw_chart
+from MaxText.monitoring.report.run_charts import goodput_bars, loss_chart, quantity_charts
+from MaxText.monitoring.run_record import RunRecord
+
+PAGE_FILE = "report.html"
+
+# Each picture shows one chart over one axis.
+_PICTURES: Mapping[str, tuple[str, AxisName]] = {
+    "loss_tokens.png": ("loss", "tokens"),
+    "loss_flops.png": ("loss", "flops"),
+    "loss_time.png": ("loss", "time"),
+    "learning_rate.png": ("learning_rate", "step"),
+    "gradient_norm.png": ("gradient_norm", "step"),
+    "tokens_per_second.png": ("tokens_per_second", "time"),
+    "mfu.png": ("mfu", "time"),
+}
+_GOODPUT_PICTURE = "goodput.png"
+
+
+def write_report(
+    runs: Sequence[RunRecord],
+    output: Path,
+    *,
+    title: str = "",
+    groups: Mapping[str, Sequence[str]] | None = None,
+    sections: Sequence[Section] = (),
+    warnings: Sequence[str] = (),
+    refresh: int = 0,
+) -> Path:
+    """Writes report.html and the pictures; each file appears whole or not at all.
+
+    Args:
+      runs: at least one.
+      output: the folder for all files; created if absent.
+      title: of the page; by default the names of the runs.
+      groups: label -> folders of the runs that differ in their seed only. They are drawn in one
+        colour, with their mean and the band from smallest to largest. A run that is in no group
+        stands for itself.
+      sections: of the caller, shown between the table of runs and the curves.
+      warnings: of the caller, shown at the top beside those of `warnings_about`.
+      refresh: seconds after which the page loads itself again; 0 for never.
+
+    Returns:
+      The path of report.html.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    entries = arrange(runs, groups)
+    title = title or _title(entries)
+    axes = Axes(runs)
+    loss = loss_chart(entries, axes)
+    charts = [*([] if loss is None else [loss]), *quantity_charts(entries, axes)]
+    bars = goodput_bars(entries)
+    page = Page(
+        title=title,
+        made=_made(runs, refresh),
+        warnings=[*warnings, *model_tables.warnings(entries)],
+        overview=run_tables.overview(entries),
+        before_charts=sections,
+        charts_json=page_json(entries, axes, charts) if charts else "",
+        bars=bars,
+        goodput=run_tables.goodput_table(entries),
+        sections=[
+            *model_tables.configuration(entries),
+            *model_tables.cost(entries),
+            *model_tables.memory(entries),
+            *model_tables.lineage(entries),
+            *model_tables.samples(entries),
+            *run_tables.happenings(entries),
+        ],
+        colours=_colours(entries),
+        refresh=refresh,
+    )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, picture in _pictures(charts, bars, axes, title):
+            if picture is None:
+                # One of an earlier report would be taken for one of this.
+                (output / name).unlink(missing_ok=True)
+            else:
+                _replace(output / name, picture)
+        _replace(output / PAGE_FILE, render(page).encode("utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"output={output} cannot be written: {error.strerror}. Give a folder that you may "
+            "write to."
+        ) from error
+    return output / PAGE_FILE
+
+
+def warnings_about(
+    runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Why the losses of these runs cannot be compared, or only with care; also on the page."""
+    return model_tables.warnings(arrange(runs, groups))
+
+
+def _title(entries: Sequence[Entry]) -> str:
+    labels = [entry.label for entry in entries]
+    if len(labels) > 4:
+        return f"{len(labels)} runs: {', '.join(labels[:3])}, ..."
+    return ", ".join(labels)
+
+
+def _made(runs: Sequence[RunRecord], refresh: int) -> str:
+    now = datetime.datetime.now().astimezone()
+    folders = ", ".join(str(run.folder) for run in runs[:8])
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    again = f" The page loads itself again every {refresh} seconds." if refresh else ""
+    return (
+        f"Made by MaxText/report.py on {now:%Y-%m-%d at %H:%M:%S %Z} from {folders}{more}.{again} "
+        "Goodput is the share of the time running that went into useful steps; docs/report.md "
+        "defines it and its parts."
+    )
+
+
+def _colours(entries: Sequence[Entry]) -> dict[str, str]:
+    colours = {}
+    if sum(len(entry.runs) for entry in entries) > 1:
+        for entry in entries:
+            for name in (*entry.runs, entry.label):
+                colours[name] = colour_of(entry.colour)
+    return colours
+
+
+def _pictures(
+    charts: Sequence[Chart], bars: Bars, axes: Axes, title: str
+) -> Iterator[tuple[str, bytes | None]]:
+    """(file name, picture or None where there is nothing to draw)."""
+    by_name = {chart.name: chart for chart in charts}
+    for file, (name, axis) in _PICTURES.items():
+        chart = by_name.get(name)
+        yield file, None if chart is None else draw_chart(chart, axes.axis(axis), title)
+    yield _GOODPUT_PICTURE, draw_bars(bars, title)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file at once: who looks at it meanwhile sees the old one."""
+    temporary = path.with_name(f"{path.name}.writing")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,224 @@
+"""A run as its folder tells it: events.jsonl and config.yml, read while it runs or afterwards."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import yaml
+from etils import epath
+
+from MaxText.errors import UserError
+from MaxText.monitoring.events import EVENTS_FILE
+from MaxText.monitoring.goodput import Goodput, measure_goodput
+from MaxText.monitoring.json_lines import read_rows
+
+CONFIG_FILE = "config.yml"
+
+State = Literal["running", "killed", "completed", "diverged", "interrupted", "error"]
+_ENDS: dict[str, State] = {
+    "completed": "completed",
+    "diverged": "diverged",
+    "interrupted": "interrupted",
+    "error": "error",
+}
+
+# A run without a last word counts as running until its file has been silent for so long, or for so
+# many times as long as its last row took. Five minutes cover a compilation and most evaluations.
+_SILENT_SECONDS = 300.0
+_SILENT_ROWS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What a run has recorded. Rows are those of events.jsonl; docs/report.md describes them.
+
+    Attributes:
+      folder: of the run; may be a bucket.
+      name: run_name.
+      config: value by key, as config.yml has it; empty if there is none.
+      facts: the newest start or resume row.
+      steps: step rows by ascending step, each step once.
+      evaluations: evaluation rows by ascending step, each once.
+      marks: all other rows in the order in which they were written.
+      state: what the run is doing, or how it ended.
+      goodput: where its time went.
+    """
+
+    folder: epath.Path
+    name: str
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    marks: list[dict[str, Any]]
+    state: State
+    goodput: Goodput
+
+    @property
+    def final_loss(self) -> float | None:
+        """Validation loss of the last evaluation, nats per token; None without one."""
+        return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last update that is on record."""
+        return self.steps[-1]["step"] if self.steps else None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens seen by this run, without its ancestors."""
+        return self._spent("progress/tokens")
+
+    @property
+    def flops(self) -> float:
+        """Operations of this run, without its ancestors."""
+        return self._spent("progress/flops")
+
+    @property
+    def inherited_tokens(self) -> float:
+        """Tokens that its ancestors had seen until they were taken over; 0 if unknown."""
+        return self._inherited("tokens")
+
+    @property
+    def inherited_flops(self) -> float:
+        """Operations that its ancestors had done until they were taken over; 0 if unknown."""
+        return self._inherited("flops")
+
+    def _spent(self, tag: str) -> float:
+        rows = [row for row in (*self.steps[-1:], *self.evaluations[-1:]) if row.get(tag)]
+        return max((row[tag] for row in rows), default=0.0)
+
+    def _inherited(self, name: str) -> float:
+        lineage = self.facts.get("lineage") or []
+        return (lineage[-1].get(name) or 0.0) if lineage else 0.0
+
+
+def read_run(folder: str | PathLike[str]) -> RunRecord:
+    """Reads a run; a last line that is only half written is left out.
+
+    Args:
+      folder: of the run: base_output_directory/run_name. May be gs://.
+
+    Raises:
+      UserError: there is no such folder, no event file in it, no row of a start, or the file is of
+        another program or version.
+    """
+    path = epath.Path(folder).expanduser()
+    file = path / EVENTS_FILE
+    if not file.exists():
+        if not path.exists():
+            raise UserError(f"{path}: there is no such folder. Give the folder of a run.")
+        raise UserError(
+            f"{path} has no {EVENTS_FILE}, so no run has recorded there. Give the folder of a run, "
+            "which is base_output_directory/run_name."
+        )
+    changed = file.stat().mtime
+    try:
+        rows = read_rows(file)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not text: byte {error.start} is {error.object[error.start]:#04x}. It was "
+            "damaged, or another program wrote it; restore it from a copy."
+        ) from error
+    _check_rows(rows, file)
+    replaced = _replaced(rows)
+    kept = [row for index, row in enumerate(rows) if index not in replaced]
+    facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
+    return RunRecord(
+        folder=path,
+        name=str(facts.get("run_name") or path.name),
+        config=_read_config(path / CONFIG_FILE),
+        facts=facts,
+        steps=_of_kind(kept, "step"),
+        evaluations=_of_kind(kept, "evaluation"),
+        marks=[row for row in kept if row["event"] not in ("step", "evaluation")],
+        state=_state(rows, silent_for=time.time() - changed),
+        goodput=measure_goodput(rows, replaced),
+    )
+
+
+def real_folder(folder: str | PathLike[str]) -> str:
+    """The one name of a folder, links followed, by which it is told from others."""
+    text = str(folder)
+    # Buckets have no links.
+    return text.rstrip("/") if "://" in text else str(epath.Path(text).expanduser().resolve())
+
+
+def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
+    """Refuses a file that is not of this program, before a missing field becomes a traceback."""
+    for number, row in enumerate(rows, 1):
+        wrong = [
+            f"{name}={row.get(name)!r}"
+            for name, kind in (("time", int | float), ("event", str), ("phase", str))
+            if not isinstance(row.get(name), kind)
+        ]
+        if not isinstance(row.get("attempt"), int):
+            wrong.append(f"attempt={row.get('attempt')!r}")
+        if row.get("event") in ("step", "evaluation") and not isinstance(row.get("step"), int):
+            wrong.append(f"step={row.get('step')!r}")
+        if wrong:
+            raise UserError(
+                f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
+                "wrote it; only records of this version can be read."
+            )
+    if not any(row["event"] in ("start", "resume") for row in rows):
+        raise UserError(
+            f"{file} has {len(rows)} whole rows and none of them is a start: the run has not got "
+            "so far yet, or the beginning of the file was removed. Try again when it has done its "
+            "first step."
+        )
+
+
+def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Indices of steps and evaluations that the run has gone back behind since."""
+    replaced: set[int] = set()
+    standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
+
+    def go_back(kinds: Sequence[str], step: int) -> None:
+        for kind in kinds:
+            while standing[kind] and standing[kind][-1][0] >= step:
+                replaced.add(standing[kind].pop()[1])
+
+    for index, row in enumerate(rows):
+        kind = row["event"]
+        if kind == "rewind" and isinstance(row.get("to"), int):
+            go_back(("step", "evaluation"), row["to"])
+        elif kind in standing:
+            go_back((kind,), row["step"])
+            standing[kind].append((row["step"], index))
+    return replaced
+
+
+def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["event"] == kind]
+
+
+def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
+    attempt = rows[-1]["attempt"]
+    for row in reversed(rows):
+        if row["attempt"] != attempt:
+            break
+        if row["event"] == "stop":
+            return _ENDS.get(str(row.get("reason")), "error")
+    patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
+    return "running" if silent_for < patience else "killed"
+
+
+def _read_config(file: epath.Path) -> Mapping[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{file} is not valid YAML: {error}. Restore it, or remove it to read the run without "
+            "its configuration."
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{file} holds no keys with values. Restore it, or remove it to read the run without "
+            "its configuration."
+        )
+    return {str(name): value for name, value in config.items()}

@@ -1,0 +1,158 @@
+"""What the tables say about runs and models."""
+
+import pytest
+
+from MaxText.monitoring.report import model_tables, run_tables, wording
+from MaxText.monitoring.report.entries import arrange
+from MaxText.monitoring.run_record import read_run
+from tests.monitoring.report.run_files import COST, RunFiles, completed, eventful
+
+
+def entries_of(*folders, groups=None):
+    return arrange([read_run(folder) for folder in folders], groups)
+
+
+def as_dict(table):
+    return {row[0]: dict(zip(table.header[1:], row[1:], strict=True)) for row in table.rows}
+
+
+def started(folder, *, steps=3, **facts):
+    run = RunFiles(folder)
+    run.start(**facts)
+    run.steps(0, steps)
+    return run.write()
+
+
+def test_overview(tmp_path):
+    table = run_tables.overview(entries_of(completed(tmp_path / "a"), eventful(tmp_path / "b")))
+    rows = as_dict(table)
+    assert rows["a"]["state"] == "completed"
+    assert rows["b"]["state"] == "diverged"
+    assert rows["a"]["updates"] == "400 of 400"
+    assert rows["b"]["updates"] == "320 of 400"
+    assert rows["a"]["tokens"] == "6.55M"
+    assert rows["a"]["devices"] == "4 x TPU v5 lite"
+
+
+def test_overview_of_seeds(tmp_path):
+    folders = [completed(tmp_path / name, seed=n) for n, name in enumerate("ab")]
+    table = run_tables.overview(entries_of(*folders, groups={"both": map(str, folders)}))
+    losses = [read_run(folder).final_loss for folder in folders]
+    assert as_dict(table)["both"]["validation loss"].startswith(f"{sum(losses) / 2:.4f} ± ")
+
+
+def test_a_running_run_says_how_long_it_takes(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start(num_steps=100)
+    for step in range(40):
+        run.add("step", 2.0, step, **{"perf/step_time_seconds": 2.0})
+    table = run_tables.overview(entries_of(run.write(old=False)))
+    assert table.rows[0][1] == "running, 0:02:00 left"
+
+
+def test_goodput_in_numbers(tmp_path):
+    folder = eventful(tmp_path / "b")
+    one = {row[0]: row[1:] for row in run_tables.goodput_table(entries_of(folder)).rows}
+    assert one["time running"][1] == "100.0 %"
+    assert one["down between 2 attempts"][0].startswith("0:0")
+    shares = [float(share.split()[0]) for part, (_, share) in one.items() if share]
+    assert sum(shares) == pytest.approx(200, abs=0.5)
+    two = run_tables.goodput_table(entries_of(folder, completed(tmp_path / "a")))
+    assert as_dict(two)["b"]["attempts"] == "2"
+
+
+def test_what_happened(tmp_path):
+    (section,) = run_tables.happenings(entries_of(eventful(tmp_path / "run")))
+    told = [row[-1] for row in section.table.rows]
+    assert told[0] == "start from scratch"
+    assert told[1].startswith("resume from checkpoint of step 149; 20 updates lost, ")
+    assert told[2:] == [
+        "configuration: learning_rate: 0.003 -> 0.002",
+        "1 update skipped: gradient norm 8.1e3 is not usual",
+        "rewind to step 250: loss rose to 9.1",
+        "stop: diverged",
+    ]
+
+
+def test_only_keys_that_differ_are_shown(tmp_path):
+    entries = entries_of(completed(tmp_path / "a"), eventful(tmp_path / "b"))
+    (section,) = model_tables.configuration(entries)
+    assert section.table.header == ["key", "a", "b"]
+    assert section.table.rows == [["learning_rate", "0.003", "0.002"]]
+    assert model_tables.configuration(entries_of(tmp_path / "a")) == []
+
+
+def test_equal_and_absent_configurations(tmp_path):
+    a, b = completed(tmp_path / "a"), completed(tmp_path / "b")
+    (section,) = model_tables.configuration(entries_of(a, b))
+    assert section.paragraphs == ["Every key has the same value in all runs."]
+    (b / "config.yml").unlink()
+    (section,) = model_tables.configuration(entries_of(a, b))
+    assert section.paragraphs == ["No config.yml: b."]
+
+
+def test_cost(tmp_path):
+    (section,) = model_tables.cost(entries_of(completed(tmp_path / "a"), completed(tmp_path / "b")))
+    assert section.table.rows[-1] == ["total", "10,228,608", "100.0 %", "66.1M", "100.0 %"]
+    assert section.table.rows[1] == ["attention", "2,359,296", "23.1 %", "18.9M", "28.6 %"]
+    assert section.paragraphs[-1] == "Peak of a device: 197 TFLOP/s, data sheet."
+
+
+def test_models_of_different_cost_stand_below_each_other(tmp_path):
+    bigger = COST | {"parameters": 20_000_000}
+    entries = entries_of(started(tmp_path / "a"), started(tmp_path / "b", cost=bigger))
+    (section,) = model_tables.cost(entries)
+    totals = [row for row in section.table.rows if row[1] == "total"]
+    assert [(row[0], row[2]) for row in totals] == [("a", "10,228,608"), ("b", "20,000,000")]
+
+
+def test_memory(tmp_path):
+    (section,) = model_tables.memory(entries_of(completed(tmp_path / "a")))
+    rows = {row[0]: row[1] for row in section.table.rows}
+    assert rows["state: optimizer"] == "78 MiB"
+    assert rows["step of 32 x 512 tokens: temporaries"] == "858 MiB"
+    assert rows["KV cache: a sequence of 512"] == "4.5 MiB"
+
+
+def test_lineage_is_one_tree_of_all_runs(tmp_path):
+    root = {"run_name": "small", "folder": "s", "step": 999, "how": "full_state", "tokens": 4e6}
+    root["flops"] = 1e15
+    grown = {"run_name": "mid", "folder": "m", "step": 49, "how": "growth", "tokens": None}
+    entries = entries_of(
+        started(tmp_path / "a", lineage=[root]), started(tmp_path / "b", lineage=[root, grown])
+    )
+    (section,) = model_tables.lineage(entries)
+    lines = section.texts[0].text.split("\n")
+    assert lines == [
+        "small: step 999, full state, 4M tokens, 1e+15 FLOPs",
+        "├─ a: killed, 49.2K tokens, 3.04e+12 FLOPs",
+        "└─ mid: step 49, growth",
+        "   └─ b: killed, 49.2K tokens, 3.04e+12 FLOPs",
+    ]
+    assert model_tables.lineage(entries_of(completed(tmp_path / "c"))) == []
+
+
+def test_other_data_and_tokenizers_are_warned_about(tmp_path):
+    data = {"train": "x", "identity": "1", "tokenizer": "t", "vocab_size": 10}
+    same = [started(tmp_path / name, data=data) for name in "ab"]
+    assert model_tables.warnings(entries_of(*same)) == []
+    other = started(tmp_path / "c", data=data | {"tokenizer": "u", "vocab_size": 20})
+    tokenizer, vocabulary = model_tables.warnings(entries_of(*same, other))
+    assert "cannot be compared" in tokenizer
+    assert tokenizer.endswith("a, b: t; c: u.")
+    assert vocabulary.endswith("a, b: 10; c: 20.")
+    elsewhere = started(tmp_path / "d", data=data | {"identity": "2"})
+    (warning,) = model_tables.warnings(entries_of(same[0], elsewhere))
+    assert warning.startswith("The runs have different data.")
+
+
+def test_numbers_in_words():
+    assert [wording.short_count(x) for x in (0, 12, 2_500_000, 1.5e9)] == [
+        "0",
+        "12",
+        "2.5M",
+        "1.5B",
+    ]
+    assert [wording.size(x) for x in (None, 5, 2048, 3 * 2**30)] == ["-", "5 B", "2 KiB", "3 GiB"]
+    assert [wording.share(x) for x in (None, float("nan"), 0.5)] == ["-", "-", "50.0 %"]
+    assert [wording.spent_time(x) for x in (0.04, 59.9, 3661)] == ["0.0 s", "59.9 s", "1:01:01"]

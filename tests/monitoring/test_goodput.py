@@ -1,0 +1,125 @@
+"""Where the time went: parts that add up to the time the program ran, whatever happened to it."""
+
+import pytest
+
+from MaxText.monitoring.goodput import PARTS
+from MaxText.monitoring.run_record import read_run
+from tests.monitoring.report.run_files import RunFiles, completed, eventful
+
+
+def goodput_of(run):
+    return read_run(run.write()).goodput
+
+
+def test_parts_add_up_to_the_whole_time(tmp_path):
+    for record in (read_run(completed(tmp_path / "a")), read_run(eventful(tmp_path / "b"))):
+        goodput = record.goodput
+        assert set(goodput.seconds) == set(PARTS)
+        assert sum(goodput.share(part) for part in PARTS) == pytest.approx(1)
+        elapsed = goodput.running_seconds + goodput.down_seconds
+        attempts = goodput.attempts
+        last = max(row["time"] for row in (*record.marks, *record.steps))
+        assert elapsed == pytest.approx(last - attempts[0].launched)
+        # Times are stored in milliseconds, durations are not.
+        running = sum(attempt.seconds for attempt in attempts)
+        assert running == pytest.approx(goodput.running_seconds, abs=0.01)
+
+
+def test_each_part(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()  # 6 s, and 9 s to compile
+    run.add("step", 10.0, 0, updates=10, data_seconds=2.0)
+    run.add("evaluation", 3.0, 0)
+    run.now += 4  # nobody says what this was
+    run.add("checkpoint", 1.0, 0)
+    run.add("sample", 0.5, 0, text="x")
+    run.add("stop", 0.25, 0, reason="completed")
+    assert goodput_of(run).seconds == pytest.approx(
+        {
+            "useful": 8.0,
+            "data_wait": 2.0,
+            "start_up": 6.0,
+            "compile": 9.0,
+            "evaluation": 3.0,
+            "checkpoint": 1.0,
+            "lost": 0.0,
+            "finish": 0.75,
+            "other": 4.0,
+        }
+    )
+
+
+def test_a_kill_loses_work_and_the_pause_is_no_running_time(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    for step in range(10):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    run.kill_and_resume(6, down=100.0)
+    for step in range(6, 10):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    goodput = goodput_of(run)
+    assert goodput.seconds["lost"] == pytest.approx(4)
+    assert goodput.seconds["useful"] == pytest.approx(10)
+    assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
+    assert goodput.down_seconds == pytest.approx(100)
+    assert goodput.running_seconds == pytest.approx(15 + 10 + 15 + 4)
+    first, second = goodput.attempts
+    assert (first.seconds, first.stopped) == (pytest.approx(25), False)
+    assert second.running_before == pytest.approx(25)
+
+
+def test_an_interrupted_run_has_its_lost_work_before_its_last_row(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    for step in range(10):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    run.add("stop", 0.5, None, reason="interrupted")
+    stop = run.rows.pop()
+    run.kill_and_resume(6, down=100.0)
+    run.rows.insert(-2, stop)
+    goodput = goodput_of(run)
+    assert goodput.seconds["lost"] == pytest.approx(4)
+    assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
+    assert goodput.down_seconds == pytest.approx(100)
+
+
+def test_work_lost_over_two_attempts(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    for step in range(10):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    run.kill_and_resume(10, down=50.0)
+    for step in range(10, 13):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    # The newest checkpoint was unreadable: this one goes back behind the second attempt.
+    run.kill_and_resume(5, down=70.0)
+    goodput = goodput_of(run)
+    assert goodput.seconds["lost"] == pytest.approx(8)
+    assert goodput.seconds["useful"] == pytest.approx(5)
+    assert goodput.down_seconds == pytest.approx(120)
+    assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
+
+
+def test_skipped_and_rewound_updates_are_lost(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
+    run.add("skip", 0.0, 12, reason="gradient norm", count=1)
+    run.add("skip", 0.0, 15, reason="gradient norm", count=1)
+    run.add("step", 20.0, 19, updates=10, data_seconds=0.0)
+    assert goodput_of(run).seconds["lost"] == pytest.approx(2 * 2.0)
+    run.add("rewind", 0.0, 19, to=10, reason="loss")
+    seconds = goodput_of(run).seconds
+    # All ten are done again, the two among them.
+    assert seconds["lost"] == pytest.approx(20)
+    assert seconds["useful"] == pytest.approx(10)
+
+
+def test_time_running_leaves_pauses_out(tmp_path):
+    record = read_run(eventful(tmp_path / "run"))
+    steps = record.steps
+    running = [record.goodput.running_at(row) for row in steps]
+    assert running == sorted(running)
+    before, after = running[149], running[150]
+    # Between them lie twenty lost updates, a start and a compilation, but not the pause of 300 s.
+    assert 20 * 0.5 + 15 < after - before < 40
