@@ -221,9 +221,9 @@ def train(config, launched: float) -> int:
             with events.timed("checkpoint", step=step):
                 checkpoints.save(step, state, train_batches.position, kept)
 
-    def run_evaluation(step: int) -> float:
+    def run_evaluation(batches, step: int) -> float:
         with log.paused(), events.timed("evaluation", step=step) as facts:
-            placed = (layout.place(batch, eval_rows) for batch in eval_batches)
+            placed = (layout.place(batch, eval_rows) for batch in batches)
             report = evaluate(eval_step, state.params, placed, step=step)
             facts.update(report=report, **report.row(), **lineage.progress(step))
         return report.loss
@@ -252,7 +252,7 @@ def train(config, launched: float) -> int:
             if eval_batches is not None and (
                 (step + 1) % evaluation.eval_interval == 0 or step == last_step
             ):
-                eval_loss = run_evaluation(step)
+                eval_loss = run_evaluation(eval_batches, step)
                 if eval_loss < evaluation.target_eval_loss:
                     terminal.line(f"target_eval_loss={evaluation.target_eval_loss:g} is reached")
                     if config.checkpoint.enable_checkpointing:

@@ -18,7 +18,7 @@ from MaxText.configuration.problems import Problem, nearest
 from MaxText.configuration.schema import SCHEMA_VERSION
 
 # Keys that a file may hold besides those of the schema.
-FILE_KEYS = ("base_config", "schema_version")
+FILE_KEYS = ("base_config", "schema_version", "sweep")
 
 _ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
@@ -91,6 +91,19 @@ class Setting:
         return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """`sweep:` of a file: the variants of its configuration that compare.py makes.
+
+    Attributes:
+      value: a mapping of keys to lists, or a list of such mappings, as config_files reads them.
+      place: the file and line.
+    """
+
+    value: Any
+    place: str
+
+
 @dataclasses.dataclass
 class Gathered:
     """Everything that was set, weakest first, before types are known to be right."""
@@ -99,6 +112,7 @@ class Gathered:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
+    sweep: Sweep | None = None
 
     def last(self, name: str) -> Setting | None:
         """The setting of a key that wins."""
@@ -232,6 +246,8 @@ def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
             if e.name not in FILE_KEYS
         ]
         chain.append(_distinct(settings, result))
+        if result.sweep is None and (sweep := special.get("sweep")):
+            result.sweep = Sweep(sweep.value, f"{display(path)}:{sweep.line}")
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
@@ -301,6 +317,15 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
         elif inner.name not in ("model_name", name):
             kept.append(inner)
     return kept
+
+
+def unexpanded_sweep(place: str) -> Problem:
+    """What a program says that would silently run one configuration in place of several."""
+    return Problem(
+        "sweep: stands for several configurations, which only compare.py expands",
+        (place,),
+        (("run", "python MaxText/compare.py CONFIG.yml ..., or take the sweep out"),),
+    )
 
 
 def _distinct(settings: list[Setting], result: Gathered) -> list[Setting]:

@@ -41,17 +41,23 @@ class Loaded:
     settings: tuple[Setting, ...]
 
 
-def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
+def load(
+    arguments: Sequence[str], program: str | None = None, *, without_sweep: bool = False
+) -> Loaded:
     """Resolves a command line.
 
     Args:
       arguments: what follows the program's name: an optional config path, then key=value.
       program: for example "train.py"; adds the rules that hold only for that program.
+      without_sweep: leave the `sweep:` of a file to the caller instead of refusing it.
 
     Raises:
       ConfigurationError: a UserError that lists every problem.
     """
-    return _resolve(layering.gather(arguments, {}, os.environ), program)
+    gathered = layering.gather(arguments, {}, os.environ)
+    if without_sweep:
+        gathered.sweep = None
+    return _resolve(gathered, program)
 
 
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
@@ -71,6 +77,8 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
 def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     layering.announce(gathered.notices)
     problems = list(gathered.problems)
+    if gathered.sweep is not None:
+        problems.append(layering.unexpanded_sweep(gathered.sweep.place))
     typed, origins, kept, wrong = _winners(gathered.settings, problems)
     _derive(typed, origins, gathered.config_path)
     problems += _without_effect(typed, origins, kept, wrong)
@@ -135,6 +143,8 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 def _unknown(setting: Setting) -> Problem:
     name = setting.written
+    if name == "sweep":
+        return layering.unexpanded_sweep(setting.place)
     if name in layering.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
     close = nearest(name, all_keys())

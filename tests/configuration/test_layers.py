@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.configuration import config_files
+from MaxText.configuration import config_files, layering
 from MaxText.configuration.catalogue import flat
 from MaxText.configuration.loading import Layer, configure, load
 from MaxText.configuration.problems import ConfigurationError
@@ -233,3 +233,26 @@ def test_flat_holds_every_value():
     config = configure(steps=3)
     assert flat(config)["steps"] == 3
     assert flat(config)["vocab_size"] == config.model.shape.vocab_size
+
+
+def test_a_sweep_is_refused_by_all_who_do_not_expand_it(write):
+    path = write("steps: 5\nsweep:\n  learning_rate: [1.0e-3, 2.0e-3]\n", "swept.yml")
+    above = write("base_config: swept.yml\n", "above.yml")
+    for arguments in ([path], [above]):
+        with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*swept\.yml:2"):
+            load(arguments)
+        assert load(arguments, without_sweep=True).config.run.steps == 5
+    with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*command line"):
+        load(["sweep={steps: [1, 2]}"])
+    with pytest.raises(ConfigurationError, match=r"steps: given twice"):
+        load([write("sweep: 1\nsteps: 1\nsteps: 2\n")], without_sweep=True)
+
+
+def test_the_nearest_sweep_of_a_chain_counts(write):
+    write("sweep: {steps: [1]}\n", "deep.yml")
+    path = write("base_config: deep.yml\nsweep: {steps: [2, 3]}\n")
+    found = layering.gather([path], {}).sweep
+    assert found is not None
+    assert found.value == {"steps": ["2", "3"]}
+    assert found.place.endswith("config.yml:2")
+    assert layering.gather([], {}).sweep is None

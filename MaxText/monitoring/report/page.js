@@ -93,7 +93,7 @@
     } else {
       line.width = validationBeside && data.entries.length > 1 ? 1.4 : 2;
     }
-    return series.low === undefined ? [trace] : [...bandTraces(series), trace];
+    return heights(series, "low") === undefined ? [trace] : [...bandTraces(series), trace];
   }
 
   function markStyle(kind) {

@@ -79,13 +79,13 @@ def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in ("y", "low", "high"):
         values = {name: getattr(each, part) for name, each in points.items()}
+        # A band may exist on one axis only: on another the seeds may have nothing in common.
+        there = {name: value for name, value in values.items() if value is not None}
         first = next(iter(values.values()))
-        if first is None:
-            continue
-        if all(value is first for value in values.values()):
+        if there and all(value is first for value in values.values()):
             found[part] = _numbers(first)
-        else:
-            found[part] = {name: _numbers(value) for name, value in values.items()}
+        elif there:
+            found[part] = {name: _numbers(value) for name, value in there.items()}
     return found
 
 

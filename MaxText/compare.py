@@ -1,0 +1,66 @@
+"""Compares configurations under one budget: python MaxText/compare.py A.yml B.yml match=params"""
+
+import os
+import sys
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText.comparison import request
+from MaxText.comparison.comparing import compare
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+
+USAGE = """
+Trains configurations under one budget, with several seeds, and reports how they differ.
+
+  python MaxText/compare.py configs/comparisons/gpt2_style.yml \\
+      configs/comparisons/llama_style.yml match=params seeds=3
+  python MaxText/compare.py quickstart.yml steps=200 match=tokens seeds=2 \\
+      'sweep={position_embedding: [rotary, learned], learning_rate: [1e-3, 3e-3]}'
+  python MaxText/compare.py a.yml b.yml match=flops budget=1e15 free=[steps,width] launch=print
+
+The same command again goes on where it was stopped. Keys (key=value) are those of train.py and are
+laid over every configuration. Besides:
+
+  match=WHAT      what is made equal: params (the default), flops, tokens, or time of training
+  budget=AMOUNT   how much: 10M, 1e15, for time 10m or 1h; by default what the first file has
+  free=KEY        what is changed for it: width, depth, steps or a whole-number key; one for all, or
+                  [one,for,each]. By default width for params, steps for the others
+  tolerance=0.02  largest deviation from the budget
+  seeds=3         runs of each: seeds 0, 1, 2 of data order and initial weights; [4,7] names them
+  sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
+                  YAML file as `sweep:`
+  launch=print    print one line per run instead of running, and the line that gathers the results
+  num_devices=N   devices a run is made for, by default those of this machine
+  output=FOLDER   by default maxtext_output/compare_<names>_<match>
+
+docs/compare.md says how budgets are solved and how differences are judged.
+"""
+
+_OPTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 a mistake of the user or a run that failed, 130 Ctrl-C."""
+    arguments = sys.argv[1:]
+    asked, problems = request.read(arguments)
+    if any(argument in _OPTIONS for argument in arguments):
+        # Options are about one configuration: the first.
+        command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)
+    try:
+        compare(asked, problems, sys.argv, lambda line: print(line, flush=True))
+    except UserError as error:
+        command_line.fail(error)
+    except BrokenPipeError:
+        # Whoever read the lines (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on where it stood", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

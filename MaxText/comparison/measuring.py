@@ -1,0 +1,109 @@
+"""Seconds of a training step of each configuration, measured by short runs of train.py itself."""
+
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from MaxText.comparison.child_processes import last_lines
+from MaxText.comparison.plan import Plan, Run, run_config
+from MaxText.comparison.running import train
+from MaxText.comparison.variants import Variant
+from MaxText.configuration.catalogue import build
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.monitoring.run_record import read_run
+
+# Configurations take turns, so that a slow minute of the machine does not meet one of them alone.
+_ROUNDS = 2
+_STEPS = 24
+# The first steps of a process warm caches up and are not those of a long run.
+_LEFT_OUT = 4
+# Holds the short runs until all are done.
+_FOLDER = "measuring"
+# Two rounds that lie farther apart are not worth much.
+_UNSTEADY = 0.1
+
+
+def measure(
+    plan: Plan, variants: Sequence[Variant], descriptor: int, show: Callable[[str], None]
+) -> None:
+    """Fills in the measurements that a plan still lacks, and saves it after each.
+
+    Args:
+      plan: its measurements are extended.
+      variants: the configurations.
+      descriptor: of `running.hold`.
+      show: takes lines of text.
+
+    Raises:
+      UserError: batches change in the course of a run, or a short run failed.
+    """
+    for variant in variants:
+        batch = variant.config.batch
+        if batch.enable_rampup_batch_size or batch.sequence_length_stages:
+            raise UserError(
+                f"{variant.label}: match=time measures steps of one shape, and here batches change "
+                "in the course of the run (enable_rampup_batch_size, sequence_length_stages). "
+                "Match flops or tokens instead."
+            )
+    for index in range(_ROUNDS):
+        for variant in variants:
+            rounds = plan.measurements.setdefault(variant.label, [])
+            if len(rounds) > index:
+                continue
+            folder = plan.folder / _FOLDER / f"{variant.label}_{index}"
+            show(f"measuring {variant.label}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
+            rounds.append(_step_seconds(variant, folder, descriptor))
+            plan.save()
+    shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)
+    for label, rounds in plan.measurements.items():
+        medians = [statistics.median(seconds) for seconds in rounds]
+        line = f"  {label}: {seconds_per_step(rounds):.4g} s per step"
+        if max(medians) > min(medians) * (1 + _UNSTEADY):
+            line += f", but the rounds gave {' and '.join(f'{m:.4g}' for m in medians)}: other " \
+                    "programs may share this machine"  # fmt: skip
+        show(line)
+
+
+def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
+    """The median over all rounds."""
+    return statistics.median(seconds for one in rounds for seconds in one)
+
+
+def short_config(config: Config, folder: Path) -> Config:
+    """The configuration of a short run that does nothing but train."""
+    keys = flat(run_config(config, {}, folder, seed=0))
+    return build(
+        keys
+        | {
+            "steps": _STEPS,
+            "step_log_period": 1,
+            "eval_interval": -1,
+            "target_eval_loss": 0.0,
+            "enable_checkpointing": False,
+            "enable_tensorboard": False,
+            "loss_curve": False,
+            "sample_tokens": 0,
+            "profiler": "",
+        }
+    )
+
+
+def _step_seconds(variant: Variant, folder: Path, descriptor: int) -> list[float]:
+    shutil.rmtree(folder, ignore_errors=True)
+    run = Run(variant.label, 0, short_config(variant.config, folder), folder, 0.0)
+    code = train(run, descriptor, lambda steps: None)
+    if code:
+        raise UserError(
+            f"{variant.label}: the run that measures a step ended with exit code {code}. "
+            f"Its last lines:\n{last_lines(run.log)}\n  All of them: {run.log}"
+        )
+    rows = [row for row in read_run(folder).steps if row["step"] >= _LEFT_OUT]
+    if not rows:
+        raise UserError(
+            f"{variant.label}: the data ends within {_LEFT_OUT} steps, too few to measure one. "
+            "Leave num_epoch=-1."
+        )
+    return [row["seconds"] / row["updates"] for row in rows]

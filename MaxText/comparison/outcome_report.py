@@ -1,0 +1,77 @@
+"""The report of a comparison: the report of its runs, with what was equal and what came out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from MaxText.comparison import outcome
+from MaxText.comparison.outcome import Group
+from MaxText.comparison.plan import Plan
+from MaxText.comparison.planning import budget_in_words, changes_in_words, plan_rows
+from MaxText.comparison.solving import UNITS
+from MaxText.comparison.variants import Variant
+from MaxText.monitoring.report.content import Section, Table
+from MaxText.monitoring.report.writing import write_report
+from MaxText.monitoring.run_record import RunRecord
+
+# More would not fit on a line.
+_LABELS_OF_TITLE = 3
+
+
+def sections(
+    plan: Plan,
+    variants: Sequence[Variant],
+    groups: Sequence[Group],
+    unasked: Sequence[str],
+) -> list[Section]:
+    """What the report says about the comparison."""
+    found = Section(
+        "Result",
+        [
+            "Means over the seeds whose runs completed; loss in nats per token, sd over seeds.",
+            *outcome.sentences(groups, plan),
+        ],
+        Table(outcome.HEADER, outcome.table_rows(groups)),
+    )
+    header, rows = plan_rows(plan)
+    warnings = [f"The configurations differ in {line}." for line in unasked]
+    made_equal = Section(
+        "What was made equal",
+        [
+            f"match={plan.question.match}: {budget_in_words(plan, variants)}.",
+            *changes_in_words(plan, variants),
+            "A seed gives every configuration the same order of the data and the same seed of the "
+            f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
+            *warnings,
+        ],
+        Table(header, rows),
+    )
+    return [found, made_equal]
+
+
+def write(
+    plan: Plan,
+    variants: Sequence[Variant],
+    records: Sequence[RunRecord],
+    groups: Sequence[Group],
+    unasked: Sequence[str],
+) -> Path:
+    """Writes the report into the comparison's folder and returns its path."""
+    present = {str(record.folder) for record in records}
+    by_label = {
+        label: [path for name in folders if (path := str(plan.folder / name)) in present]
+        for label, folders in plan.groups.items()
+    }
+    return write_report(
+        records,
+        plan.folder,
+        title=_title(plan),
+        groups={label: folders for label, folders in by_label.items() if folders},
+        sections=sections(plan, variants, groups, unasked),
+    )
+
+
+def _title(plan: Plan) -> str:
+    labels = list(plan.identities)
+    few = len(labels) <= _LABELS_OF_TITLE
+    what = " and ".join(labels) if few else f"{len(labels)} configurations"
+    return f"{what}, equal {UNITS[plan.question.match]}"

@@ -1,0 +1,267 @@
+"""What a comparison consists of, and comparison.json, by which the same command goes on.
+
+The file holds what was asked for, what was measured, what was solved for, and which run folders
+belong to which configuration. A command that asks for something else is refused instead of mixing
+two comparisons in one folder. Only the seeds may change: that adds runs, or leaves some out.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.comparison.variants import Variant
+from MaxText.configuration.catalogue import build
+from MaxText.configuration.saved import differences, flat
+from MaxText.configuration.schema import Config
+from MaxText.configuration.values import to_yaml
+from MaxText.errors import UserError
+
+FILE = "comparison.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What decides the plan, besides the configurations.
+
+    Attributes:
+      match: what is made equal.
+      budget: how much of it; None is what the first configuration has.
+      free: label -> what is solved for.
+      num_devices: that the runs are made for.
+    """
+
+    match: str
+    budget: float | None
+    free: Mapping[str, str]
+    num_devices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One configuration after solving.
+
+    Attributes:
+      changes: key -> new value.
+      parameters: of the model.
+      flops_per_token: operations of training on one token.
+      flops: of a run.
+      tokens: of a run.
+      steps: of a run.
+      deviation: of the matched amount from the budget, as a share.
+      seconds_per_step: measured; None where time is not matched.
+    """
+
+    changes: dict[str, Any]
+    parameters: int
+    flops_per_token: float
+    flops: float
+    tokens: int
+    steps: int
+    deviation: float
+    seconds_per_step: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training steps in a run; None where time is not matched."""
+        return None if self.seconds_per_step is None else self.seconds_per_step * self.steps
+
+
+@dataclasses.dataclass
+class Plan:
+    """A comparison.
+
+    Attributes:
+      folder: of the comparison.
+      question: what was asked.
+      identities: label -> every key of the configuration as it stands, flat.
+      measurements: label -> rounds -> seconds of single steps.
+      budget: the amount that all have; None before solving.
+      planned: label -> what solving gave; empty before.
+      seeds: of the runs.
+    """
+
+    folder: Path
+    question: Question
+    identities: dict[str, dict[str, Any]]
+    measurements: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    budget: float | None = None
+    planned: dict[str, Planned] = dataclasses.field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Label -> run folders of its seeds, relative to the comparison's folder."""
+        return {
+            label: [f"{label}/{run_name(seed)}" for seed in self.seeds] for label in self.identities
+        }
+
+    def save(self) -> None:
+        """Writes comparison.json, whole or not at all, into the folder, which exists."""
+        content = {
+            "format": _FORMAT,
+            "question": dataclasses.asdict(self.question),
+            "configurations": self.identities,
+            "measurements": self.measurements,
+            "budget": self.budget,
+            "planned": {name: dataclasses.asdict(one) for name, one in self.planned.items()},
+            "seeds": list(self.seeds),
+            "groups": self.groups,
+        }
+        temporary = self.folder / f"{FILE}.writing"
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.folder / FILE)
+
+
+def run_name(seed: int) -> str:
+    """Name of a run's folder."""
+    return f"seed_{seed}"
+
+
+def open_plan(
+    folder: Path, variants: Sequence[Variant], question: Question, seeds: Sequence[int]
+) -> Plan:
+    """The plan of a folder, new or as an earlier command left it.
+
+    A plan of which no run has begun is dropped if it differs.
+
+    Raises:
+      UserError: the folder belongs to another comparison; lists what differs.
+    """
+    fresh = Plan(
+        folder, question, {one.label: one.identity for one in variants}, seeds=tuple(seeds)
+    )
+    path = folder / FILE
+    if not path.exists():
+        return fresh
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["format"] != _FORMAT:
+            raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
+        planned = {name: Planned(**fields) for name, fields in stored["planned"].items()}
+        old = Plan(
+            folder,
+            Question(**stored["question"]),
+            stored["configurations"],
+            stored["measurements"],
+            stored["budget"],
+            planned,
+            tuple(seeds),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read as the record of a comparison ({error}). "
+            "Choose another folder by output=, or remove this one."
+        ) from error
+    changed = _differences(old, fresh)
+    if not changed:
+        return old
+    if old.planned and any(folder.glob("*/seed_*/events.jsonl")):
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise UserError(
+            f"{folder} holds another comparison, of which runs have begun. What differs:\n{lines}\n"
+            "  What to do: repeat the earlier command to go on with it, name another folder by "
+            "output=, or remove this one."
+        )
+    if old.identities == _stored(fresh.identities) and (
+        old.question.num_devices == question.num_devices
+    ):
+        fresh.measurements = old.measurements
+    return fresh
+
+
+def _stored(content: Any) -> Any:
+    return json.loads(json.dumps(content))
+
+
+def _differences(old: Plan, new: Plan) -> list[str]:
+    lines = []
+    asked, asks = dataclasses.asdict(old.question), dataclasses.asdict(new.question)
+    for name in asked:
+        if asked[name] != asks[name]:
+            lines.append(f"{name}: {_shown(asked[name])} -> {_shown(asks[name])}")
+    if list(old.identities) != list(new.identities):
+        names = (", ".join(plan.identities) for plan in (old, new))
+        lines.append("configurations: " + " -> ".join(names))
+    for label in new.identities:
+        if label in old.identities:
+            changes = differences(old.identities[label], new.identities[label])
+            lines += [
+                f"{label}: {name}: {before} -> {after}" for name, (before, after) in changes.items()
+            ]
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return "what the first has" if value is None else to_yaml(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training run of a comparison.
+
+    Attributes:
+      label: of its configuration.
+      seed: of data order and initial weights.
+      config: resolved, with the folder it writes to.
+      folder: the run's.
+      weight: its share of the whole work, in seconds or FLOPs.
+    """
+
+    label: str
+    seed: int
+    config: Config
+    folder: Path
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.label} seed {self.seed}"
+
+    @property
+    def config_path(self) -> Path:
+        """Where its configuration is written, beside its folder."""
+        return self.folder.with_name(f"{self.folder.name}.yml")
+
+    @property
+    def log(self) -> Path:
+        """What train.py prints."""
+        return self.folder / "train.log"
+
+
+def runs_of(plan: Plan, variants: Sequence[Variant]) -> list[Run]:
+    """Every run, seed by seed, so that a comparison that is stopped leaves whole pairs."""
+    return [
+        Run(
+            variant.label,
+            seed,
+            run_config(variant.config, plan.planned[variant.label].changes, plan.folder
+                       / variant.label / run_name(seed), seed),
+            plan.folder / variant.label / run_name(seed),
+            plan.planned[variant.label].seconds or plan.planned[variant.label].flops,
+        )
+        for seed in plan.seeds
+        for variant in variants
+    ]  # fmt: skip
+
+
+def run_config(config: Config, changes: Mapping[str, Any], folder: Path, seed: int) -> Config:
+    """The configuration of one run: solved keys, seeds, its own folder, a loss at the end."""
+    keys = flat(config) | dict(changes)
+    if keys["eval_interval"] == -1:
+        keys["eval_interval"] = keys["steps"]
+    return build(
+        keys
+        | {
+            "run_name": folder.name,
+            "base_output_directory": str(folder.parent),
+            "metrics_file": "",
+            "data_shuffle_seed": seed,
+            "init_weights_seed": seed,
+        }
+    )

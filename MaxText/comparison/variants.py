@@ -1,0 +1,260 @@
+"""The configurations of a comparison: files, their sweeps, and how they differ. Imports no jax."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.comparison.request import SET_PER_RUN, Request
+from MaxText.configuration import layering, values
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.loading import load
+from MaxText.configuration.problems import ConfigurationError, Problem
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+
+# The program whose rules every configuration must pass: it does the runs.
+_PROGRAM = "train.py"
+_LONGEST_LABEL = 60
+
+# Keys that name or show a run and have no part in its result.
+_PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
+_SHOWN_SECTIONS = ("sampling", "monitoring", "guard", "mesh", "run")
+_WITHOUT_EFFECT = {
+    "model_name", "jax_cache_dir", "log_config", "async_checkpointing",
+    "enable_checkpointing", "checkpoint_period", "save_checkpoint_on_start",
+    "save_checkpoint_on_completion", "max_to_keep", "keep_period", "eval_interval",
+    "data_cache_dir", "grain_worker_count", "prepare_num_workers", "num_vocab_tiling",
+}  # fmt: skip
+# Differences of these make losses of two models different things.
+_UNLIKE_LOSSES = {
+    "vocab_size", "max_target_length", "dataset_type", "dataset_path", "dataset_mix",
+    "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
+    "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One configuration of a comparison, before anything is solved for.
+
+    Attributes:
+      label: short and unique; also the name of its folder.
+      source: which of the files it comes from, from 0.
+      swept: names of the keys that a sweep set.
+      config: resolved.
+    """
+
+    label: str
+    source: int
+    swept: tuple[str, ...]
+    config: Config
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Every key that can matter to a run, flat; what is set per run is left out."""
+        return {name: value for name, value in flat(self.config).items() if name not in _PLACE}
+
+
+def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
+    """Every configuration that a request names, in order.
+
+    Args:
+      request: as it was read.
+      problems: mistakes found so far, said together with those found here.
+
+    Raises:
+      ConfigurationError: lists every mistake of all configurations once.
+    """
+    found = list(problems)
+    if not request.configs and request.sweep is None:
+        found.append(
+            Problem(
+                "no configurations are named",
+                ("command line",),
+                (("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3"),),
+            )
+        )
+        raise ConfigurationError(found)
+    entries: list[tuple[int, str, dict[str, Any]]] = []
+    stems = _stems(request.configs)
+    for source, path in enumerate(request.configs or ("",)):
+        sweep, place = request.sweep, "command line, sweep=..."
+        if sweep is None and path:
+            in_file = layering.gather([path], {}, os.environ).sweep
+            if in_file is not None:
+                sweep, place = in_file.value, in_file.place
+        try:
+            assignments = [{}] if sweep is None else expand_sweep(sweep)
+        except values.WrongValue as error:
+            found.append(Problem(f"sweep: {error}", (place,)))
+            assignments = [{}]
+        entries += [(source, stems[source], assignment) for assignment in assignments]
+
+    several_sources = len(stems) > 1
+    labels = _unique([_label(stem, assignment, several_sources) for _, stem, assignment in entries])
+    variants = []
+    with _notices_once():
+        for (source, _, assignment), label in zip(entries, labels, strict=True):
+            try:
+                config = _load(request, source, assignment)
+            except ConfigurationError as error:
+                found += error.problems
+            else:
+                swept = (layering.ALIASES.get(name, name) for name in assignment)
+                variants.append(Variant(label, source, tuple(swept), config))
+    if len(entries) == 1 and not found:
+        found.append(
+            Problem(
+                "there is only one configuration, and nothing to compare it with",
+                ("command line",),
+                (
+                    ("write", "a second CONFIG.yml,"),
+                    ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes"),
+                ),
+            )
+        )
+    if found:
+        raise ConfigurationError(list(dict.fromkeys(found)))
+    return variants
+
+
+def _load(request: Request, source: int, assignment: Mapping[str, Any]) -> Config:
+    swept = [f"{name}={typed(value)}" for name, value in assignment.items()]
+    own = {layering.ALIASES.get(name, name) for name in assignment}
+    if refused := own & set(_PLACE):
+        name = min(refused)
+        setter = SET_PER_RUN.get(name, "output=")
+        what = f"sweep: {name} cannot be swept; {setter} sets it for each run"
+        raise ConfigurationError([Problem(what)])
+    given = {word.partition("=")[0] for word in request.keys}
+    if twice := sorted(name for name in assignment if name in given):
+        what = f"{twice[0]}: given for all configurations and swept as well"
+        raise ConfigurationError([Problem(what, ("command line",))])
+    path = [request.configs[source]] if request.configs else []
+    return load([*path, *request.keys, *swept], _PROGRAM, without_sweep=True).config
+
+
+def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
+    """A sweep as the list of its variants, each a mapping of keys to values.
+
+    A mapping of keys to lists is the product of the lists, the last key changing fastest. A list of
+    mappings is one after the other, each a product of its own. A value that is no list counts as a
+    list of one.
+
+    Raises:
+      values.WrongValue: it is neither, or is empty.
+    """
+    if isinstance(sweep, list):
+        if not sweep:
+            raise values.WrongValue("the list of variants is empty")
+        return [variant for part in sweep for variant in _product(part)]
+    return _product(sweep)
+
+
+def _product(part: Any) -> list[dict[str, Any]]:
+    if not isinstance(part, dict):
+        raise values.WrongValue(
+            f"{values.show(part)} is no mapping; write {{key: [value, value]}}, or a list of these"
+        )
+    if not part:
+        raise values.WrongValue("a mapping without keys has no variants")
+    choices = []
+    for name, value in part.items():
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise values.WrongValue(f"{name} has an empty list of values")
+        choices.append([(name, item) for item in items])
+    return [dict(combination) for combination in itertools.product(*choices)]
+
+
+def typed(value: Any) -> str:
+    """A value of a sweep as it would be typed after `key=`."""
+    if isinstance(value, values.Plain):
+        return str(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(typed(item) for item in value) + "]"
+    return values.to_yaml(value)
+
+
+def _stems(paths: Sequence[str]) -> list[str]:
+    """Names of files without folder and ending, with the folder where two are the same."""
+    if not paths:
+        return [""]
+    stems = [Path(path).stem for path in paths]
+    count = Counter(stems)
+    return [
+        f"{Path(path).absolute().parent.name}-{stem}" if count[stem] > 1 else stem
+        for path, stem in zip(paths, stems, strict=True)
+    ]
+
+
+def _label(stem: str, assignment: Mapping[str, Any], several_sources: bool) -> str:
+    """Words speak for themselves; numbers and switches need the name of their key."""
+    parts = [stem] if several_sources or not assignment else []
+    for name, value in assignment.items():
+        items = value if isinstance(value, list) else [value]
+        text = "+".join(typed(item) for item in items)
+        says_itself = re.fullmatch(r"[A-Za-z][\w.+-]*", text)
+        is_switch = text.lower() in ("true", "false", "yes", "no", "on", "off", "none", "null")
+        parts.append(text if says_itself and not is_switch else f"{name}={text}")
+    label = ",".join(parts)
+    return re.sub(r"[^\w.=,+-]+", "-", label).strip("-.")[:_LONGEST_LABEL] or "run"
+
+
+def _unique(labels: Sequence[str]) -> list[str]:
+    taken: set[str] = set()
+    unique = []
+    for label in labels:
+        names = itertools.chain([label], (f"{label}_{number}" for number in itertools.count(2)))
+        unique.append(next(name for name in names if name not in taken))
+        taken.add(unique[-1])
+    return unique
+
+
+@contextlib.contextmanager
+def _notices_once():
+    """Lets each notice of many loadings through once."""
+    buffer = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(buffer):
+            yield
+    finally:
+        for line in dict.fromkeys(buffer.getvalue().splitlines(keepends=True)):
+            sys.stderr.write(line)
+
+
+def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
+    """Lines about keys outside the model that differ between configurations unasked.
+
+    Args:
+      variants: the configurations, with what was solved for in place.
+      solved: label -> keys that were solved for.
+    """
+    on_purpose = {name for variant in variants for name in variant.swept}
+    on_purpose |= set().union(*solved.values()) | _WITHOUT_EFFECT | set(_PLACE)
+    keys = all_keys()
+    flats = {variant.label: variant.identity for variant in variants}
+    lines = []
+    for name, key in keys.items():
+        if name in on_purpose:
+            continue
+        of_model = key.section[0] == "model" and name not in _UNLIKE_LOSSES
+        shown_only = key.section[0] in _SHOWN_SECTIONS and name != "steps"
+        if of_model or shown_only:
+            continue
+        by_value: dict[str, list[str]] = {}
+        for label, config in flats.items():
+            by_value.setdefault(values.to_yaml(config[name]), []).append(label)
+        if len(by_value) > 1:
+            parts = "; ".join(f"{value} ({', '.join(who)})" for value, who in by_value.items())
+            end = ": losses are not of the same thing" if name in _UNLIKE_LOSSES else ""
+            lines.append(f"{name}: {parts}{end}")
+    return lines

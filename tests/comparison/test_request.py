@@ -1,0 +1,118 @@
+"""The words of the command line that are compare.py's own."""
+
+from pathlib import Path
+
+import pytest
+
+from MaxText.comparison.request import OWN_WORDS, SET_PER_RUN, Request, read
+from MaxText.configuration.catalogue import all_keys
+
+
+def problems(*arguments: str) -> str:
+    _, found = read(arguments)
+    return "\n".join(line for problem in found for line in problem.lines())
+
+
+def request(*arguments: str) -> Request:
+    asked, found = read(arguments)
+    assert not found
+    return asked
+
+
+def test_own_words_are_taken_out_and_the_rest_is_left():
+    asked = request(
+        "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "free=[steps, width]",
+        "seeds=2", "tolerance=0.1", "launch=print", "num_devices=8", "output=there",
+    )  # fmt: skip
+    assert asked == Request(
+        configs=("a.yml", "b.yaml"), keys=("steps=3",), match="flops", seeds=(0, 1), budget=1.5e9,
+        free=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
+        num_devices=8,
+    )  # fmt: skip
+
+
+def test_own_words_hide_no_key():
+    assert not set(OWN_WORDS) & set(all_keys())
+    assert set(SET_PER_RUN) <= set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("3", (0, 1, 2)), ("[3]", (3,)), ("4,7", (4, 7)), ("[0, 2]", (0, 2))]
+)
+def test_seeds_are_a_number_or_a_list(text, seeds):
+    assert request(f"seeds={text}").seeds == seeds
+
+
+@pytest.mark.parametrize(
+    ("match", "text", "amount"),
+    [
+        ("params", "10M", 1e7), ("params", "1_000", 1000), ("flops", "1e15", 1e15),
+        ("tokens", ".5k", 500), ("tokens", "2T", 2e12), ("time", "90", 90), ("time", "10m", 600),
+        ("time", "1.5h", 5400), ("time", "30s", 30),
+    ],
+)  # fmt: skip
+def test_budgets_have_suffixes(match, text, amount):
+    assert request(f"match={match}", f"budget={text}").budget == amount
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["run_name=x"], "maxtext_output/x"),
+        (["run_name=x", "base_output_directory=out"], "out/x"),
+        (["run_name=deep/x"], "deep/x"),
+        (["run_name=x", "output=o"], "o"),
+    ],
+)
+def test_a_run_name_names_the_comparison(words, folder):
+    assert request(*words).output == Path(folder)
+
+
+def test_without_a_name_the_folder_is_left_to_the_configurations():
+    assert request("a.yml").output is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["match=parms"], "nearest:  params"),
+        (["match=none"], "accepted: params, flops, tokens, time"),
+        (["launch=go"], "accepted: run, print"),
+        (["seeds=0"], "seeds: '0' is no whole number from 1"),
+        (["seeds=1,1"], "names a seed twice"),
+        (["seeds=-1"], "no whole number"),
+        (["budget=much"], "budget=1e15"),
+        (["budget=0"], "not above 0"),
+        (["budget=10m"], None),
+        (["match=time", "budget=10B"], "budget=10m or budget=1.5h"),
+        (["free=slots"], "there is no layer with slots in this version"),
+        (["free=widht"], "nearest:  width"),
+        (["free=learning_rate"], "is no whole number, but a number"),
+        (["tolerance=2%"], "no share"),
+        (["num_devices=0"], "no whole number from 1"),
+        (["match=time", "num_devices=2"], "measures steps on this machine"),
+        (["seeds=1", "seeds=2"], "given twice"),
+        (["init_weights_seed=3"], "seeds= sets it for each run"),
+        (["sweep={a"], "cannot be read"),
+        (["sweep="], "is empty"),
+        (["output=gs://bucket/x"], "local folder"),
+        (["--seeds", "3"], "write:    seeds=3"),
+        (["--match=flops"], "write:    match=flops"),
+        (["seed=3"], "nearest:  seeds="),
+        (["macth=params"], "nearest:  match="),
+    ],
+)
+def test_mistakes(arguments, message):
+    if message is None:  # m is a million where no time is asked for
+        assert request(*arguments).budget == 1e7
+    else:
+        assert message in problems(*arguments)
+
+
+def test_all_mistakes_are_found_at_once():
+    _, found = read(["match=x", "seeds=x", "free=x", "budget=x"])
+    assert len(found) == 4
+
+
+def test_a_key_that_is_like_a_word_stays_a_key():
+    assert request("steps=3", "stepz=3").keys == ("steps=3", "stepz=3")
