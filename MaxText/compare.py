@@ -29,7 +29,8 @@ laid over every configuration. Besides:
   free=KEY        what is changed for it: width, depth, steps or a whole-number key; one for all, or
                   [one,for,each]. By default width for params, steps for the others
   tolerance=0.02  largest deviation from the budget
-  seeds=3         runs of each: seeds 0, 1, 2 of data order and initial weights; [4,7] names them
+  seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
+                  them
   sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
                   YAML file as `sweep:`
   launch=print    print one line per run instead of running, and the line that gathers the results

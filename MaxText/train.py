@@ -213,9 +213,9 @@ def train(config, launched: float) -> int:
     )
 
     def save(step: int) -> None:
+        # No row of a step may be missing beside its checkpoint.
+        log.complete()
         with log.paused():
-            log.check_newest()
-            # No row of a step may be missing beside its checkpoint.
             events.flush()
             kept = metadata | lineage.metadata(step)
             with events.timed("checkpoint", step=step):
@@ -238,7 +238,7 @@ def train(config, launched: float) -> int:
             with log.waiting_for_data():
                 batch = layout.place(next(train_batches), plan.rows(plan.at(step)))
             for message in train_batches.bad_records.drain():
-                events.emit("skip", step=step, reason=message, count=1)
+                events.emit("skip", step=step, what="record", reason=message, count=1)
             if not train_step.fits(batch):
                 with log.paused(), events.timed("compile", step=step) as facts:
                     facts |= dataclasses.asdict(train_step.prepare(batch))
@@ -258,20 +258,19 @@ def train(config, launched: float) -> int:
                     if config.checkpoint.enable_checkpointing:
                         save(step)
                     break
-        log.flush()
+        log.complete()
         checkpoints.close()
 
         # --- What the run leaves ------------------------------------------------------------------
         if eval_loss is not None and entropy is not None:
-            entropy_text = f"unigram entropy of the data {entropy:.3f} nats"
-            terminal.line(f"Validation loss {eval_loss:.3f}, {entropy_text}")
+            terminal.line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
         tokenizer, sampling = train_batches.tokenizer_folder, config.sampling
         if sampling.sample_tokens and tokenizer is not None:
             from MaxText.generation.sampling import write_sample
 
-            with events.timed("sample", step=step) as facts:
-                text = write_sample(model, state.params, sampling, tokenizer, run_folder)
-                facts |= {"text": text}
+            text = write_sample(model, state.params, sampling, tokenizer, run_folder)
+            # Its time is part of the finish, which the last row tells.
+            events.emit("sample", step=step, text=text)
             terminal.line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
         if monitoring.loss_curve:
             from MaxText.monitoring.loss_curve import draw_loss_curve
@@ -287,7 +286,8 @@ def train(config, launched: float) -> int:
         reason = "interrupted"
         raise
     finally:
-        events.emit("stop", step=log.newest_step, reason=reason)
+        finish = log.idle_seconds if reason == "completed" else 0.0
+        events.emit("stop", step=log.newest_step, seconds=finish, reason=reason)
         events.close()
         profiler.close()
         train_batches.close()

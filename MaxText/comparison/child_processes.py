@@ -43,7 +43,9 @@ def environment_of_runs() -> dict[str, str]:
 
 def train_command(config: Path) -> list[str]:
     """The command that trains a configuration."""
-    return [sys.executable, str(TRAIN), str(config)]
+    # A relative path with "=", which labels contain, could be read as key=value.
+    is_like_key = "=" in str(config) and not config.is_absolute()
+    return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
 
 
 def count_devices(hardware: str) -> int:

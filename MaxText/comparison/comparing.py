@@ -53,7 +53,7 @@ def compare(
     from MaxText.comparison.planning import changed_keys, plan_lines, solve_plan, solved_variants
     from MaxText.comparison.solving import broken_rules
 
-    question = Question(request.match, request.budget, free, num_devices)
+    question = Question(request.match, request.budget, free, request.tolerance, num_devices)
     with running.signals_as_exceptions(), running.hold(folder) as descriptor:
         plan = open_plan(folder, variants, question, request.seeds)
         if not plan.planned:
@@ -158,13 +158,12 @@ def free_by_label(request: Request, variants: Sequence[Variant]) -> dict[str, st
 
 def launch_lines(configs: Sequence[Path], command: Sequence[str]) -> list[str]:
     """Shell lines that run the configurations, and the one that gathers what they gave."""
-    python = _short(sys.executable)
     variables = child_processes.key_variables(os.environ)
     # Whoever starts the lines may have the same variables set; the files hold what they gave.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
-    train = _short(str(child_processes.TRAIN))
-    lines = [shlex.join([*without, python, train, str(config)]) for config in configs]
-    return [*lines, shlex.join([python, *command])]
+    commands = [child_processes.train_command(config) for config in configs]
+    lines = [shlex.join([*without, *map(_short, one)]) for one in commands]
+    return [*lines, shlex.join([_short(sys.executable), *command])]
 
 
 def _short(path: str) -> str:
@@ -183,7 +182,7 @@ def _is_finished(run: Run) -> bool:
 def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
     from MaxText.comparison.outcome import DIVERGED, FINISHED, record_of
     from MaxText.comparison.set_progress import SetProgress
-    from MaxText.comparison.shown import optional
+    from MaxText.monitoring.report.wording import loss
     from MaxText.monitoring.run_record import read_run
 
     finished = [run for run in runs if _is_finished(run)]
@@ -205,7 +204,7 @@ def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> 
             if record.state == DIVERGED:
                 progress.end(run, f"diverged at step {record.last_step}")
             else:
-                progress.end(run, f"validation loss {optional(record.final_loss, '.4f')}")
+                progress.end(run, f"validation loss {loss(record.final_loss)}")
 
 
 def _gather(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from MaxText.comparison.plan import Plan, Run
 from MaxText.comparison.seed_statistics import Difference, Summary, in_words, paired_difference
-from MaxText.comparison.shown import aligned, count, optional
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
+from MaxText.monitoring.report.wording import ABSENT, loss, operations, short_count
 from MaxText.monitoring.run_record import RunRecord, read_run
 
 COMPLETED, DIVERGED = "completed", "diverged"
@@ -29,6 +29,7 @@ class RunResult:
       seed: of data order and initial weights.
       state: how it ended.
       validation_loss: of the last evaluation, nats per token; None if it did not complete.
+      validation_tokens: that this loss is the mean of.
       training_loss: of the last update on record.
       parameters: of the model.
       steps: updates done.
@@ -42,6 +43,7 @@ class RunResult:
     seed: int
     state: str
     validation_loss: float | None
+    validation_tokens: float | None
     training_loss: float | None
     parameters: int | None
     steps: int
@@ -107,11 +109,13 @@ def record_of(run: Run) -> RunRecord | None:
 def result_of(run: Run, record: RunRecord) -> RunResult:
     """A run in numbers."""
     losses = [row["learning/lm_loss"] for row in record.steps if "learning/lm_loss" in row]
+    last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
         config=run.label,
         seed=run.seed,
         state=record.state,
         validation_loss=record.final_loss if record.state == COMPLETED else None,
+        validation_tokens=last.get("eval/total_weights"),
         training_loss=losses[-1] if losses else None,
         parameters=record.facts.get("num_parameters"),
         steps=0 if record.last_step is None else record.last_step + 1,
@@ -147,7 +151,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[G
 
 HEADER = (
     "configuration", "validation loss", "sd", "runs", "perplexity", "parameters", "FLOPs",
-    "tokens", "train seconds", "tokens/s",
+    "tokens", "train seconds",
 )  # fmt: skip
 
 
@@ -155,23 +159,36 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
     """A row of text per configuration, under HEADER."""
 
     def counted(number: float | None) -> str:
-        return "-" if number is None else count(number)
+        return ABSENT if number is None else short_count(number)
 
     return [
         [
             group.label,
-            optional(group.loss.mean, ".4f"),
-            optional(group.loss.deviation, ".4f"),
+            loss(group.loss.mean),
+            loss(group.loss.deviation),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
-            optional(group.perplexity, ".2f"),
+            _optional(group.perplexity, ".2f"),
             counted(group.mean("parameters")),
-            counted(group.mean("flops")),
+            operations(group.mean("flops")),
             counted(group.mean("tokens")),
-            optional(group.mean("train_seconds"), ",.1f"),
-            counted(group.mean("tokens_per_second")),
+            _optional(group.mean("train_seconds"), ",.1f"),
         ]
         for group in groups
     ]
+
+
+def _optional(number: float | None, pattern: str) -> str:
+    return ABSENT if number is None else format(number, pattern)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines: the first column to the left, the others to the right, a rule between."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *rest in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
@@ -188,7 +205,22 @@ def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
             f"These are {len(intervals)} intervals of 95 % each, not corrected for their number: "
             "the more configurations, the likelier that one of them leaves 0 out by chance."
         )
+    lines += [line for group in others for line in _other_validation(first, group)]
     return lines + [line for group in groups for line in _reservations(group, plan)]
+
+
+def _other_validation(first: Group, group: Group) -> Iterator[str]:
+    """Whether a configuration was validated on more or less than the first one."""
+    tokens = {result.seed: result.validation_tokens for result in first.results}
+    for result in group.results:
+        ours, theirs = tokens.get(result.seed), result.validation_tokens
+        if ours and theirs and ours != theirs:
+            yield (
+                f"{group.label} was validated on {theirs:,.0f} tokens and {first.label} on "
+                f"{ours:,.0f}, so part of the difference is that of the texts. eval_steps=-1 takes "
+                "all of the text, and eval_per_device_batch_size= is for validation alone."
+            )
+            return
 
 
 def _reservations(group: Group, plan: Plan) -> Iterator[str]:

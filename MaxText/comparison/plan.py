@@ -30,12 +30,14 @@ class Question:
       match: what is made equal.
       budget: how much of it; None is what the first configuration has.
       free: label -> what is solved for.
+      tolerance: largest deviation from the budget, as a share.
       num_devices: that the runs are made for.
     """
 
     match: str
     budget: float | None
     free: Mapping[str, str]
+    tolerance: float
     num_devices: int
 
 

@@ -5,18 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from MaxText.comparison.costs import cost
 from MaxText.comparison.measuring import seconds_per_step
+from MaxText.comparison.outcome import aligned
 from MaxText.comparison.plan import Plan, Planned
 from MaxText.comparison.request import Request
-from MaxText.comparison.shown import aligned, count
 from MaxText.comparison.solving import UNITS, Amount, amount_of, solve
 from MaxText.comparison.variants import Variant
 from MaxText.configuration.catalogue import build
 from MaxText.configuration.saved import flat
 from MaxText.configuration.values import to_yaml
-
-HEADER = (
-    "configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps", "off the budget",
-)  # fmt: skip
+from MaxText.monitoring.report.wording import short_count
 
 
 def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> None:
@@ -97,13 +94,14 @@ def budget_in_words(plan: Plan, variants: Sequence[Variant]) -> str:
 def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Header and a row of text per configuration."""
     timed = any(one.seconds is not None for one in plan.planned.values())
-    header = [*HEADER[:-1], *(["seconds"] if timed else []), HEADER[-1]]
+    header = ["configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps"]
+    header += ["seconds", "off the budget"] if timed else ["off the budget"]
     rows = []
     for label, one in plan.planned.items():
         seconds = [f"{one.seconds:,.1f}"] if one.seconds is not None else []
         rows.append(
             [
-                label, f"{one.parameters:,}", count(one.flops_per_token), f"{one.flops:.4g}",
+                label, f"{one.parameters:,}", short_count(one.flops_per_token), f"{one.flops:.4g}",
                 f"{one.tokens:,}", f"{one.steps:,}", *seconds, f"{one.deviation:+.2%}",
             ]
         )  # fmt: skip

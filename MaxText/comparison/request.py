@@ -15,6 +15,7 @@ import yaml
 
 from MaxText.configuration import values
 from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.layering import ARGUMENT, YAML_PATH
 from MaxText.configuration.maxtext_keys import ALIASES
 from MaxText.configuration.problems import Problem, nearest
 
@@ -44,8 +45,6 @@ _FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # The key behind a name, where it is another word.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers"}
 
-_CONFIG_FILE = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
-_WORD = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]*)", re.IGNORECASE)
 _COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -106,7 +105,7 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
     texts: dict[str, str] = {}
     words = iter(arguments)
     for argument in words:
-        match = _WORD.fullmatch(argument)
+        match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
         dashed, _, value = argument.lstrip("-").partition("=")
         if argument.startswith("-") and dashed in OWN_WORDS:
@@ -126,7 +125,7 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
             fact = ("nearest", ", ".join(f"{word}=..." for word in close))
             what = f"{name}: neither a word of this program nor a key"
             problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
-        elif not match and _CONFIG_FILE.fullmatch(argument):
+        elif not match and YAML_PATH.fullmatch(argument):
             configs.append(argument)
         else:
             keys.append(argument)

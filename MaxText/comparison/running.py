@@ -125,8 +125,10 @@ def write_config(run: Run) -> None:
 
 def _end(process: subprocess.Popen) -> None:
     """Interrupts a run and waits for it; a second Ctrl-C, or no answer, kills it."""
+    # Shells start background jobs of scripts with SIGINT ignored, and the run has inherited that.
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM if is_deaf else signal.SIGINT)
     try:
         process.wait(_PATIENCE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -1,6 +1,7 @@
 """How far a set of runs is: one bar with the time left on a terminal, else a line now and then."""
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,8 +16,9 @@ _SECONDS_BETWEEN_LINES = 60.0
 class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
     """Follows runs that are done one after another.
 
-    The time left is the work left at the speed of the work done since this program started. A run
-    that goes on from a checkpoint counts from there.
+    The time left is the work left at the speed of the work done since this program started, and for
+    each run to come the time that runs took up to their first step. A run that goes on from a
+    checkpoint counts from there.
     """
 
     def __init__(
@@ -41,6 +43,10 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         self._run: Run | None = None
         self._run_began = self._began
         self._steps = 0
+        self._waiting = len(runs) - len(finished)
+        # Seconds that runs took up to their first step, and whether the run at work is beyond it.
+        self._starts: list[float] = []
+        self._has_started = False
         # Work that was there already when this program started.
         self._found = self._done
         self._bar: Any = None
@@ -77,12 +83,18 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
     def begin(self, run: Run, steps: int) -> None:
         """A run starts, or goes on; earlier starts recorded `steps` updates."""
         self._run, self._steps, self._run_began = run, steps, self._now()
+        self._waiting, self._has_started = self._waiting - 1, False
         self._found += self._part(steps)
         self.line(f"{self._name(run)}: {'goes on' if steps else 'started'}")
         self._update(steps)
 
     def steps(self, done: int) -> None:
         """The run has done so many of its updates."""
+        if done > self._steps and not self._has_started:
+            # Steps that were done when they were first seen belong to the start.
+            self._has_started = True
+            self._starts.append(self._now() - self._run_began)
+            self._found += self._part(done) - self._part(self._steps)
         self._update(done)
         assert self._run is not None
         if self._bar is None and self._now() - self._line_at >= _SECONDS_BETWEEN_LINES:
@@ -100,11 +112,16 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
     def left(self) -> str:
         """The time left in words, after a comma; nothing while it cannot be told."""
         now_done = self._done + self._part(self._steps)
-        worked, elapsed = now_done - self._found, self._now() - self._began
+        now = self._now()
+        is_starting = self._run is not None and not self._has_started
+        starts = sum(self._starts) + (now - self._run_began if is_starting else 0.0)
+        worked, elapsed = now_done - self._found, now - self._began - starts
         rest = self._total - now_done
         if worked <= 0 or elapsed <= 0 or rest <= 0:
             return ""
-        return f", about {duration(rest * elapsed / worked)} left"
+        start = statistics.fmean(self._starts) if self._starts else 0.0
+        seconds = rest * elapsed / worked + start * (self._waiting + is_starting)
+        return f", about {duration(seconds)} left"
 
     def _part(self, steps: int) -> float:
         if self._run is None:

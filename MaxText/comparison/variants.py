@@ -83,7 +83,7 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
             )
         )
         raise ConfigurationError(found)
-    entries: list[tuple[int, str, dict[str, Any]]] = []
+    entries: list[tuple[int, str, dict[str, Any], str]] = []
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         sweep, place = request.sweep, "command line, sweep=..."
@@ -96,15 +96,17 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
         except values.WrongValue as error:
             found.append(Problem(f"sweep: {error}", (place,)))
             assignments = [{}]
-        entries += [(source, stems[source], assignment) for assignment in assignments]
+        entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several_sources = len(stems) > 1
-    labels = _unique([_label(stem, assignment, several_sources) for _, stem, assignment in entries])
+    labels = _unique(
+        [_label(stem, assignment, several_sources) for _, stem, assignment, _ in entries]
+    )
     variants = []
     with _notices_once():
-        for (source, _, assignment), label in zip(entries, labels, strict=True):
+        for (source, _, assignment, place), label in zip(entries, labels, strict=True):
             try:
-                config = _load(request, source, assignment)
+                config = _load(request, source, assignment, place)
             except ConfigurationError as error:
                 found += error.problems
             else:
@@ -126,20 +128,30 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
     return variants
 
 
-def _load(request: Request, source: int, assignment: Mapping[str, Any]) -> Config:
+def _load(request: Request, source: int, assignment: Mapping[str, Any], place: str) -> Config:
     swept = [f"{name}={typed(value)}" for name, value in assignment.items()]
     own = {layering.ALIASES.get(name, name) for name in assignment}
     if refused := own & set(_PLACE):
         name = min(refused)
         setter = SET_PER_RUN.get(name, "output=")
         what = f"sweep: {name} cannot be swept; {setter} sets it for each run"
-        raise ConfigurationError([Problem(what)])
+        raise ConfigurationError([Problem(what, (place,))])
     given = {word.partition("=")[0] for word in request.keys}
     if twice := sorted(name for name in assignment if name in given):
         what = f"{twice[0]}: given for all configurations and swept as well"
-        raise ConfigurationError([Problem(what, ("command line",))])
+        raise ConfigurationError([Problem(what, ("command line", place))])
     path = [request.configs[source]] if request.configs else []
-    return load([*path, *request.keys, *swept], _PROGRAM, without_sweep=True).config
+    try:
+        return load([*path, *request.keys, *swept], _PROGRAM, without_sweep=True).config
+    except ConfigurationError as error:
+        # Swept values are laid over like typed ones, but were written elsewhere.
+        places = {f"command line, {word}": f"{place}, {word}" for word in swept}
+        raise ConfigurationError(
+            [
+                dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
+                for one in error.problems
+            ]
+        ) from error
 
 
 def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
@@ -232,19 +244,23 @@ def _notices_once():
 
 
 def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
-    """Lines about keys outside the model that differ between configurations unasked.
+    """Lines about keys that differ between configurations and may spoil the comparison.
+
+    These are keys outside the model that nobody swept or solved for, and in any case those that
+    make the loss of one configuration another thing than that of the other.
 
     Args:
       variants: the configurations, with what was solved for in place.
       solved: label -> keys that were solved for.
     """
     on_purpose = {name for variant in variants for name in variant.swept}
-    on_purpose |= set().union(*solved.values()) | _WITHOUT_EFFECT | set(_PLACE)
+    on_purpose |= set().union(*solved.values())
+    passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()
     flats = {variant.label: variant.identity for variant in variants}
     lines = []
     for name, key in keys.items():
-        if name in on_purpose:
+        if name in passed_over:
             continue
         of_model = key.section[0] == "model" and name not in _UNLIKE_LOSSES
         shown_only = key.section[0] in _SHOWN_SECTIONS and name != "steps"
@@ -255,6 +271,6 @@ def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]
             by_value.setdefault(values.to_yaml(config[name]), []).append(label)
         if len(by_value) > 1:
             parts = "; ".join(f"{value} ({', '.join(who)})" for value, who in by_value.items())
-            end = ": losses are not of the same thing" if name in _UNLIKE_LOSSES else ""
+            end = ": losses may not be of the same thing" if name in _UNLIKE_LOSSES else ""
             lines.append(f"{name}: {parts}{end}")
     return lines

@@ -20,8 +20,9 @@ from MaxText.configuration.schema import SCHEMA_VERSION
 # Keys that a file may hold besides those of the schema.
 FILE_KEYS = ("base_config", "schema_version", "sweep")
 
-_ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
-_YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
+# What an argument of a program is: key=value, or a config file.
+ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
 class Layer(enum.Enum):
@@ -161,13 +162,13 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[str | N
     path = None
     settings = []
     for argument in _join_dashed(arguments):
-        if match := _ARGUMENT.fullmatch(argument):
+        if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
             origin = Origin(Layer.COMMAND_LINE, raw=text)
             settings.append(Setting(name, values.from_text(text), origin, name))
         elif argument.startswith("-"):
             result.problems.append(_dashed(argument))
-        elif not _YAML_PATH.fullmatch(argument):
+        elif not YAML_PATH.fullmatch(argument):
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             close = nearest(argument, all_keys())
             facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
@@ -188,9 +189,7 @@ def _join_dashed(arguments: Sequence[str]) -> list[str]:
     joined: list[str] = []
     for argument in arguments:
         before = joined[-1] if joined else ""
-        is_value = (
-            "=" not in argument and argument[:1] != "-" and not _YAML_PATH.fullmatch(argument)
-        )
+        is_value = "=" not in argument and argument[:1] != "-" and not YAML_PATH.fullmatch(argument)
         if before.startswith("-") and " " not in before and "=" not in before and is_value:
             joined[-1] = f"{before} {argument}"
         else:

@@ -228,7 +228,10 @@ class Monitoring(Section):
     """What is printed and recorded."""
 
     step_log_period: int = key(
-        1, "Steps between `completed step` lines and metric rows.", unit="steps", ge=1
+        1,
+        "Steps between `completed step` lines and metric rows. Each checkpoint has one, too.",
+        unit="steps",
+        ge=1,
     )
     log_period: int = key(
         100, "Steps between flushes of TensorBoard and metrics.", unit="steps", ge=1

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 # Part of the time -> how it is called. In this order wherever they are shown.
 PARTS: dict[str, str] = {
     "useful": "useful steps",
@@ -81,10 +83,10 @@ class Goodput:
         """Share of the running time in one of PARTS, from 0 to 1."""
         return self.seconds[part] / self.running_seconds if self.running_seconds else 0.0
 
-    def running_at(self, row: Mapping[str, Any]) -> float:
-        """Seconds that the run had been running, down times left out, when a row was written."""
-        attempt = next(each for each in self.attempts if each.number == row["attempt"])
-        return attempt.running_before + min(max(row["time"] - attempt.launched, 0), attempt.seconds)
+    def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Seconds that the run had been running, down times left out, at each row: float [N]."""
+        before = {each.number: each.running_before - each.launched for each in self.attempts}
+        return np.array([row["time"] + before[row["attempt"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
@@ -119,10 +121,15 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
     return [(row["phase"] if row["phase"] in PARTS else "other", seconds)]
 
 
+def skips_updates(row: Mapping[str, Any]) -> bool:
+    """Whether a row tells of updates that were not applied, not of records that were not read."""
+    return row["event"] == "skip" and row.get("what") != "record"
+
+
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     """Time of updates that were computed and then not applied."""
     steps = iter(sorted((row for row in rows if row["event"] == "step"), key=lambda r: r["step"]))
-    skips = [row for row in rows if row["event"] == "skip" and row.get("step") is not None]
+    skips = [row for row in rows if skips_updates(row) and row.get("step") is not None]
     step, total, counted = next(steps, None), 0.0, 0
     for skip in sorted(skips, key=lambda row: row["step"]):
         # With few reports a row stands for several updates, up to its own.

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -82,16 +82,15 @@ def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
     return [row for _, row in _rows(path.read_text())] if path.exists() else []
 
 
-def _rows(text: str) -> list[tuple[str, dict[str, Any]]]:
-    rows = []
+def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines with what they hold, one at a time: those of a long run are many."""
     for line in text.split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue  # cut off by a crash, or empty
         if isinstance(row, dict):
-            rows.append((line, row))
-    return rows
+            yield line, row
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """A run as its folder tells it: events.jsonl and config.yml, read while it runs or afterwards."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -23,6 +24,9 @@ _ENDS: dict[str, State] = {
     "interrupted": "interrupted",
     "error": "error",
 }
+
+# Fields that are a number or null wherever they stand, beside the tags, which have a slash.
+_NUMBERS = ("seconds", "data_seconds", "updates", "count")
 
 # A run without a last word counts as running until its file has been silent for so long, or for so
 # many times as long as its last row took. Five minutes cover a compilation and most evaluations.
@@ -142,8 +146,8 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
 def real_folder(folder: str | PathLike[str]) -> str:
     """The one name of a folder, links followed, by which it is told from others."""
     text = str(folder)
-    # Buckets have no links.
-    return text.rstrip("/") if "://" in text else str(epath.Path(text).expanduser().resolve())
+    # Buckets have no links; epath.Path.resolve follows none.
+    return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
@@ -158,6 +162,11 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
             wrong.append(f"attempt={row.get('attempt')!r}")
         if row.get("event") in ("step", "evaluation") and not isinstance(row.get("step"), int):
             wrong.append(f"step={row.get('step')!r}")
+        wrong += [
+            f"{name}={value!r}"
+            for name, value in row.items()
+            if (name in _NUMBERS or "/" in name) and not isinstance(value, int | float | None)
+        ]
         if wrong:
             raise UserError(
                 f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "

@@ -41,7 +41,7 @@ class StepLog:
         """
         Args:
           events: receives each report.
-          period: steps between reports; the last step is always reported.
+          period: steps between reports; `complete` reports between them.
           last_step: the last update of the run, for the time left.
           quantities: sizes of an update and of a device.
           lineage: what the run had spent when it began.
@@ -71,9 +71,14 @@ class StepLog:
         self._waiting = step % self._period == 0 or step == self._last_step
 
     @property
-    def newest_step(self) -> int:
-        """The update handed over last; -1 before the first."""
-        return self._newest_step
+    def newest_step(self) -> int | None:
+        """The update handed over last; None before the first."""
+        return None if self._newest is None else self._newest_step
+
+    @property
+    def idle_seconds(self) -> float:
+        """Wall time since the last report, pauses left out."""
+        return time.perf_counter() - self._since
 
     def flush(self) -> None:
         """Reports what waits, once its step is done.
@@ -114,14 +119,17 @@ class StepLog:
         )
         self._check(step, metrics["loss"])
 
-    def check_newest(self) -> None:
-        """Waits for the newest step, reported or not, so that no broken state is saved.
+    def complete(self) -> None:
+        """Reports the newest step, also between two periods, and waits for it.
+
+        Before a checkpoint: no broken state is saved, and the rows account for every update that a
+        restart from it does not do again. At the end of the run: for every update of it.
 
         Raises:
           Diverged: its loss is not finite and the guard forbids that.
         """
-        if self._newest is not None:
-            self._check(self._newest_step, float(self._newest["loss"]))
+        self._waiting = self._newest_step > self._reported_step
+        self.flush()
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from MaxText.comparison import comparing, measuring, running
+from MaxText.comparison import child_processes, comparing, measuring, running
 from MaxText.comparison.comparing import free_by_label
 from MaxText.comparison.request import read
 from MaxText.comparison.variants import expand
@@ -259,3 +260,35 @@ def test_rules_of_train_are_checked_before_anything_runs(trained, configs):
             "a.yml", "b.yml", "match=tokens", "dataset_type=grain", "grain_train_files=x/*.tfrecord"
         )
     assert trained == []
+
+
+def test_a_label_with_an_equals_sign_is_no_key_where_the_folder_is_this_one(configs):
+    path = Path("learning_rate=1e-2/seed_0.yml")
+    assert child_processes.train_command(path)[-1] == f"./{path}"
+    assert child_processes.train_command(configs / path)[-1] == str(configs / path)
+
+
+def test_a_run_that_ignores_ctrl_c_is_terminated(trained, configs):
+    (configs / "stop").touch()
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(child_processes.REPOSITORY)!r})
+from pathlib import Path
+from MaxText.comparison import running
+from MaxText.comparison.plan import Run
+from MaxText.configuration.loading import configure
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+folder = Path("out/a/seed_0")
+config = configure("a.yml", run_name="seed_0", base_output_directory="out/a")
+running.train_command = lambda path: [sys.executable, "stand_in.py", str(path)]
+
+def on_steps(steps):
+    if steps:
+        raise SystemExit(143)
+
+folder.mkdir(parents=True)
+running.train(Run("a", 0, config, folder, 1.0), os.open("lock", os.O_CREAT), on_steps)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=configs, timeout=50, check=False)
+    assert done.returncode == 143

@@ -16,8 +16,9 @@ LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
     values = {
         "config": config, "seed": seed, "state": "diverged" if loss is None else "completed",
-        "validation_loss": loss, "training_loss": 5.0, "parameters": 1000, "steps": 10,
-        "tokens": 640.0, "flops": 1e6, "train_seconds": 2.0, "folder": f"{config}/seed_{seed}",
+        "validation_loss": loss, "validation_tokens": 512.0, "training_loss": 5.0,
+        "parameters": 1000, "steps": 10, "tokens": 640.0, "flops": 1e6, "train_seconds": 2.0,
+        "folder": f"{config}/seed_{seed}",
     }  # fmt: skip
     return RunResult(**(values | fields))
 
@@ -28,7 +29,7 @@ def results(losses=LOSSES) -> list[RunResult]:
 
 def plan(**fields) -> Plan:
     planned = Planned({}, 1000, 1.0, 1e6, 640, 10, 0.0, **fields)
-    question = Question("tokens", None, {}, 1)
+    question = Question("tokens", None, {}, 0.02, 1)
     labels = ("a", "b", "c")
     return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
 
@@ -45,7 +46,7 @@ def test_groups_have_means_and_differences_to_the_first():
 
 def test_the_table():
     row = outcome.table_rows(group_results(["a", "b"], results()))[0]
-    assert row == ["a", "4.1000", "0.1000", "3", "60.34", "1,000", "1M", "640", "2.0", "320"]
+    assert row == ["a", "4.1000", "0.1000", "3", "60.34", "1K", "1e+06", "640", "2.0"]
 
 
 def test_the_sentences_say_what_is_seen():
@@ -67,6 +68,12 @@ def test_several_intervals_are_said_to_be_uncorrected():
     text = "\n".join(outcome.sentences(groups, plan()))
     assert "2 intervals of 95 % each, not corrected" in text
     assert "c" in text
+
+
+def test_validation_on_other_texts_is_named():
+    found = [*results({"a": {0: 4.0, 1: 4.1}}), result("b", 1, 3.5, validation_tokens=1024.0)]
+    text = "\n".join(outcome.sentences(group_results(["a", "b"], found), plan()))
+    assert text.count("b was validated on 1,024 tokens and a on 512") == 1
 
 
 def test_runs_that_had_less_are_named():

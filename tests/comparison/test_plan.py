@@ -11,7 +11,7 @@ from MaxText.comparison.variants import Variant, expand
 from MaxText.errors import UserError
 from tests.small_models import tiny_config
 
-QUESTION = Question("tokens", None, {"a": "steps", "b": "steps"}, 1)
+QUESTION = Question("tokens", None, {"a": "steps", "b": "steps"}, 0.02, 1)
 PLANNED = Planned({"steps": 6}, 1000, 2.0, 128.0, 64, 6, 0.01)
 
 
@@ -64,6 +64,7 @@ def test_more_seeds_add_runs(begun, folder, variants):
         ({"match": "flops"}, "match: tokens -> flops"),
         ({"budget": 1000.0}, "budget: what the first has -> 1000.0"),
         ({"free": {"a": "steps", "b": "width"}}, "free: a steps, b steps -> a steps, b width"),
+        ({"tolerance": 0.01}, "tolerance: 0.02 -> 0.01"),
         ({"num_devices": 8}, "num_devices: 1 -> 8"),
     ],
 )

@@ -32,19 +32,24 @@ def test_time_left_is_work_left_at_the_speed_so_far(lines):
     clock, (first, second) = Clock(), runs(1.0, 3.0)
     with SetProgress([first, second], [], lines.append, clock) as progress:
         progress.begin(first, 0)
+        clock.now += 6  # up to the first step
+        progress.steps(1)
         assert progress.left() == ""
-        clock.now += 5
-        progress.steps(5)
-        assert progress.left() == ", about 0:00:35 left"
+        clock.now += 4
+        progress.steps(5)  # 0.4 of work in 4 s
+        assert progress.left() == ", about 0:00:41 left"  # 3.5 of work, and a start of 6 s
         clock.now += 5
         progress.end(first, "validation loss 4.0")
-        assert progress.left() == ", about 0:00:30 left"
+        assert progress.left() == ", about 0:00:36 left"
         progress.begin(second, 0)
-        clock.now += 30
+        clock.now += 4
+        assert progress.left() == ", about 0:00:36 left"
+        progress.steps(0)
+        clock.now += 26
         progress.end(second, "diverged at step 3")
     assert lines == [
         "[1/2] r0 seed 0: started",
-        "[1/2] r0 seed 0: validation loss 4.0, 0:00:10, about 0:00:30 left",
+        "[1/2] r0 seed 0: validation loss 4.0, 0:00:15, about 0:00:36 left",
         "[2/2] r1 seed 0: started",
         "[2/2] r1 seed 0: diverged at step 3, 0:00:30",
     ]
@@ -54,7 +59,8 @@ def test_earlier_work_does_not_make_this_start_look_fast(lines):
     clock, (first, second, third) = Clock(), runs(1.0, 1.0, 1.0)
     with SetProgress([first, second, third], [first], lines.append, clock) as progress:
         progress.begin(second, 5)
-        clock.now += 10
+        progress.steps(6)
+        clock.now += 8
         progress.steps(10)
         assert progress.left() == ", about 0:00:20 left"
     assert lines == ["[2/3] r1 seed 0: goes on"]

@@ -48,7 +48,7 @@ def test_a_batch_that_is_no_whole_number_is_refused():
     ("block", "match", "free", "factor"),
     [
         *((block, "params", "width", 2.5) for block in BLOCKS),
-        *((block, "flops", "width", 0.6) for block in BLOCKS),
+        ("llama2", "flops", "width", 0.6),
         *((block, "flops", "steps", 3.3) for block in BLOCKS),
         *((block, "tokens", "steps", 70.0) for block in BLOCKS),
         ("llama2", "params", "vocab_size", 1.3),

@@ -115,10 +115,19 @@ def test_skipped_and_rewound_updates_are_lost(tmp_path):
     assert seconds["useful"] == pytest.approx(10)
 
 
+def test_a_record_that_was_skipped_costs_no_update(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    run.add("skip", 0.0, 3, what="record", reason="part.txt:7 is not UTF-8", count=1)
+    run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
+    seconds = goodput_of(run).seconds
+    assert (seconds["lost"], seconds["useful"]) == (0, pytest.approx(10))
+
+
 def test_time_running_leaves_pauses_out(tmp_path):
     record = read_run(eventful(tmp_path / "run"))
     steps = record.steps
-    running = [record.goodput.running_at(row) for row in steps]
+    running = record.goodput.running_at(steps).tolist()
     assert running == sorted(running)
     before, after = running[149], running[150]
     # Between them lie twenty lost updates, a start and a compilation, but not the pause of 300 s.

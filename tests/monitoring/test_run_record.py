@@ -130,6 +130,10 @@ def test_mistakes_are_one_message(tmp_path):
     file.write_text('{"time": 1.0, "phase": "start", "step": 0}\n')
     with pytest.raises(UserError, match="row 1 has event=None, attempt=None"):
         read_run(tmp_path / "empty")
+    row = '{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0, %s}\n'
+    file.write_text(row % '"seconds": "1", "learning/loss": [2.5], "learning/lm_loss": null')
+    with pytest.raises(UserError, match=r"row 1 has seconds='1', learning/loss=\[2\.5\]\."):
+        read_run(tmp_path / "empty")
     file.write_bytes(b"\x89PNG")
     with pytest.raises(UserError, match=r"is not text: byte 0 is 0x89"):
         read_run(tmp_path / "empty")

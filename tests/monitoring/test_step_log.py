@@ -133,10 +133,26 @@ def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(star
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_stops_also_between_reports(start, loss):
-    log, _ = start(period=10, last_step=20)
+    log, events = start(period=10, last_step=20)
     log.add(1, metrics(loss))
     with pytest.raises(Diverged):
-        log.check_newest()
+        log.complete()
+    # Why it stopped is on record.
+    assert [event.step for event in events] == [1]
     allowed, _ = start(10, 20, Guard(abort_on_nan_loss=False, abort_on_inf_loss=False))
     allowed.add(1, metrics(loss))
-    allowed.check_newest()
+    allowed.complete()
+
+
+def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(start):
+    log, events = start(period=4, last_step=20)
+    assert log.newest_step is None
+    log.complete()
+    for step in range(11):
+        log.add(step, metrics(1.0))
+        if step == 6:
+            log.complete()
+    log.complete()
+    log.complete()
+    updates = [(event.step, event.facts["updates"]) for event in events]
+    assert updates == [(0, 1), (4, 4), (6, 2), (8, 2), (10, 2)]

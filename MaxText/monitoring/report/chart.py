@@ -30,6 +30,7 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "checkpoint": ("line-ns-open", "|"),
     "restart": ("diamond", "D"),
     "skipped update": ("x-thin-open", "x"),
+    "skipped record": ("cross-thin-open", "+"),
     "rewind": ("triangle-left", "<"),
     "growth": ("star", "*"),
     "diverged or failed": ("x", "X"),

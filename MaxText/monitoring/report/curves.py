@@ -51,15 +51,10 @@ class Axes:
 
     def places(self, run: RunRecord, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
         """Where rows lie on each axis: float [N], NaN where a row does not say."""
-        running = {
-            attempt.number: (attempt.running_before - attempt.launched, attempt)
-            for attempt in run.goodput.attempts
-        }
-        times = np.array([row["time"] + running[row["attempt"]][0] for row in rows], float)
         return {
             "tokens": _column(rows, "progress/tokens") + run.inherited_tokens,
             "flops": _column(rows, "progress/flops") + run.inherited_flops,
-            "time": times / self._seconds,
+            "time": run.goodput.running_at(rows) / self._seconds,
             "step": _column(rows, "step"),
         }
 
@@ -96,8 +91,10 @@ def curve(
             continue
         places = axes.places(run, rows)
         drawn = thin(values)
+        # One array for all axes: page_data stores what they share once.
+        heights = values[drawn]
         every: dict[AxisName, Points] = {
-            name: Points(x[drawn], values[drawn]) for name, x in places.items()
+            name: Points(x[drawn], heights) for name, x in places.items()
         }
         if smooth:
             indices, medians = running_median(values)
@@ -150,6 +147,8 @@ def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Serie
 def _mean_of_lines(lines: Sequence[Points]) -> Points:
     """The mean of curves over the stretch of the axis that all of them cover."""
     whole = [_finite(line) for line in lines]
+    if not all(x.size for x, _ in whole):
+        return Points(np.zeros(0), np.zeros(0))
     begin, end = max(x[0] for x, _ in whole), min(x[-1] for x, _ in whole)
     if begin > end:
         return Points(np.zeros(0), np.zeros(0))

@@ -63,7 +63,7 @@ def _add(place: str, found: Found) -> None:
         if real_folder(folder) not in known:
             found.runs.append(read_run(folder))
         return
-    inside = list(_folders_of_runs(folder))
+    inside = list(_folders_of_runs(folder, set()))
     if not inside:
         raise UserError(
             f"{place} has no {EVENTS_FILE}, and no folder in it has one, so no run has recorded "
@@ -84,14 +84,22 @@ def _add(place: str, found: Found) -> None:
         found.groups.setdefault(label, []).extend(members)
 
 
-def _folders_of_runs(folder: epath.Path) -> Iterator[epath.Path]:
-    """Folders with records below a folder, by name; what lies inside a run is not searched."""
+def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
+    """Folders with records below a folder, by name; what lies inside a run is not searched.
+
+    Args:
+      visited: real folders that are not entered again, as links may lead back; grows.
+    """
+    real = real_folder(folder)
+    if real in visited:
+        return
+    visited.add(real)
     if (folder / EVENTS_FILE).exists():
         yield folder
         return
     for child in sorted(folder.iterdir(), key=_natural_order):
         if child.is_dir():
-            yield from _folders_of_runs(child)
+            yield from _folders_of_runs(child, visited)
 
 
 def _natural_order(path: epath.Path) -> list[int | str]:

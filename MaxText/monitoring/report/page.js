@@ -3,8 +3,8 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const SIGNS = {
-    "line-ns-open": "|", "diamond": "◆", "x-thin-open": "×", "triangle-left": "◀", "star": "★",
-    "x": "✖",
+    "line-ns-open": "|", "diamond": "◆", "x-thin-open": "×", "cross-thin-open": "+",
+    "triangle-left": "◀", "star": "★", "x": "✖",
   };
   const KEY = "report:" + document.title;
 

@@ -25,7 +25,7 @@ class Page:
       made: how and when it was made.
       warnings: shown before anything else.
       overview: one row for each run.
-      before_charts: sections of the caller.
+      before_runs: sections of the caller.
       charts_json: for page.js; empty if there is nothing to draw.
       bars: where the time went.
       goodput: the same in numbers.
@@ -38,7 +38,7 @@ class Page:
     made: str
     warnings: Sequence[str]
     overview: Table
-    before_charts: Sequence[Section]
+    before_runs: Sequence[Section]
     charts_json: str
     bars: Bars
     goodput: Table
@@ -62,8 +62,8 @@ def render(page: Page) -> str:
         [
             f"<header><h1>{_text(page.title)}</h1></header>",
             *(f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings),
+            *(_section(section, page.colours) for section in page.before_runs),
             _overview(page.overview, page.colours),
-            *(_section(section, page.colours) for section in page.before_charts),
             charts,
             _goodput(page),
             *(_section(section, page.colours) for section in page.sections),
@@ -148,9 +148,10 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
 
     def line(cells: Sequence[str], tag: str) -> str:
         parts = []
-        for text, kind in zip(cells, kinds, strict=True):
+        for column, (text, kind) in enumerate(zip(cells, kinds, strict=True)):
             chip = ""
-            if text in colours:
+            # Names of runs stand in the header or in front; a value may be called like one.
+            if text in colours and (tag == "th" or column == 0):
                 chip = f'<span class="chip" style="background:{colours[text]}"></span>'
             parts.append(f"<{tag}{kind}>{chip}{_text(text)}</{tag}>")
         return f"<tr>{''.join(parts)}</tr>"
@@ -166,7 +167,7 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
 def _kind(cells: Sequence[str]) -> str:
     """The attribute of a column's cells: numbers stand at the right, long texts are wrapped."""
     filled = [text for text in cells if text]
-    if filled and all(text[0].isdigit() or text == ABSENT for text in filled):
+    if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return ' class="number"'
     return ' class="long"' if any(len(text) > _LONG for text in filled) else ""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.monitoring.goodput import NOTHING, PARTS
+from MaxText.monitoring.goodput import NOTHING, PARTS, skips_updates
 from MaxText.monitoring.report.chart import AxisName, Bars, Chart, Mark, Series
 from MaxText.monitoring.report.curves import Axes, column, curve, evaluations
 from MaxText.monitoring.report.entries import Entry, all_runs
@@ -161,7 +161,8 @@ def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
         lost = (row.get("lost") or {}).get("steps") or 0
         return "restart", f"restart {row['attempt']}, {lost:,} updates lost"
     if kind == "skip":
-        return "skipped update", f"skipped: {row.get('reason') or 'no reason given'}"
+        what = "update" if skips_updates(row) else "record"
+        return f"skipped {what}", f"skipped: {row.get('reason') or 'no reason given'}"
     if kind == "rewind":
         return "rewind", f"back to step {row.get('to')}: {row.get('reason') or 'no reason given'}"
     if kind == "growth":

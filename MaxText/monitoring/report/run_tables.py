@@ -171,7 +171,8 @@ def _told(row: Mapping[str, Any]) -> str:
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
     if kind == "skip":
         count = row.get("count") or 1
-        return f"{count:,} update{'s' if count > 1 else ''} skipped: {reason}"
+        what = row.get("what") or "update"
+        return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
     if kind == "rewind":
         return f"rewind to step {row.get('to')}: {reason}"
     if kind == "growth":

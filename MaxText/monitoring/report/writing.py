@@ -51,7 +51,7 @@ def write_report(
       groups: label -> folders of the runs that differ in their seed only. They are drawn in one
         colour, with their mean and the band from smallest to largest. A run that is in no group
         stands for itself.
-      sections: of the caller, shown between the table of runs and the curves.
+      sections: of the caller, shown before the table of runs.
       warnings: of the caller, shown at the top beside those of `warnings_about`.
       refresh: seconds after which the page loads itself again; 0 for never.
 
@@ -72,7 +72,7 @@ def write_report(
         made=_made(runs, refresh),
         warnings=[*warnings, *model_tables.warnings(entries)],
         overview=run_tables.overview(entries),
-        before_charts=sections,
+        before_runs=sections,
         charts_json=page_json(entries, axes, charts) if charts else "",
         bars=bars,
         goodput=run_tables.goodput_table(entries),

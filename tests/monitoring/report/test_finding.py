@@ -45,6 +45,14 @@ def test_one_that_has_just_begun_does_not_hide_the_others(tmp_path):
         find_runs([str(tmp_path / "b")])
 
 
+def test_links_that_lead_back_end(tmp_path):
+    completed(tmp_path / "a")
+    (tmp_path / "again").symlink_to(tmp_path / "a")
+    (tmp_path / "up").symlink_to(tmp_path)
+    (tmp_path / "here").symlink_to(".")
+    assert names(find_runs([str(tmp_path)])) == ["a"]
+
+
 def test_mistakes_are_one_message(tmp_path):
     with pytest.raises(UserError, match="there is no such folder"):
         find_runs([str(tmp_path / "none")])

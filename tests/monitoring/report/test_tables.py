@@ -147,12 +147,9 @@ def test_other_data_and_tokenizers_are_warned_about(tmp_path):
 
 
 def test_numbers_in_words():
-    assert [wording.short_count(x) for x in (0, 12, 2_500_000, 1.5e9)] == [
-        "0",
-        "12",
-        "2.5M",
-        "1.5B",
-    ]
+    numbers = (0, 12, 999, 999_400, 999_600, 2_500_000, 1.5e9)
+    shown = ["0", "12", "999", "999K", "1M", "2.5M", "1.5B"]
+    assert [wording.short_count(number) for number in numbers] == shown
     assert [wording.size(x) for x in (None, 5, 2048, 3 * 2**30)] == ["-", "5 B", "2 KiB", "3 GiB"]
     assert [wording.share(x) for x in (None, float("nan"), 0.5)] == ["-", "-", "50.0 %"]
     assert [wording.spent_time(x) for x in (0.04, 59.9, 3661)] == ["0.0 s", "59.9 s", "1:01:01"]
