@@ -13,6 +13,7 @@ CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
 POSITION = "iter"  # JSON: where the data pipeline stands
 METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
+PARAMETERS_ONLY = "parameters_only"  # in METADATA: true where convert.py imported parameters
 
 # Written last by Orbax where a folder cannot be renamed in one go.
 _COMMITTED = "commit_success.txt"
@@ -71,6 +72,8 @@ def find(path: str, key: str) -> Stored:
       UserError: nothing there; says what was looked for and which steps exist nearby.
     """
     given = epath.Path(path).expanduser()
+    if "://" not in path:
+        given = given.absolute()  # as Orbax asks for
     if any((given / name).exists() for name in _ITEMS_FILES):
         name = given.parent.name
         return Stored(given, int(name) if name.isdigit() else None)

@@ -74,6 +74,7 @@ def restore_or_initialize(
     _show_order(checkpoints, section, steps, show)
     began = time.perf_counter()
     if steps:
+        _check_is_a_run(checkpoints.stored(steps[-1]))
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
@@ -116,6 +117,15 @@ def _show_order(
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
         show(f"  {number + 1}. {name:<31}{what}{mark}")
+
+
+def _check_is_a_run(stored: layout.Stored) -> None:
+    """Refuses to resume from parameters that convert.py wrote into a folder of this name."""
+    if reading.metadata_if_any(stored).get(layout.PARAMETERS_ONLY):
+        raise UserError(
+            f"{stored} holds imported parameters and no train state, so no run can resume there. "
+            f"Start another run_name with load_parameters_path={stored.folder.parent.parent}."
+        )
 
 
 def _resume(
@@ -180,6 +190,10 @@ def _load_parameters(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> Start:
+    from MaxText.conversion.hugging_face_folder import is_folder
+
+    if is_folder(path):
+        return _load_folder(path, abstract_state, initialize, config_flat, show)
     stored = layout.find(path, "load_parameters_path")
     with _unreadable_is_user_error("load_parameters_path", stored):
         reading.check_params(stored, abstract_state.params, config_flat)
@@ -190,6 +204,25 @@ def _load_parameters(
     metadata = reading.metadata_if_any(stored)
     source = f"parameters of {stored}"
     return Start(state, 0, None, source, "parameters", metadata, str(stored), stored.step)
+
+
+def _load_folder(
+    path: str,
+    abstract_state: Any,
+    initialize: Callable[[], Any],
+    config_flat: Mapping[str, Any],
+    show: Show,
+) -> Start:
+    """Parameters of a folder of Hugging Face."""
+    from MaxText.conversion.starting_weights import open_folder
+
+    given = open_folder(path, "load_parameters_path", abstract_state.params, config_flat, show)
+    # As above: one copy of the parameters in memory.
+    state = dataclasses.replace(initialize(), params=None)
+    state = dataclasses.replace(state, params=given.read())
+    metadata = {"config": given.config_flat}
+    source = f"parameters of {given.folder}"
+    return Start(state, 0, None, source, "parameters", metadata, given.folder)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,9 @@ class Checkpoint(Section):
         only_if={"enable_checkpointing": [True]},
     )  # fmt: skip
     load_parameters_path: str = key(
-        "", "Start from these parameters only: a run, a step folder, or its items/."
+        "",
+        "Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging "
+        "Face).",
     )
     load_full_state_path: str = key(
         "", "Start from the parameters, optimizer state and step of another run."

@@ -70,14 +70,14 @@ def gptneox_section(config: dict) -> sections.Model:
 
 
 CASES = {
-    "gpt2": ("gpt2_tiny_a", gpt2_section, hugging_face.gpt2),
-    "llama": ("llama_tiny_a", llama_section, hugging_face.llama),
-    "gptneox": ("gptneox_tiny_a", gptneox_section, hugging_face.gptneox),
+    "gpt2": ("gpt2_tiny_a", gpt2_section),
+    "llama": ("llama_tiny_a", llama_section),
+    "gptneox": ("gptneox_tiny_a", gptneox_section),
 }
 
 
 def load(family: str):
-    name, section_of, import_weights = CASES[family]
+    name, section_of = CASES[family]
     config = json.loads((GOLDEN / family / f"{name}.json").read_text())["hf_config"]
     arrays = dict(np.load(GOLDEN / family / f"{name}.npz"))
     section = section_of(config).model_copy(
@@ -86,7 +86,7 @@ def load(family: str):
 
     def imported(prefix: str, missing: str | None = None) -> dict:
         weights = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-        return import_weights(weights, config)
+        return hugging_face.parameters(weights, config)
 
     return section, arrays, imported("param/"), imported("grad/")
 

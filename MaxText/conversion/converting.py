@@ -1,0 +1,213 @@
+"""Carries out a request: reads from one place, writes to another, leaves all of it or nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from MaxText.configuration import values
+from MaxText.configuration.catalogue import by_section
+from MaxText.configuration.layering import Layer
+from MaxText.configuration.loading import Loaded, load
+from MaxText.configuration.saved import flat
+from MaxText.conversion import exporting, run_folder, tokenizer_copy, verification
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.hugging_face_folder import GENERATION_CONFIG, find_folder, read_json
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
+from MaxText.conversion.request import Request
+from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.settings import find_family, with_effect
+from MaxText.conversion.weights import Weights
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+
+Show = Callable[[str], None]
+
+_SCALINGS = {
+    "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
+    "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
+}
+
+
+def convert(request: Request, show: Show) -> None:
+    """Does what was asked for.
+
+    Raises:
+      UserError: the source or the target cannot be used; nothing is left behind.
+    """
+    run_folder.check_free(request.target)
+    if request.verify:
+        verification.check_installed()
+    if request.source_kind == "hf":
+        _from_folder(request, show)
+        return
+    loaded = _configuration(request)
+    if request.source_kind == "maxtext":
+        assert loaded is not None
+        weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
+        show(f"Reading {weights.folder}: {_described(weights)}")
+        show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
+        if request.target_kind == "run":
+            _maxtext_to_run(request, weights, loaded, show)
+            return
+    else:
+        weights = RunWeights(request.source, loaded.config if loaded else None)
+        show(f"Reading {weights.stored}: {_described(weights)}")
+    if request.target_kind == "stablehlo":
+        _to_program(request, weights, show)
+    else:
+        _to_folder(request, weights, show)
+
+
+def _configuration(request: Request) -> Loaded | None:
+    if request.arguments:
+        return load(request.arguments)
+    if request.source_kind == "maxtext":
+        raise UserError(
+            "MaxText's checkpoints do not say which model they hold. Name its configuration: "
+            "convert.py CONFIG.yml from=maxtext:... to=..., or add model_name=NAME or keys."
+        )
+    return None
+
+
+def _described(weights: Weights) -> str:
+    sizes: dict[str, int] = {}
+    for name, info in weights.model.parameters.items():
+        kind = weights.formats[name].name
+        sizes[kind] = sizes.get(kind, 0) + info.size
+    formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
+    return f"{weights.model.num_parameters:,} parameters ({formats})"
+
+
+def _show_memory(peak: int, show: Show) -> None:
+    show(f"Peak memory, besides the program: about {_gigabytes(peak)}")
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+# --- From a folder of Hugging Face ----------------------------------------------------------------
+
+
+def _from_folder(request: Request, show: Show) -> None:
+    source = find_folder(request.source, "from")
+    given = {name: values.from_text(text) for name, text in request.keys.items()}
+    weights = FolderWeights(source, given)
+    tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
+    show(f"Reading {source}: {weights.family.architecture}, {_described(weights)}")
+    if request.target_kind == "stablehlo":
+        _to_program(request, weights, show)
+        return
+    _show_memory(run_folder.peak_bytes(weights), show)
+    if weights.stored_format == "float16":
+        show("float16 becomes float32, which holds each of its numbers")
+    generation = source / GENERATION_CONFIG
+    note = {
+        "config": weights.config_json,
+        "generation_config": read_json(generation) if generation.is_file() else None,
+        "format": weights.stored_format,
+    }
+    comment = [f"Model of {source.name} ({weights.family.architecture}), imported by convert.py."]
+    with run_folder.whole_or_nothing(request.target) as partial:
+        run_folder.write_run(partial, weights, weights.keys, comment, {"hugging_face": note})
+        copied = tokenizer_copy.copy_files(source, partial / run_folder.TOKENIZER)
+        if request.verify:
+            verification.verify(RunWeights(str(partial)), source, str(source), show)
+    _show_run(request.target, copied, show)
+
+
+def _show_run(target: Path, tokenizer: list[str], show: Show) -> None:
+    show(
+        f"Wrote {target}: {run_folder.CONFIG_YML}, checkpoints/0"
+        + (f", {run_folder.TOKENIZER} ({', '.join(tokenizer)})" if tokenizer else "")
+    )
+    show(
+        f"Train from it: python MaxText/train.py {target / run_folder.CONFIG_YML} "
+        f"load_parameters_path={target} run_name=NAME dataset_path=FOLDER"
+    )
+
+
+# --- From a checkpoint of MaxText -----------------------------------------------------------------
+
+
+def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, show: Show) -> None:
+    _show_memory(run_folder.peak_bytes(weights), show)
+    resolved = flat(loaded.config)
+    chosen = {
+        key.name: resolved[key.name]
+        for section, keys in by_section().items()
+        if section[0] == "model"
+        for key in keys
+        if loaded.origins[key.name].layer not in (Layer.DEFAULT, Layer.DERIVED)
+    }
+    keys = {"decoder_block": resolved["decoder_block"], **with_effect(resolved, chosen)}
+    comment = [f"Model of MaxText's checkpoint {request.source}, imported by convert.py."]
+    note = {"maxtext": {"path": request.source, "query_scaling": weights.query_scaling}}
+    with run_folder.whole_or_nothing(request.target) as partial:
+        run_folder.write_run(partial, weights, keys, comment, note)
+    _show_run(request.target, [], show)
+
+
+# --- To a folder of Hugging Face, and to a program ------------------------------------------------
+
+
+def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Show) -> None:
+    note = weights.hugging_face if isinstance(weights, RunWeights) else {}
+    kept = note.get("config") or {}
+    family = _family(weights, request.family, kept.get("model_type", ""))
+    dtype = request.dtype or ("float16" if note.get("format") == "float16" else "")
+    export = exporting.FolderExport(weights, family, dtype)
+    tokenizer, absent = _tokenizer(request, weights)
+    if tokenizer is not None:
+        tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
+    _show_memory(export.peak_bytes(), show)
+    with run_folder.whole_or_nothing(request.target) as partial:
+        copied, token_ids = ([], {})
+        if tokenizer is not None:
+            copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
+        config_json = export.config_json(kept, token_ids)
+        exporting.write_configs(partial, config_json, note.get("generation_config"))
+        files = export.write(partial, request.max_shard_bytes)
+        if request.verify:
+            verification.verify(weights, partial, str(request.target), show)
+    shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
+    names = ["config.json", GENERATION_CONFIG, shards, *copied]
+    show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
+    if not copied:
+        show(f"note: {absent}")
+    show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
+
+
+def _tokenizer(request: Request, weights: RunWeights | MaxTextWeights) -> tuple[Path | None, str]:
+    """The folder of the tokenizer to export, and what to say where there is none."""
+    if request.tokenizer:
+        folder = Path(request.tokenizer).expanduser()
+        if not (folder / TOKENIZER_NAME).is_file():
+            raise UserError(f"tokenizer={request.tokenizer} is no folder with {TOKENIZER_NAME}.")
+        return folder, ""
+    if isinstance(weights, MaxTextWeights):
+        return None, "MaxText's checkpoints name no tokenizer; add tokenizer=FOLDER to export one"
+    run = Path(str(weights.stored.folder.parent.parent))
+    return tokenizer_copy.find_tokenizer(run, weights.config.data.dataset_path)
+
+
+def _family(weights: Weights, asked: str, imported_as: str):
+    """The family asked for, else the one it was imported as if it still fits, else the first."""
+    if not asked and imported_as in FAMILIES:
+        try:
+            return find_family(weights.config, imported_as)
+        except UserError:
+            pass  # its parts were changed since; another family may have them
+    return find_family(weights.config, asked)
+
+
+def _to_program(request: Request, weights: Weights, show: Show) -> None:
+    from MaxText.conversion import stablehlo
+
+    longest = weights.config.model.shape.max_target_length
+    length = request.length or longest
+    if length > longest:
+        raise UserError(f"length={length} is above max_target_length={longest} of the model.")
+    stablehlo.check_size(weights)
+    _show_memory(stablehlo.peak_bytes(weights), show)
+    stablehlo.write(weights, length, request.target, show)

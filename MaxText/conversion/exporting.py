@@ -1,0 +1,117 @@
+"""Weights of ours as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.conversion.family import Family
+from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
+from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
+from MaxText.conversion.settings import settled_names, to_config_json
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weights import Weights, num_bytes
+from MaxText.errors import UserError
+
+# Ids that a folder names both for the model and for generation.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class FolderExport:
+    """What will be written: names, shapes and formats of all tensors, and config.json.
+
+    Attributes:
+      map: tensors of theirs and arrays of ours.
+      planned: every tensor to be written.
+    """
+
+    def __init__(self, weights: Weights, family: Family, dtype: str):
+        """
+        Args:
+          dtype: format of all tensors, or "" for the one that each array is stored in.
+        """
+        self.weights, self.family = weights, family
+        self.map = TensorMap(family, weights.model)
+        self._dtype = dtype
+        self.planned: dict[str, Planned] = {
+            tensor.name: Planned(tensor.shape, self._format(tensor.row.ours))
+            for tensor in self.map.tensors
+        }
+
+    def _format(self, ours: tuple[str, ...]) -> np.dtype:
+        if self._dtype:
+            return np.dtype(self._dtype)
+        formats = {self.weights.formats[name].name for name in ours}
+        return np.dtype(formats.pop() if len(formats) == 1 else "float32")
+
+    def peak_bytes(self) -> int:
+        """Memory at the peak: the arrays of one row, the same while they are read, one tensor."""
+        sizes = num_bytes(self.weights)
+        rows = max(sum(sizes[name] for name in row.ours) for row in self.map.rows)
+        largest = max(sizes.values())
+        return rows + 2 * largest + max(planned.num_bytes for planned in self.planned.values())
+
+    def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
+        """Writes the tensors, row by row; returns the names of the files.
+
+        Raises:
+          UserError: a number does not fit the format that was asked for.
+        """
+        with SafetensorsFiles(folder, self.planned, max_shard_bytes) as files:
+            for row in self.map.rows:
+                arrays = [self.weights.read(name) for name in row.ours]
+                for tensor in self.map.tensors_of(row):
+                    whole = self.map.whole(tensor, arrays)
+                    files.write(tensor.name, self._cast(tensor.name, whole))
+            return files.names
+
+    def _cast(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        wanted = self.planned[name].dtype
+        if tensor.dtype == wanted:
+            return tensor
+        with np.errstate(over="ignore"):
+            cast = tensor.astype(wanted)
+        if wanted == np.float16 and np.isinf(cast).any() and not np.isinf(tensor).any():
+            raise UserError(
+                f"{name} has {np.abs(tensor.astype(np.float32)).max():.6g}, and float16 ends at "
+                "65504. Use dtype=bfloat16 or dtype=float32."
+            )
+        return cast
+
+    def config_json(self, kept: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
+        """config.json.
+
+        Args:
+          kept: of the folder that the weights came from; what the table does not decide stays.
+          token_ids: of the tokenizer, where `kept` has none.
+        """
+        sizes: dict[str, int] = {}
+        for planned in self.planned.values():
+            name = planned.dtype.name
+            sizes[name] = sizes.get(name, 0) + planned.num_bytes
+        settled = settled_names(self.family) | {"dtype", "torch_dtype", "transformers_version"}
+        same_family = kept.get("model_type") == self.family.model_type
+        rest = {name: value for name, value in kept.items() if name not in settled and same_family}
+        return {
+            **to_config_json(self.family, self.weights.config),
+            "torch_dtype": max(sizes, key=lambda name: sizes[name]),
+            # Without these the classes of transformers name ids of their own tokenizers.
+            **{name: token_ids.get(name) for name in _TOKEN_IDS},
+            **rest,
+        }
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object as Hugging Face's files are."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_configs(
+    folder: Path, config_json: Mapping[str, Any], generation: Mapping[str, Any] | None
+) -> None:
+    """config.json, and generation_config.json: the one of the import, or the ids of tokens."""
+    write_json(folder / CONFIG, config_json)
+    ids = {name: config_json[name] for name in _TOKEN_IDS if config_json.get(name) is not None}
+    write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})

@@ -1,0 +1,94 @@
+"""GPT-2 (Radford et al. 2019). Its projections are stored as [inputs, outputs]."""
+
+from MaxText.conversion.family import (
+    BOOLEANS,
+    SHARED_PARTS,
+    Family,
+    computed,
+    multiple,
+    only,
+    ratio,
+    row,
+    same,
+)
+
+_LAYER = "transformer.h.{layer}."
+_ATTENTION = "layers/self_attention/"
+
+ROWS = (
+    row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
+    row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
+    row(_LAYER + "ln_1.weight", "layers/pre_self_attention_layer_norm/scale", "D", "D"),
+    row(_LAYER + "ln_1.bias", "layers/pre_self_attention_layer_norm/bias", "D", "D"),
+    row(
+        _LAYER + "attn.c_attn.weight",
+        f"{_ATTENTION}query/kernel {_ATTENTION}key/kernel {_ATTENTION}value/kernel",
+        "D (J N H)",
+        "D N H",
+    ),
+    row(
+        _LAYER + "attn.c_attn.bias",
+        f"{_ATTENTION}query/bias {_ATTENTION}key/bias {_ATTENTION}value/bias",
+        "(J N H)",
+        "N H",
+    ),
+    row(_LAYER + "attn.c_proj.weight", _ATTENTION + "out/kernel", "(N H) D", "N H D"),
+    row(_LAYER + "attn.c_proj.bias", _ATTENTION + "out/bias", "D", "D"),
+    row(_LAYER + "ln_2.weight", "layers/pre_mlp_layer_norm/scale", "D", "D"),
+    row(_LAYER + "ln_2.bias", "layers/pre_mlp_layer_norm/bias", "D", "D"),
+    row(_LAYER + "mlp.c_fc.weight", "layers/mlp/wi/kernel", "D F", "D F"),
+    row(_LAYER + "mlp.c_fc.bias", "layers/mlp/wi/bias", "F", "F"),
+    row(_LAYER + "mlp.c_proj.weight", "layers/mlp/wo/kernel", "F D", "F D"),
+    row(_LAYER + "mlp.c_proj.bias", "layers/mlp/wo/bias", "D", "D"),
+    row("transformer.ln_f.weight", "decoder_norm/scale", "D", "D"),
+    row("transformer.ln_f.bias", "decoder_norm/bias", "D", "D"),
+    row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+)
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    decoder_block="gpt2",
+    parts={
+        **SHARED_PARTS,
+        "block_arrangement": "sequential",
+        "normalization_type": "layer_norm",
+        "normalization_bias": True,
+        "position_embedding": "learned",
+        "qkv_bias": True,
+        "proj_bias": True,
+        "ffn_bias": True,
+        "use_qk_norm": False,
+    },
+    settings=(
+        same("vocab_size", "vocab_size"),
+        same("n_positions", "trainable_position_size max_target_length"),
+        same("n_embd", "base_emb_dim"),
+        same("n_layer", "base_num_decoder_layers"),
+        same("n_head", "base_num_query_heads base_num_kv_heads"),
+        computed("head_dim", ratio("n_embd", "n_head")),
+        same("n_inner", "base_mlp_dim", default=multiple(4, "n_embd")),
+        same("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        same(
+            "activation_function",
+            "mlp_activations",
+            default="gelu_new",
+            values=(
+                ("gelu_new", ("gelu",)),
+                ("gelu_pytorch_tanh", ("gelu",)),
+                ("gelu", ("gelu_erf",)),
+                ("relu", ("relu",)),
+                ("silu", ("silu",)),
+            ),
+        ),
+        same("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+        only("scale_attn_weights", True),
+        only("scale_attn_by_inverse_layer_idx", False),
+        only("add_cross_attention", False),
+        # Only the order of a scaling and a conversion to float32, which we always have.
+        only("reorder_and_upcast_attn", False, True),
+    ),
+    rows=ROWS,
+    prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)

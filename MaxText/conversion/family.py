@@ -1,0 +1,143 @@
+"""What a table of a family is made of: rows of tensors and rows of settings.
+
+One file of `families/` holds the tables of a family. Nothing else in the package knows a name of
+another program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from MaxText.conversion.layouts import Layout
+
+REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays.
+
+    Attributes:
+      theirs: its name.
+      ours: the arrays of ours that it holds, in the order of J. The row applies where the model
+        has the first of them: a model without biases has no row of biases.
+      layout: how numbers are ordered.
+      older: other names for it in files that are about.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout
+    older: tuple[str, ...] = ()
+
+
+def row(
+    theirs: str, ours: str, theirs_axes: str, ours_axes: str, older: tuple[str, ...] = ()
+) -> Row:
+    """A row; `ours` are names separated by blanks, and `layers/` stands for itself."""
+    return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One key of config.json and the keys of ours that say the same.
+
+    Attributes:
+      theirs: its name, and older names of it that are read but not written.
+      ours: our keys, which all take the value. None where we have no choice: `values` then holds
+        what can be imported.
+      default: what transformers takes where config.json is silent or says null, or a function of
+        config.json that gives it; REQUIRED if it takes nothing.
+      values: pairs of their value and ours; None for equal values. Where several of theirs mean the
+        same, the first is written.
+      is_written: whether config.json gets it. What is only computed there is only checked.
+      remedy: added to the message about a value that cannot be imported.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+    default: Any = REQUIRED
+    values: tuple[tuple[Any, Any], ...] | None = None
+    is_written: bool = True
+    remedy: str = ""
+
+    @property
+    def name(self) -> str:
+        """The key of config.json as it is written."""
+        return self.theirs[0]
+
+
+def same(theirs: str, ours: str, default: Any = REQUIRED, values: Any = None) -> Setting:
+    """A setting both sides have; names are separated by blanks, the first of theirs is written."""
+    return Setting(tuple(theirs.split()), tuple(ours.split()), default, values)
+
+
+def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
+    """A setting that we have no key for: the values that mean what our model does.
+
+    The first value is the one that holds where config.json is silent, so it need not be written.
+    """
+    pairs = tuple((value, None) for value in values)
+    return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
+
+
+def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
+    """A key of ours that config.json does not have, because the family computes it."""
+    return Setting((ours,), (ours,), value, is_written=False)
+
+
+def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A default: the value of another key of config.json."""
+    return lambda config: config[name]
+
+
+def multiple(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A default: a multiple of another key of config.json."""
+    return lambda config: factor * config[name]
+
+
+def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A default: one key of config.json divided by another."""
+    return lambda config: config[name] // config[divisor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Everything that is known about one `model_type` of Hugging Face.
+
+    Attributes:
+      model_type: as in config.json.
+      architecture: the class of transformers.
+      decoder_block: our bundle of part choices that comes nearest.
+      parts: our keys with the values that every model of the family has.
+      settings: config.json and our keys.
+      rows: tensors.
+      prefix: of the names of all tensors but the head; files of the bare model leave it out.
+      head: name of the head's tensor, which a model that ties it to the token table need not have.
+      ignored: ends of names of tensors that are no weights.
+      window: key of the number of tokens that a token sees at most, and its default; our models see
+        all, which is the same up to that length.
+    """
+
+    model_type: str
+    architecture: str
+    decoder_block: str
+    parts: Mapping[str, Any]
+    settings: tuple[Setting, ...]
+    rows: tuple[Row, ...]
+    prefix: str
+    head: str = "lm_head.weight"
+    ignored: tuple[str, ...] = ()
+    window: tuple[str, int] | None = None
+
+
+# What no family of the tables varies. Keys that only say how the same numbers are computed
+# (attention, attention_block_size, logits_dot_in_fp32) belong to no family.
+SHARED_PARTS: Mapping[str, Any] = {
+    "causal": True,
+    "attn_logits_soft_cap": 0.0,
+    "final_logits_soft_cap": 0.0,
+    "normalize_embedding_logits": False,
+}
+
+BOOLEANS = ((True, True), (False, False))

@@ -1,0 +1,207 @@
+"""A folder of Hugging Face: config.json and tensors, read one at a time.
+
+safetensors in one file or sharded with an index, and the older pytorch_model.bin, for which torch
+is needed. Nothing is downloaded: a hub id stands for what its cache already holds.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from MaxText.errors import UserError
+
+PREFIX = "hf:"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+SAFETENSORS = "model.safetensors"
+_INDEX = ".index.json"
+_TORCH = "pytorch_model.bin"
+
+# Formats of safetensors that are numbers of a model, by NumPy's names.
+_FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Found(NamedTuple):
+    """A tensor in a file: its shape, and its format by NumPy's name."""
+
+    shape: tuple[int, ...]
+    format: str
+    file: Path
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path means a folder of Hugging Face: by its prefix, or by its config.json."""
+    return path.startswith(PREFIX) or (Path(path).expanduser() / CONFIG).is_file()
+
+
+def find_folder(path: str, key: str) -> Path:
+    """The folder behind `hf:PATH`, `hf:HUB_ID` or a path.
+
+    Args:
+      key: what the user set to it, for the message.
+
+    Raises:
+      UserError: there is none, or the hub's cache does not hold the id.
+    """
+    name = path.removeprefix(PREFIX)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise UserError(
+                f"{key}={path}: {folder} has no {CONFIG}, so it is no folder of Hugging Face. "
+                "Name the folder that save_pretrained wrote, or that was downloaded from the hub."
+            )
+        return folder
+    if not name or folder.exists() or name.count("/") > 1 or name[0] in "./~":
+        what = "is no folder" if name else "names no folder"
+        raise UserError(f"{key}={path}: {folder} {what} (seen from {Path.cwd()}). Check the path.")
+    # Imported here because it takes a third of a second that folders do not need.
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{key}={path}: there is no folder {name} here, and the cache of the Hugging Face hub "
+            f"does not hold {name}. Nothing is downloaded: run `hf download {name}` first, or copy "
+            "the folder to this machine."
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      UserError: it is missing or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}. Copy it again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object. Copy it again.")
+    return value
+
+
+class TensorFiles:
+    """The tensors of a folder, by name; their numbers are read when asked for.
+
+    Attributes:
+      found: every tensor by name.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+          UserError: no weights, a file that is missing or cut short, or torch is needed.
+        """
+        self.folder = folder
+        self.found: dict[str, Found] = {}
+        self._opened: tuple[Path, Any] | None = None
+        for file, names in self._files().items():
+            found = self._describe(file)
+            if missing := sorted(set(names) - set(found)):
+                raise UserError(
+                    f"{file}: the index says that it holds {missing[0]}"
+                    + (f" and {len(missing) - 1} more tensors" if len(missing) > 1 else "")
+                    + ", and it does not. Copy the folder again."
+                )
+            self.found |= found
+
+    def _files(self) -> dict[Path, list[str]]:
+        """Files, and the names that an index promises in each."""
+        for name in (SAFETENSORS, _TORCH):
+            index = self.folder / (name + _INDEX)
+            if index.is_file():
+                by_file: dict[Path, list[str]] = {}
+                weights = read_json(index).get("weight_map")
+                if not isinstance(weights, Mapping) or not weights:
+                    raise UserError(f"{index} has no weight_map. Copy it again.")
+                for tensor, file in weights.items():
+                    by_file.setdefault(self.folder / str(file), []).append(tensor)
+                if absent := [file for file in by_file if not file.is_file()]:
+                    raise UserError(
+                        f"{absent[0]} is missing, which {index.name} names"
+                        + (f", and {len(absent) - 1} more files" if len(absent) > 1 else "")
+                        + ". Copy the folder again."
+                    )
+                return by_file
+            if (self.folder / name).is_file():
+                return {self.folder / name: []}
+        raise UserError(
+            f"{self.folder} has neither {SAFETENSORS} nor {_TORCH}, nor an index of several files. "
+            "Copy the weights as well."
+        )
+
+    def _describe(self, file: Path) -> dict[str, Found]:
+        handle = self._open(file)
+        found = {}
+        for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+            if file.suffix == ".safetensors":
+                part = handle.get_slice(name)
+                kind = str(part.get_dtype())
+                found[name] = Found(tuple(part.get_shape()), _FORMATS.get(kind, kind), file)
+            else:
+                tensor = handle[name]
+                kind = str(tensor.dtype).removeprefix("torch.")
+                found[name] = Found(tuple(tensor.shape), kind, file)
+        return found
+
+    def _open(self, file: Path) -> Any:
+        """The file, mapped and not read; one is open at a time."""
+        if self._opened is not None and self._opened[0] == file:
+            return self._opened[1]
+        self._opened = (file, _open_safetensors(file) if file.suffix == ".safetensors"
+                        else _open_torch(file))  # fmt: skip
+        return self._opened[1]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in its own format."""
+        found = self.found[name]
+        handle = self._open(found.file)
+        if found.file.suffix == ".safetensors":
+            return handle.get_tensor(name)
+        tensor = handle[name].contiguous()
+        if found.format == "bfloat16":
+            import torch  # pyright: ignore[reportMissingImports]
+
+            return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
+        return tensor.numpy()
+
+
+def _open_safetensors(file: Path) -> Any:
+    import jax  # noqa: F401 (makes the name bfloat16 known to NumPy)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} ({file.stat().st_size:,} bytes) is no whole safetensors file: {error}. "
+            "Copy it again."
+        ) from error
+
+
+def _open_torch(file: Path) -> Any:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"{file.name} is in PyTorch's own format, which needs torch: pip install '.[torch]'. "
+            "A model.safetensors needs nothing."
+        ) from error
+    import pickle
+
+    try:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{file} cannot be read by torch: {reason}. Copy it again.") from error
+    if not isinstance(state, Mapping):
+        raise UserError(f"{file} holds no table of tensors.")
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,153 @@
+"""A folder of Hugging Face as arrays of ours, one array at a time."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.configuration.loading import configure
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.family import Family
+from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, read_json
+from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.tensor_map import Tensor, TensorMap
+from MaxText.conversion.weights import model_of
+from MaxText.errors import UserError
+
+_MOST_LINES = 20
+
+
+class FolderWeights:
+    """The weights of a folder under our names.
+
+    Attributes:
+      folder: where they lie.
+      config_json: its config.json.
+      keys: our keys of its model.
+      config: the configuration that they make.
+      model: its parameters' names and shapes.
+      map: tensors of theirs and arrays of ours.
+      formats: of our arrays.
+    """
+
+    def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
+        """Reads config.json, and names and shapes of all tensors; no numbers.
+
+        Args:
+          given: keys that the user set on top.
+
+        Raises:
+          UserError: the family or a setting cannot be imported, or tensors are missing, extra,
+            of another shape, or no floating-point numbers.
+        """
+        self.folder = folder
+        self.config_json = read_json(folder / CONFIG)
+        self.family = family_of(self.config_json, str(folder))
+        keys = to_keys(self.family, self.config_json, str(folder), given or {})
+        self.config: Config = configure(**keys)
+        resolved = flat(self.config)
+        self.keys = {name: resolved[name] for name in keys}
+        self.model = model_of(self.config)
+        self.map = TensorMap(self.family, self.model)
+        self.files = TensorFiles(folder)
+        self._names = self._match()
+        # float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
+        self.formats: dict[str, np.dtype] = {
+            name: self._format(self.map.sources(name)) for name in self.model.parameters
+        }
+
+    def _match(self) -> dict[str, str]:
+        """Name of every tensor of the table -> its name in the files."""
+        found, prefix = self.files.found, self.family.prefix
+        names, problems = {}, []
+        for tensor in self.map.tensors:
+            possible = (tensor.name, *tensor.older, tensor.name.removeprefix(prefix))
+            name = next((name for name in possible if name in found), None)
+            if name is None:
+                problems.append(f"missing     {tensor.name}: wanted {_shape(tensor.shape)}")
+                continue
+            names[tensor.name] = name
+            if found[name].shape != tensor.shape:
+                problems.append(
+                    f"other shape {name}: stored {_shape(found[name].shape)}, {CONFIG} gives "
+                    f"{_shape(tensor.shape)}"
+                )
+            elif found[name].format not in ("float32", "bfloat16", "float16"):
+                problems.append(
+                    f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and "
+                    "float16 can be read"
+                )
+        head = self._tied_head()
+        known = {*names.values(), *([head] if head else [])}
+        problems += [
+            f"extra       {name}: stored {_shape(found[name].shape)}, unknown to this model"
+            for name in found
+            if name not in known and not name.endswith(self.family.ignored or ("\0",))
+        ]
+        if problems:
+            raise UserError(_explain(self.folder, self.family, list(found), problems))
+        if head and not self._is_token_table(head, names):
+            raise UserError(
+                f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
+                f"{self.map.sources('token_embedder/embedding')[0].name}. If the head is a "
+                f"matrix of its own, set tie_word_embeddings to false in {CONFIG}."
+            )
+        return names
+
+    def _tied_head(self) -> str | None:
+        """The head's tensor in files of a model that ties it: a copy of the token table."""
+        if "logits_dense/kernel" in self.model.parameters:
+            return None
+        rows = [row for row in self.family.rows if row.theirs == self.family.head]
+        possible = [name for row in rows for name in (row.theirs, *row.older)]
+        return next((name for name in possible if name in self.files.found), None)
+
+    def _is_token_table(self, head: str, names: Mapping[str, str]) -> bool:
+        table = names[self.map.sources("token_embedder/embedding")[0].name]
+        return np.array_equal(self.files.read(head), self.files.read(table))
+
+    def _format(self, tensors: list[Tensor]) -> np.dtype:
+        formats = {self.files.found[self._names[tensor.name]].format for tensor in tensors}
+        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
+
+    @property
+    def stored_format(self) -> str:
+        """The format that most numbers of the folder have."""
+        sizes: dict[str, int] = {}
+        for name in self._names.values():
+            found = self.files.found[name]
+            sizes[found.format] = sizes.get(found.format, 0) + int(np.prod(found.shape))
+        return max(sizes, key=lambda name: sizes[name])
+
+    def read(self, ours: str) -> np.ndarray:
+        """One array of ours, all layers stacked."""
+        info = self.model.parameters[ours]
+        array = np.empty(info.shape, self.formats[ours])
+        for tensor in self.map.sources(ours):
+            part = self.map.part(ours, self.files.read(self._names[tensor.name]))
+            array[... if tensor.layer is None else tensor.layer] = part
+        return array
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _explain(folder: Path, family: Family, found: list[str], problems: list[str]) -> str:
+    lines = [f"{folder} does not hold the {family.model_type} model of its {CONFIG}:"]
+    lines += [f"  {problem}" for problem in problems[:_MOST_LINES]]
+    if len(problems) > _MOST_LINES:
+        lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
+    named_like = [
+        other.model_type
+        for other in FAMILIES.values()
+        if other.prefix != family.prefix and any(name.startswith(other.prefix) for name in found)
+    ]
+    if named_like:
+        lines.append(f"Its tensors are named as {named_like[0]} names them: is {CONFIG} another's?")
+    else:
+        lines.append(f"Check that {CONFIG} and the tensors belong together.")
+    return "\n".join(lines)

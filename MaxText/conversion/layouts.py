@@ -1,0 +1,71 @@
+"""How one tensor of another program and our arrays are the same numbers in another order.
+
+A layout is two patterns, such as "(N J H) D" and "D N H" for GPT-NeoX's fused projection: brackets
+hold what is one dimension there, J numbers our arrays that share the tensor. Both directions come
+from the same pair and only move numbers, so that there and back gives every bit again.
+
+Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, P rows of
+the position table, J arrays of ours in one tensor of theirs.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+Sizes = Mapping[str, int]
+
+_GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A tensor of theirs and our arrays.
+
+    Attributes:
+      theirs: for example "(N J H) D".
+      ours: letters of one array of ours, for example "D N H"; the same letters without J.
+    """
+
+    theirs: str
+    ours: str
+
+    def __post_init__(self):
+        letters = "".join(self._groups)
+        assert sorted(letters.replace("J", "")) == sorted(self.ours.split()), self
+        assert len(set(letters)) == len(letters), self
+
+    @functools.cached_property
+    def _groups(self) -> list[str]:
+        return ["".join(match).replace(" ", "") for match in _GROUP.findall(self.theirs)]
+
+    @functools.cached_property
+    def _letters(self) -> str:
+        return "".join(self._groups)
+
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        """Places of J (where there is one) and our letters among theirs."""
+        ours = ("J" if "J" in self._letters else "") + self.ours.replace(" ", "")
+        return [self._letters.index(letter) for letter in ours]
+
+    def shape(self, sizes: Sizes, count: int) -> tuple[int, ...]:
+        """Shape of their tensor that holds `count` arrays of ours."""
+        sizes = {**sizes, "J": count}
+        return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
+
+    def split(self, tensor: np.ndarray, sizes: Sizes, count: int) -> list[np.ndarray]:
+        """Our arrays in a tensor of theirs, as views of it."""
+        sizes = {**sizes, "J": count}
+        spread = tensor.reshape([sizes[letter] for letter in self._letters])
+        moved = spread.transpose(self._order)
+        return list(moved) if "J" in self._letters else [moved]
+
+    def join(self, arrays: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
+        """The tensor of theirs that our arrays make; undoes `split`."""
+        moved = np.stack(arrays) if "J" in self._letters else arrays[0]
+        spread = moved.transpose(np.argsort(self._order))
+        return np.ascontiguousarray(spread.reshape(self.shape(sizes, len(arrays))))

@@ -1,0 +1,157 @@
+"""A checkpoint of MaxText, or of a program made from it, as a source of weights.
+
+Its tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
+second dimension is the layer (param_scan_axis=1); layers that are written out are `layers_0`,
+`layers_1` and so on.
+"""
+
+import math
+import re
+
+import numpy as np
+from etils import epath
+
+from MaxText.configuration.schema import Config
+from MaxText.conversion.maxtext_names import (
+    ITEMS,
+    LAYER_AXIS,
+    LAYER_NAMES,
+    NAMES,
+    PREFIX,
+)
+from MaxText.conversion.stored_arrays import StoredArrays
+from MaxText.conversion.weights import model_of
+from MaxText.errors import UserError
+
+_DESCRIPTION = ("_METADATA", "manifest.ocdbt")
+_MOST_LINES = 20
+
+
+class MaxTextWeights:
+    """A checkpoint of MaxText.
+
+    Attributes:
+      config: the configuration that the user named.
+      model: its parameters' names and shapes.
+      formats: of our arrays, those of theirs.
+      query_scaling: where 1/sqrt(head_dim) is: MaxText's Llama and Mistral train it as a part of
+        the query's weights ("weights"), its Qwen3 and other programs divide the scores ("model").
+    """
+
+    def __init__(self, path: str, config: Config, query_scaling: str = ""):
+        """Reads names and shapes; no numbers.
+
+        Args:
+          path: a run, its checkpoints, a step folder or its items.
+          query_scaling: one of QUERY_SCALINGS; "" takes "model" with norms of queries and keys,
+            whose scale would undo a factor in the weights, else "weights".
+
+        Raises:
+          UserError: no checkpoint there, or arrays that the configuration does not have.
+        """
+        self.config = config
+        self.model = model_of(config)
+        default = "model" if config.model.attention.use_qk_norm else "weights"
+        self.query_scaling = query_scaling or default
+        given = epath.Path(path).expanduser()
+        if "://" not in path:
+            given = given.absolute()  # as Orbax asks for
+        self.folder = _find_items(given, path)
+        self._arrays = StoredArrays(self.folder)
+        self._names = self._match()
+        self.formats: dict[str, np.dtype] = {
+            ours: self._format(paths) for ours, paths in self._names.items()
+        }
+
+    def _match(self) -> dict[str, list[str]]:
+        """Path of each array of ours in the checkpoint: one, or one for each layer."""
+        found = {
+            path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
+        }
+        prefix = (
+            "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
+        )
+        layers = {
+            int(match[1])
+            for path in found
+            if (match := re.match(re.escape(prefix) + r"decoder/layers_(\d+)/", path))
+        }
+        num_layers = self.model.section.shape.dimensions.num_layers
+        names, problems = {}, []
+        for ours, info in self.model.parameters.items():
+            in_layers = ours.startswith("layers/")
+            theirs = NAMES.get(ours) or _layer_name(ours)
+            if in_layers and layers:
+                paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
+                shape = info.shape[1:]
+            elif in_layers:
+                paths = [f"{prefix}decoder/layers/{theirs}"]
+                shape = tuple(np.insert(info.shape[1:], LAYER_AXIS, info.shape[0]))
+            else:
+                paths, shape = [prefix + theirs], info.shape
+            for path in paths:
+                if path not in found:
+                    problems.append(f"missing     {path}: wanted {list(map(int, shape))}")
+                elif found[path].shape != shape:
+                    wanted = list(map(int, shape))
+                    problems.append(f"other shape {path}: stored {found[path]}, wanted {wanted}")
+            names[ours] = paths
+        known = {path for paths in names.values() for path in paths}
+        problems += [
+            f"extra       {path}: stored {leaf}, unknown to this model"
+            for path, leaf in found.items()
+            if path not in known
+        ]
+        if problems:
+            lines = [f"  {problem}" for problem in problems[:_MOST_LINES]]
+            if len(problems) > _MOST_LINES:
+                lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
+            raise UserError(
+                f"{self.folder} does not fit the configuration that was named:\n"
+                + "\n".join(lines)
+                + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
+                "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
+                "MaxText's llama2, mistral and qwen3 blocks."
+            )
+        return names
+
+    def _format(self, paths: list[str]) -> np.dtype:
+        formats = {self._arrays.leaves[path].dtype.name for path in paths}
+        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
+
+    def read(self, ours: str) -> np.ndarray:
+        """One array of ours, all layers stacked."""
+        paths = self._names[ours]
+        if len(paths) > 1 or "/layers_0/" in paths[0]:
+            array = np.stack([self._arrays.read(path) for path in paths])
+        elif ours.startswith("layers/"):
+            array = np.moveaxis(self._arrays.read(paths[0]), LAYER_AXIS, 0)
+        else:
+            array = self._arrays.read(paths[0])
+        if "/query/" in ours and self.query_scaling == "weights":
+            # Exact where head_dim is a power of 4; else one rounding.
+            factor = math.sqrt(self.model.section.shape.dimensions.head_dim)
+            array = (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+        return np.ascontiguousarray(array, self.formats[ours])
+
+
+def _layer_name(ours: str) -> str:
+    part, _, rest = ours.removeprefix("layers/").partition("/")
+    return f"{LAYER_NAMES.get(part, part)}/{rest}"
+
+
+def _find_items(given: epath.Path, shown: str) -> epath.Path:
+    """The folder with the arrays, from a run, its checkpoints, a step or the folder itself."""
+    for folder in (given, given / "checkpoints"):
+        steps = (
+            [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
+        )
+        steps.sort(key=lambda child: int(child.name))
+        for step in (folder, *reversed(steps)):
+            for items in (step, *(step / name for name in ITEMS)):
+                if any((items / name).exists() for name in _DESCRIPTION):
+                    return items
+    raise UserError(
+        f"from={PREFIX}{shown}: no checkpoint there. Looked for a run (<run>/checkpoints/<step>/"
+        "items), its checkpoints, a step folder, or its items."
+    )

@@ -1,0 +1,191 @@
+"""What the command line of convert.py asks for. No jax is imported here."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from MaxText.configuration.problems import nearest
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
+from MaxText.conversion.hugging_face_folder import is_folder
+from MaxText.conversion.maxtext_names import PREFIX as MAXTEXT
+from MaxText.conversion.maxtext_names import QUERY_SCALINGS
+from MaxText.errors import UserError
+
+_ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_YAML = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_DTYPES = ("float32", "bfloat16", "float16")
+_OPTIONS = (
+    "from", "to", "export", "family", "dtype", "max_shard_size", "query_scaling", "length",
+    "tokenizer",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Request:
+    """A conversion.
+
+    Attributes:
+      source: a folder of Hugging Face, a run, or a checkpoint of MaxText, without its prefix.
+      source_kind: "hf", "run" or "maxtext".
+      target: where the result goes, without its prefix.
+      target_kind: "hf", "run" or "stablehlo".
+      family: model_type to export as; "" for the first that fits.
+      dtype: format of exported tensors; "" for the one that they are stored in.
+      max_shard_bytes: above it an export is several files.
+      query_scaling: of a checkpoint of MaxText; "" for what its block does.
+      length: tokens of an exported program; 0 for max_target_length.
+      tokenizer: folder of the tokenizer to export; "" for that of the run or its data set.
+      verify: compare with transformers before anything is left.
+      config_file: a configuration named first, or "".
+      keys: key=value arguments that are those of train.py.
+    """
+
+    source: str = ""
+    source_kind: str = ""
+    target: Path = Path()
+    target_kind: str = ""
+    family: str = ""
+    dtype: str = ""
+    max_shard_bytes: int = 5_000_000_000
+    query_scaling: str = ""
+    length: int = 0
+    tokenizer: str = ""
+    verify: bool = False
+    config_file: str = ""
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arguments(self) -> list[str]:
+        """What configuration.loading.load reads."""
+        named = [self.config_file] if self.config_file else []
+        return [*named, *(f"{name}={text}" for name, text in self.keys.items())]
+
+
+def read(arguments: Sequence[str]) -> Request:
+    """Reads a command line.
+
+    Raises:
+      UserError: an option is unknown, has no usable value, or does not go with the others.
+    """
+    request, given = Request(), {}
+    for argument in arguments:
+        match = _ARGUMENT.fullmatch(argument)
+        name, text = match.groups() if match else ("", "")
+        if argument == "--verify":
+            request.verify = True
+        elif name in _OPTIONS:
+            if name in given and given[name] != text:
+                raise UserError(f"{name} is given twice: {given[name]} and {text}.")
+            given[name] = text
+        elif name:
+            request.keys[name] = text
+        elif _YAML.fullmatch(argument) and not argument.startswith("-"):
+            if request.config_file:
+                raise UserError(f"{argument}: there is already {request.config_file}.")
+            request.config_file = argument
+        else:
+            raise UserError(_unknown(argument))
+    _take_options(request, given)
+    _take_places(request, given)
+    _check_combination(request, given)
+    return request
+
+
+def _unknown(argument: str) -> str:
+    close = nearest(argument.lstrip("-").partition("=")[0], [*_OPTIONS, "verify"])
+    spelled = ["--verify" if name == "verify" else f"{name}=..." for name in close]
+    meant = f" Did you mean {spelled[0]}?" if spelled else ""
+    if not argument.startswith("-") and Path(argument).expanduser().exists():
+        meant = f" Write from={argument} or to={argument}."
+    return f"{argument}: no such option.{meant} --help explains them."
+
+
+def _take_options(request: Request, given: dict[str, str]) -> None:
+    choices = {"family": tuple(FAMILIES), "dtype": _DTYPES, "query_scaling": QUERY_SCALINGS}
+    for name, known in choices.items():
+        if name in given:
+            if given[name] not in known:
+                raise UserError(f"{name}={given[name]} is none of {', '.join(known)}.")
+            setattr(request, name, given[name])
+    if "max_shard_size" in given:
+        match = _SIZE.fullmatch(given["max_shard_size"])
+        number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
+        if number < 1:
+            raise UserError(
+                f"max_shard_size={given['max_shard_size']} is no size. Write for example "
+                "max_shard_size=5GB."
+            )
+        request.max_shard_bytes = int(number)
+    request.tokenizer = given.get("tokenizer", "")
+    if "length" in given:
+        text = given["length"]
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise UserError(f"length={text} is no number of tokens from 1.")
+        request.length = int(text)
+
+
+def _take_places(request: Request, given: dict[str, str]) -> None:
+    for name in ("from", "to"):
+        if not given.get(name):
+            raise UserError(
+                f"{name}= is missing. Write: convert.py from=SOURCE to=TARGET; --help shows which."
+            )
+    source, target = given["from"], given["to"]
+    if source.startswith(MAXTEXT):
+        request.source, request.source_kind = source.removeprefix(MAXTEXT), "maxtext"
+    else:
+        request.source = source
+        request.source_kind = "hf" if is_folder(source) else "run"
+    export = given.get("export", "")
+    if export not in ("", "stablehlo"):
+        raise UserError(f"export={export} is unknown. Write export=stablehlo, or leave it out.")
+    if target.startswith(MAXTEXT):
+        raise UserError(f"to={target}: MaxText's layout is read, not written. Write to=hf:FOLDER.")
+    request.target_kind = "hf" if target.startswith(HUGGING_FACE) else export or "run"
+    if export and request.target_kind == "hf":
+        raise UserError(f"export={export} writes one file, but to={target} is a folder.")
+    request.target = Path(target.removeprefix(HUGGING_FACE)).expanduser()
+    if str(request.target) in (".", ""):
+        raise UserError(f"to={target} names nothing new. Write for example to={target}exported.")
+
+
+def _check_combination(request: Request, given: dict[str, str]) -> None:
+    kinds = (request.source_kind, request.target_kind)
+    if kinds == ("hf", "hf"):
+        raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
+    if kinds == ("run", "run"):
+        raise UserError(
+            f"from={request.source} is a run of this program already. To export it, write "
+            f"to=hf:{request.target}; MaxText's checkpoints are from=maxtext:..."
+        )
+    if request.verify and "hf" not in kinds:
+        raise UserError(
+            "--verify compares with transformers, which reads folders of Hugging Face; neither "
+            "from= nor to= is one."
+        )
+    if request.source_kind == "hf" and request.config_file:
+        raise UserError(
+            f"{request.config_file} has no part in this: the folder's config.json decides. Single "
+            "keys can be set, for example max_target_length=2048."
+        )
+    if request.source_kind == "run" and request.keys and not request.config_file:
+        name = next(iter(request.keys))
+        close = nearest(name, _OPTIONS)
+        meant = f" Did you mean {close[0]}=?" if close else ""
+        raise UserError(
+            f"{name}={request.keys[name]} has no part in this: the run's own configuration decides."
+            f"{meant}"
+        )
+    meant_for = {
+        "family": request.target_kind == "hf",
+        "dtype": request.target_kind == "hf",
+        "max_shard_size": request.target_kind == "hf",
+        "tokenizer": request.target_kind == "hf",
+        "query_scaling": request.source_kind == "maxtext",
+        "length": request.target_kind == "stablehlo",
+    }
+    if wrong := [name for name, fits in meant_for.items() if name in given and not fits]:
+        raise UserError(f"{wrong[0]}={given[wrong[0]]} has no effect on this conversion.")

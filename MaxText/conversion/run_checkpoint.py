@@ -1,0 +1,90 @@
+"""A checkpoint of ours as a source of weights."""
+
+from typing import Any
+
+import numpy as np
+
+from MaxText.checkpointing import layout, reading
+from MaxText.configuration.catalogue import all_keys, build
+from MaxText.configuration.schema import Config
+from MaxText.conversion.stored_arrays import StoredArrays
+from MaxText.conversion.weights import model_of
+from MaxText.errors import UserError
+
+_PARAMS = "params/"
+_MOST_LINES = 20
+
+
+class RunWeights:
+    """The newest checkpoint of a run, or the one that was named.
+
+    Attributes:
+      stored: where it lies.
+      metadata: what it says of itself.
+      config: its configuration.
+      model: its parameters' names and shapes.
+      formats: of its arrays.
+    """
+
+    def __init__(self, path: str, given: Config | None = None):
+        """Reads names and shapes; no numbers.
+
+        Args:
+          path: a run, its checkpoints, a step folder or its items.
+          given: the configuration, for a checkpoint that does not hold its own.
+
+        Raises:
+          UserError: no checkpoint, none that can be read, or arrays that do not fit.
+        """
+        self.stored = layout.find(path, "from")
+        self.metadata = reading.metadata_if_any(self.stored)
+        self.config = given or self._own_config()
+        self.model = model_of(self.config)
+        self._arrays = StoredArrays(self.stored.items)
+        found = {
+            path.removeprefix(_PARAMS): leaf
+            for path, leaf in self._arrays.leaves.items()
+            if path.startswith(_PARAMS)
+        }
+        problems = [
+            f"missing     {name}: wanted {list(info.shape)}"
+            for name, info in self.model.parameters.items()
+            if name not in found
+        ]
+        problems += [
+            f"extra       {name}: stored {leaf}, unknown to this model"
+            for name, leaf in found.items()
+            if name not in self.model.parameters
+        ]
+        problems += [
+            f"other shape {name}: stored {found[name]}, wanted {list(info.shape)}"
+            for name, info in self.model.parameters.items()
+            if name in found and found[name].shape != info.shape
+        ]
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_LINES])
+            raise UserError(
+                f"{self.stored} does not hold the model of its configuration:\n{shown}\n"
+                "Name the run's own config.yml before from=, or a checkpoint of this program; "
+                "from=maxtext:... reads MaxText's."
+            )
+        self.formats: dict[str, np.dtype] = {name: leaf.dtype for name, leaf in found.items()}
+
+    def _own_config(self) -> Config:
+        flat = self.metadata.get("config")
+        if not flat:
+            raise UserError(
+                f"{self.stored} does not say which configuration it was made with. Name it first: "
+                "convert.py CONFIG.yml from=..."
+            )
+        known = all_keys()
+        return build({name: value for name, value in flat.items() if name in known})
+
+    def read(self, ours: str) -> np.ndarray:
+        """One array, all layers stacked."""
+        return self._arrays.read(_PARAMS + ours)
+
+    @property
+    def hugging_face(self) -> dict[str, Any]:
+        """What the import of a folder noted beside the weights; empty for trained ones."""
+        return self.metadata.get("hugging_face") or {}

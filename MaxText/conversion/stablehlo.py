@@ -1,0 +1,82 @@
+"""The forward pass of a model as one file that runs with jax alone, without this package."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import flatbuffers  # noqa: F401 (jax serializes programs with it, and does not ask for it)
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from MaxText.conversion.weights import Weights, nested, num_bytes
+from MaxText.errors import UserError
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.training.backend_defaults import resolve
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+# The file keeps the weights as constants of the program, and its writer counts in 32 bits.
+MOST_BYTES = 2**31 - 2**24
+
+_README = """Runs with jax and flatbuffers alone: pip install jax flatbuffers
+
+    forward = jax.export.deserialize(bytearray(open("{name}", "rb").read()))
+    logits = forward.call(tokens)  # int32 [N, {length}] -> float32 [N, {length}, {vocab_size}]
+
+Begin with `import jax, jax.export`. N is any number; fill a shorter text up with any ids behind
+it, which no earlier token sees.
+"""
+
+
+def exported(weights: Weights, length: int) -> export.Exported:
+    """tokens int32 [b, length] -> logits float32 [b, length, vocab_size], for any b.
+
+    Products are in the configuration's dtype, float32 where it is auto.
+    """
+    section, _ = resolve(weights.config.model, "cpu")
+    model = Model(section)
+    params = nested({name: jnp.asarray(weights.read(name)) for name in model.parameters})
+
+    def forward(tokens_BT: jax.Array) -> jax.Array:
+        decoder = model.merge(params)
+        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
+        return decoder.logits(decoder.hidden(batch)[0])
+
+    (rows,) = export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    return export.export(jax.jit(forward), platforms=PLATFORMS)(shape)
+
+
+def check_size(weights: Weights) -> None:
+    """Raises a UserError for weights that are too large for constants of a program."""
+    size = sum(num_bytes(weights).values())
+    if size > MOST_BYTES:
+        raise UserError(
+            f"the weights take {size / 2**30:.1f} GiB, and a program with its weights inside may "
+            f"have {MOST_BYTES / 2**30:.1f}. Export a folder with to=hf:FOLDER instead."
+        )
+
+
+def peak_bytes(weights: Weights) -> int:
+    """Memory at the peak: the weights as arrays, as constants of the program, and as the file."""
+    return 4 * sum(num_bytes(weights).values())
+
+
+def write(weights: Weights, length: int, target: Path, show: Callable[[str], None]) -> None:
+    """Writes the program to `target`, and how to run it to `target`.README.md."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(exported(weights, length).serialize())
+        vocab_size = weights.config.model.shape.vocab_size
+        text = _README.format(name=target.name, length=length, vocab_size=vocab_size)
+        readme = target.with_name(f"{target.name}.README.md")
+        readme.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    size = math.ceil(target.stat().st_size / 2**20)
+    show(f"Wrote {target} ({size:,} MiB) and {readme.name}")

@@ -1,0 +1,98 @@
+"""The tokenizer's files, from one folder to another."""
+
+import json
+import shutil
+from pathlib import Path
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
+
+# Everything that the tokenizers of transformers read.
+_FILES = (
+    TOKENIZER_NAME,
+    CONFIG_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def check_ids(folder: Path, vocab_size: int) -> None:
+    """Refuses a tokenizer whose ids have no row in the token table. More rows than ids are fine.
+
+    Raises:
+      UserError: it makes larger ids, or cannot be read.
+    """
+    if not (folder / TOKENIZER_NAME).is_file():
+        return
+    import tokenizers
+
+    path = folder / TOKENIZER_NAME
+    try:
+        vocabulary = tokenizers.Tokenizer.from_str(read_text(path)).get_vocab()
+    except UserError:
+        raise
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
+    largest = max(vocabulary.values(), default=-1)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{path} makes ids up to {largest}, but the model has vocab_size={vocab_size} rows "
+            "for them. It is the tokenizer of another model: copy the right one, or take it away."
+        )
+
+
+def copy_files(source: Path, target: Path) -> list[str]:
+    """Copies what there is of a tokenizer; returns the names."""
+    names = [name for name in _FILES if (source / name).is_file()]
+    if names:
+        target.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, int]]:
+    """Copies a tokenizer so that `AutoTokenizer.from_pretrained` loads it.
+
+    Returns:
+      The files, and ids of its control tokens by the names of config.json.
+    """
+    names = copy_files(source, target)
+    if TOKENIZER_NAME not in names:
+        return names, {}
+    settings = read_json(target / CONFIG_NAME)
+    # A tokenizer that prepare_data.py trained has no class of its own in transformers.
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (target / CONFIG_NAME).write_text(text, encoding="utf-8")
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(read_text(target / TOKENIZER_NAME))
+    ids = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is not None:
+            ids[f"{name}_id"] = number
+    return sorted({*names, CONFIG_NAME}), ids
+
+
+def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
+    """The folder of a run's tokenizer, and what to say where there is none to export."""
+    if (run_folder / "tokenizer" / TOKENIZER_NAME).is_file():
+        return run_folder / "tokenizer", ""
+    if not dataset_path:
+        return None, "the run names no dataset_path; add tokenizer=FOLDER to export a tokenizer"
+    data_set = Path(dataset_path).expanduser()
+    if (data_set / TOKENIZER_NAME).is_file():
+        return data_set, ""
+    return None, (
+        f"no tokenizer is exported: the data set {data_set} (seen from {Path.cwd()}) has no "
+        f"{TOKENIZER_NAME}; add tokenizer=FOLDER"
+    )

@@ -1,0 +1,130 @@
+"""Whether transformers and our model compute the same numbers from a folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.conversion.weights import Weights, nested
+from MaxText.errors import UserError
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.training.backend_defaults import resolve
+
+# Both compute in float32, in another order. Of the largest logit; measured: 2e-6 for GPT-2 sizes.
+LOGITS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-4
+_ROWS, _LENGTH = 2, 64
+
+
+class Agreement(NamedTuple):
+    """What was measured: logits and mean loss in nats of random tokens."""
+
+    logits_difference: float
+    largest_logit: float
+    our_loss: float
+    their_loss: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are within their tolerance."""
+        scale = max(1.0, self.largest_logit)
+        close = self.logits_difference <= LOGITS_TOLERANCE * scale
+        return close and abs(self.our_loss - self.their_loss) <= LOSS_TOLERANCE * self.their_loss
+
+
+def check_installed() -> None:
+    """Raises a UserError where torch or transformers is not installed."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]  # noqa: F401
+        import transformers  # pyright: ignore[reportMissingImports]  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--verify needs torch and transformers ({error}): pip install '.[torch]'."
+        ) from error
+
+
+def compare(weights: Weights, folder: Path) -> Agreement:
+    """Runs the same random tokens through both.
+
+    Args:
+      weights: ours.
+      folder: what transformers loads.
+    """
+    section = weights.config.model
+    length = min(_LENGTH, section.shape.max_target_length)
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, section.shape.vocab_size, (_ROWS, length)).astype(np.int32)
+    theirs = _their_logits(folder, tokens)
+    ours = _our_logits(weights, tokens)
+    return Agreement(
+        logits_difference=float(np.abs(ours - theirs).max()),
+        largest_logit=float(np.abs(theirs).max()),
+        our_loss=_loss(ours, tokens),
+        their_loss=_loss(theirs, tokens),
+    )
+
+
+def _our_logits(weights: Weights, tokens: np.ndarray) -> np.ndarray:
+    section = weights.config.model
+    numerics = section.numerics.model_copy(
+        update={"dtype": "float32", "matmul_precision": "highest"}
+    )
+    section = section.model_copy(update={"numerics": numerics})
+    model = Model(resolve(section, "cpu")[0])
+    params = nested({name: weights.read(name) for name in model.parameters})
+
+    @jax.jit
+    def run(params, tokens_BT):
+        decoder = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
+        return decoder.logits(decoder.hidden(batch)[0])
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(run(params, tokens))
+
+
+def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """Mean of -log p(next token), in double."""
+    scores = logits[:, :-1].astype(np.float64)
+    largest = scores.max(-1, keepdims=True)
+    normalizer = largest[..., 0] + np.log(np.exp(scores - largest).sum(-1))
+    chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+    return float((normalizer - chosen).mean())
+
+
+def verify(weights: Weights, folder: Path, shown: str, show: Callable[[str], None]) -> None:
+    """Compares, says what was found, and refuses a folder that computes something else.
+
+    Args:
+      shown: how messages name the folder.
+
+    Raises:
+      UserError: logits or loss differ by more than the tolerance.
+    """
+    found = compare(weights, folder)
+    line = (
+        f"logits differ by at most {found.logits_difference:.2g} (largest logit "
+        f"{found.largest_logit:.3g}), loss {found.our_loss:.6f} here and {found.their_loss:.6f} in "
+        "transformers"
+    )
+    if not found.holds:
+        raise UserError(
+            f"{shown} computes something else in transformers: {line}. Nothing was written. "
+            "Please report this with the folder's config.json."
+        )
+    show(f"Verified: {line}")

@@ -1,0 +1,62 @@
+"""Converts weights from and to other programs: python MaxText/convert.py from=hf:FOLDER to=RUN"""
+
+import sys
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText.configuration import command_line
+from MaxText.configuration.config_files import FileProblem
+from MaxText.configuration.problems import ConfigurationError
+from MaxText.conversion import request
+from MaxText.errors import UserError
+
+USAGE = """
+usage: convert.py [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
+
+Converts weights between this program, Hugging Face and MaxText. docs/convert.md lists families.
+
+  python MaxText/convert.py from=hf:models/gpt2 to=maxtext_output/gpt2       a folder to a run
+  python MaxText/convert.py from=maxtext_output/first to=hf:exported         a run to a folder
+  python MaxText/convert.py model_name=llama2-7b from=maxtext:gs://bucket/run to=maxtext_output/l2
+  python MaxText/convert.py from=maxtext_output/first export=stablehlo to=forward.stablehlo
+
+SOURCE: hf:FOLDER or hf:HUB_ID (what its cache holds; nothing is downloaded), a run of this program
+(its newest checkpoint, or checkpoints/STEP), or maxtext:FOLDER. TARGET: hf:FOLDER, a run folder, or
+a file. Keys are those of train.py. Besides:
+
+  --verify              run both models on the same tokens and compare logits and loss before
+                        anything is left; needs pip install '.[torch]'
+  dtype=FORMAT          of exported tensors: float32, bfloat16, float16; by default as stored
+  family=MODEL_TYPE     to export as, where several fit: llama, mistral, ...
+  max_shard_size=5GB    larger exports are several files with an index
+  tokenizer=FOLDER      to export; by default that of the run's data set
+  query_scaling=WHERE   of a checkpoint of MaxText: weights or model; docs/convert.md explains it
+  length=N              tokens of export=stablehlo, by default max_target_length
+"""
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 a mistake in the command line or unfit weights, 130 Ctrl-C."""
+    arguments = sys.argv[1:]
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(USAGE.strip())
+        return 0
+    try:
+        asked = request.read(arguments)
+        from MaxText.conversion.converting import convert
+
+        convert(asked, lambda line: print(line, flush=True))
+    except UserError as error:
+        command_line.fail(error)
+    except FileProblem as error:
+        command_line.fail(ConfigurationError([error.problem]))
+    except KeyboardInterrupt:
+        print("stopped: nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

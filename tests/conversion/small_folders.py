@@ -1,0 +1,98 @@
+"""Folders of Hugging Face of a few kilobytes: golden models, and random ones of every family."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN_FAMILIES = ("gpt2", "gptneox", "llama")
+
+_SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_Q, _K, _V, _O = (f"self_attn.{letter}_proj" for letter in "qkvo")
+
+# What transformers writes for the descendants of Llama, spelled out: model_type -> (config.json
+# besides the sizes, shapes in a layer).
+DESCENDANTS = {
+    "mistral": ({"sliding_window": None, "head_dim": 8}, {
+        f"{_Q}.weight": (32, 16), f"{_K}.weight": (16, 16), f"{_V}.weight": (16, 16),
+        f"{_O}.weight": (16, 32),
+    }),
+    "qwen2": ({}, {
+        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
+        f"{_O}.weight": (16, 16), f"{_Q}.bias": (16,), f"{_K}.bias": (8,), f"{_V}.bias": (8,),
+    }),
+    "qwen3": ({"head_dim": 6, "tie_word_embeddings": True}, {
+        f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
+        f"{_O}.weight": (16, 24), "self_attn.q_norm.weight": (6,), "self_attn.k_norm.weight": (6,),
+    }),
+    "llama": ({"attention_bias": True, "mlp_bias": True, "rope_theta": 500_000.0}, {
+        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
+        f"{_O}.weight": (16, 16), f"{_Q}.bias": (16,), f"{_K}.bias": (8,), f"{_V}.bias": (8,),
+        f"{_O}.bias": (16,), "mlp.gate_proj.bias": (24,), "mlp.up_proj.bias": (24,),
+        "mlp.down_proj.bias": (16,),
+    }),
+}  # fmt: skip
+
+
+def golden(name: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(config.json, tensors by their names, everything in the file) of a golden model."""
+    path = GOLDEN / name / f"{name}_tiny_a"
+    config = json.loads(path.with_suffix(".json").read_text())["hf_config"]
+    with np.load(path.with_suffix(".npz")) as file:
+        arrays = dict(file)
+    tensors = {k.removeprefix("param/"): v for k, v in arrays.items() if k.startswith("param/")}
+    return config, tensors, arrays
+
+
+def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.ndarray]]:
+    """(config.json, random tensors) of one of DESCENDANTS."""
+    more, in_layer = DESCENDANTS[model_type]
+    config = {"model_type": model_type, **_SIZES, **more}
+    in_layer = in_layer | dict.fromkeys(_NORMS, (16,))
+    in_layer |= {"mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16)}
+    in_layer |= {"mlp.down_proj.weight": (16, 24)}
+    shapes = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in in_layer.items()
+    }
+    shapes |= {"model.embed_tokens.weight": (40, 16), "model.norm.weight": (16,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (40, 16)
+    generator = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    tensors = {
+        name: generator.standard_normal(shape, np.float32).astype(kind)
+        for name, shape in shapes.items()
+    }
+    return config, tensors
+
+
+def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes config.json and model.safetensors; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Asserts the same names, formats and bits."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].tobytes() == tensor.tobytes(), name

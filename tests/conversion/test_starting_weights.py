@@ -1,0 +1,86 @@
+"""Runs that start from a folder of Hugging Face."""
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.starting_point import restore_or_initialize
+from MaxText.configuration.loading import configure
+from MaxText.configuration.saved import flat
+from MaxText.configuration.training_sections import Checkpoint
+from MaxText.conversion import request
+from MaxText.conversion.converting import convert
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.weights import nested
+from MaxText.errors import UserError
+from tests.conversion.small_folders import random, write
+from tests.small_models import trainer
+
+
+def start(folder, path, config):
+    """Starts a run: (Start, lines)."""
+    _, state, _ = trainer(config)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    section, lines = Checkpoint(load_parameters_path=path), []
+    checkpoints = Checkpoints(folder / "checkpoints", section)
+    result = restore_or_initialize(
+        checkpoints, section, abstract, lambda: state, flat(config), lines.append
+    )
+    return result, lines
+
+
+def config_of(weights, **keys):
+    training = {"dataset_type": "synthetic", "dtype": "float32", "scan_layers": True}
+    return configure(**(weights.keys | training | {"remat_policy": "none", "steps": 10} | keys))
+
+
+@pytest.mark.parametrize("prefix", ["hf:", ""])
+def test_the_parameters_are_those_of_the_folder(prefix, tmp_path):
+    folder = write(tmp_path / "hf", *random("qwen3", "bfloat16"))
+    weights = FolderWeights(folder)
+    config = config_of(weights, rope_max_timescale=20_000.0)
+    result, lines = start(tmp_path / "run", f"{prefix}{folder}", config)
+    wanted = nested({name: weights.read(name) for name in weights.model.parameters})
+
+    def check(found, array):
+        # Stored in bfloat16, trained in float32: every number is kept.
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, array.astype(np.float32))
+
+    jax.tree.map(check, result.state.params, wanted)
+    assert (result.first_step, result.how, result.folder) == (0, "parameters", str(folder))
+    assert result.changes == {"rope_max_timescale": ("10000.0", "20000.0")}
+    assert any("arrays of params are cast on load: bfloat16 -> float32" in line for line in lines)
+
+
+def test_a_folder_of_another_model(tmp_path):
+    folder = write(tmp_path / "hf", *random("qwen3"))
+    config = config_of(FolderWeights(folder), base_mlp_dim=48, use_qk_norm=False)
+    with pytest.raises(UserError) as caught:
+        start(tmp_path / "run", f"hf:{folder}", config)
+    message = str(caught.value)
+    assert "base_mlp_dim: 24 -> 48" in message
+    assert "use_qk_norm: true -> false" in message
+    assert f"python MaxText/convert.py from=hf:{folder} to=RUN writes a config.yml" in message
+
+
+def test_an_imported_folder_is_no_run_to_resume(tmp_path):
+    folder = write(tmp_path / "hf", *random("qwen3"))
+    convert(request.read([f"from=hf:{folder}", f"to={tmp_path / 'imported'}"]), print)
+    config = config_of(FolderWeights(folder))
+    with pytest.raises(UserError, match=r"Start another run_name with load_parameters_path=.*/im"):
+        start(tmp_path / "imported", "", config)
+    result, _ = start(tmp_path / "run", str(tmp_path / "imported"), config)
+    assert result.how == "parameters"
+
+
+def test_a_window_is_measured_against_the_run(tmp_path):
+    config_json, tensors = random("mistral")
+    folder = write(tmp_path / "hf", config_json | {"sliding_window": 16}, tensors)
+    weights = FolderWeights(folder, {"max_target_length": 16})
+    start(tmp_path / "a", f"hf:{folder}", config_of(weights))
+    with pytest.raises(UserError, match="sliding_window=16 is below the length of 32 tokens"):
+        start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))

@@ -1,0 +1,179 @@
+"""The tables of the families: numbers, config.json, and what they refuse."""
+
+import numpy as np
+import pytest
+
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.loading import configure
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.layouts import Layout
+from MaxText.conversion.settings import (
+    family_of,
+    find_family,
+    our_values,
+    to_config_json,
+    to_keys,
+)
+from MaxText.errors import UserError
+from tests.conversion.small_folders import (
+    DESCENDANTS,
+    GOLDEN_FAMILIES,
+    golden,
+    random,
+    same_bits,
+    write,
+)
+
+SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5}
+
+
+def exported(weights: FolderWeights) -> dict[str, np.ndarray]:
+    """All tensors of theirs, made from all arrays of ours."""
+    tensors = weights.map
+    return {
+        tensor.name: tensors.whole(tensor, [weights.read(name) for name in row.ours])
+        for row in tensors.rows
+        for tensor in tensors.tensors_of(row)
+    }
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_layout_has_its_inverse(model_type):
+    generator = np.random.default_rng(0)
+    for row in FAMILIES[model_type].rows:
+        tensor = generator.random(row.layout.shape(SIZES, len(row.ours)))
+        arrays = row.layout.split(tensor, SIZES, len(row.ours))
+        assert len(arrays) == len(row.ours)
+        np.testing.assert_array_equal(row.layout.join(arrays, SIZES), tensor)
+
+
+def test_a_fused_projection_grouped_by_head():
+    # Two heads of one dimension, inputs of one: rows q0 k0 v0 q1 k1 v1.
+    layout = Layout("(N J H) D", "D N H")
+    rows = np.array([[0], [1], [2], [10], [11], [12]])
+    query, key, value = layout.split(rows, {"N": 2, "H": 1, "D": 1}, 3)
+    assert query.ravel().tolist() == [0, 10]
+    assert key.ravel().tolist() == [1, 11]
+    assert value.ravel().tolist() == [2, 12]
+
+
+@pytest.mark.parametrize("name", GOLDEN_FAMILIES)
+def test_golden_models_come_back_bit_for_bit(name, tmp_path):
+    config, tensors, _ = golden(name)
+    weights = FolderWeights(write(tmp_path, config, tensors))
+    found = exported(weights)
+    if name == "gptneox":
+        found["lm_head.weight"] = found.pop("embed_out.weight")
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]  # a copy of the token table, which nobody needs
+    same_bits(found, tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", DESCENDANTS)
+def test_descendants_of_llama_come_back_bit_for_bit(model_type, dtype, tmp_path):
+    config, tensors = random(model_type, dtype)
+    same_bits(exported(FolderWeights(write(tmp_path, config, tensors))), tensors)
+
+
+def test_names_without_the_prefix_and_buffers_are_read(tmp_path):
+    # As in the first GPT-2 on the hub.
+    config, tensors, _ = golden("gpt2")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    mask = {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}
+    same_bits(exported(FolderWeights(write(tmp_path, config, bare | mask))), tensors)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_key_of_the_model_is_decided(model_type):
+    # A new key that a family neither fixes nor writes would be lost on export.
+    only_how = {"attention", "attention_block_size", "logits_dot_in_fp32"}
+    family = FAMILIES[model_type]
+    settled = {*family.parts, *(name for setting in family.settings for name in setting.ours)}
+    parts = {"block", "position", "attention", "feed_forward", "head"}
+    wanted = {
+        key.name
+        for key in all_keys().values()
+        if key.section[0] == "model" and key.section[-1] in parts
+    }
+    switched_off = {"rotary_pct", "rope_max_timescale"}  # with learned positions
+    if family.parts["position_embedding"] != "learned":
+        switched_off = {"trainable_position_size"}
+    if family.parts["normalization_type"] == "rms_norm":
+        switched_off |= {"normalization_bias"}
+    assert wanted - settled - only_how <= switched_off
+
+
+@pytest.mark.parametrize("name", [*GOLDEN_FAMILIES, *DESCENDANTS])
+def test_config_json_there_and_back(name):
+    config = golden(name)[0] if name in GOLDEN_FAMILIES[:2] else random(name)[0]
+    family = family_of(config, "here")
+    ours = configure(**to_keys(family, config, "here", {}))
+    written = to_config_json(family, ours)
+    again = configure(**to_keys(family, written, "there", {}))
+    assert our_values(again) == our_values(ours)
+    assert find_family(ours, family.model_type) is family
+    assert to_config_json(family, again) == written
+
+
+def test_newer_and_older_spellings_mean_the_same():
+    config, _ = random("llama")
+    del config["rope_theta"]
+    family = FAMILIES["llama"]
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for spelling in (newer, {"rope_theta": 5e5, "rope_scaling": None}):
+        keys = to_keys(family, config | spelling, "here", {})
+        assert keys["rope_max_timescale"] == 5e5
+    silent = to_keys(family, config, "here", {})
+    assert silent["rope_max_timescale"] == 10_000.0  # what transformers takes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3: only default"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_type=linear: only default"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act=xielu: only silu or"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: only False"),
+        ("mistral", {"sliding_window": 8}, "sliding_window=8 is below the length of 32 tokens"),
+        ("llama", {"model_type": "gemma"}, "its norms multiply by 1 \\+ weight"),
+        ("llama", {"model_type": "opt"}, "model_type=opt cannot be converted"),
+        ("llama", {"model_type": None}, "has no model_type"),
+    ],
+)
+def test_what_our_parts_cannot_do_is_refused_by_name(model_type, change, message):
+    config = random(model_type)[0] | change
+    with pytest.raises(UserError, match=message):
+        to_keys(family_of(config, "here"), config, "here", {})
+
+
+def test_a_window_that_texts_do_not_exceed_is_no_obstacle():
+    config = random("mistral")[0] | {"sliding_window": 8}
+    keys = to_keys(FAMILIES["mistral"], config, "here", {"max_target_length": 8})
+    assert keys["max_target_length"] == 8
+
+
+def test_all_refusals_come_in_one_message():
+    config = random("llama")[0] | {"hidden_act": "xielu", "partial_rotary_factor": 0.5}
+    with pytest.raises(UserError) as caught:
+        to_keys(FAMILIES["llama"], config, "here", {})
+    assert "hidden_act=xielu" in str(caught.value)
+    assert "partial_rotary_factor=0.5" in str(caught.value)
+
+
+def test_a_model_that_no_family_has():
+    config = configure(position_embedding="none", vocab_size=64)
+    with pytest.raises(UserError, match=r"llama: position_embedding=none, not rotary"):
+        find_family(config, "")
+    with pytest.raises(UserError, match=r"family=qwen3 has other parts"):
+        find_family(configure(vocab_size=64), "qwen3")
+
+
+def test_sizes_are_those_after_scaling():
+    config = configure(global_parameter_scale=8, vocab_size=64)
+    written = to_config_json(FAMILIES["llama"], config)
+    assert written["hidden_size"] == 2 * config.model.shape.base_emb_dim
+    assert written["num_hidden_layers"] == 2 * config.model.shape.base_num_decoder_layers

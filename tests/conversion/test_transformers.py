@@ -1,0 +1,72 @@
+"""Against transformers itself: what it writes is read, and what is written it computes with."""
+
+import pytest
+
+from MaxText.conversion import request
+from MaxText.conversion.converting import convert
+
+torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
+transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+MODELS = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
+             "vocab_size": 96, "initializer_range": 0.3},
+    "gpt_neox": SIZES | {"rotary_pct": 0.5, "use_parallel_residual": False},
+    "llama": SIZES | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
+                      "tie_word_embeddings": True, "rope_theta": 5e5},
+    "mistral": SIZES | {"num_key_value_heads": 2, "head_dim": 16},
+    "qwen2": SIZES | {"num_key_value_heads": 1},
+    "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+def saved(model_type, folder, dtype="float32", **how):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def run(*arguments):
+    lines = []
+    convert(request.read(arguments), lines.append)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_both_ways_agree(model_type, tmp_path):
+    dtype = {"mistral": "bfloat16", "gpt2": "float16"}.get(model_type, "float32")
+    original = saved(model_type, tmp_path / "hf", dtype, max_shard_size="20KB")
+    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
+    assert "Verified: logits differ by at most" in said
+    said = run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'again'}", "--verify")
+    assert "Verified: logits differ by at most" in said
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert loaded.dtype == getattr(torch, dtype)
+    wanted = original.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_the_older_format_of_torch(tmp_path):
+    model = saved("qwen2", tmp_path / "hf", "bfloat16")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
+    assert "Verified" in said
