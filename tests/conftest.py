@@ -1,6 +1,7 @@
 """Settings that must be in place before jax starts."""
 
 import os
+import signal
 
 import pytest
 
@@ -28,3 +29,11 @@ def users_environment():
     return {name: value for name, value in os.environ.items() if not name.startswith("M_")} | {
         "XLA_FLAGS": _USERS_FLAGS
     }
+
+
+@pytest.fixture
+def ctrl_c_counts():
+    """For tests of Ctrl-C: shells start background jobs, such as these tests, with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -98,7 +98,7 @@ def test_a_run_that_diverges_is_a_result(trained, configs):
     assert trained == []
 
 
-def test_ctrl_c_ends_the_run_and_the_same_command_goes_on(trained, configs):
+def test_ctrl_c_ends_the_run_and_the_same_command_goes_on(trained, configs, ctrl_c_counts):
     (configs / "stop").touch()
     events = configs / "out" / "a" / "seed_0" / "events.jsonl"
 

@@ -448,7 +448,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def test_ctrl_c_stops_without_traceback_and_the_command_goes_on(corpus, tmp_path):
+def test_ctrl_c_stops_without_traceback_and_the_command_goes_on(corpus, tmp_path, ctrl_c_counts):
     script = str(REPOSITORY / "MaxText" / "prepare_data.py")
     keys = [f"prepare_source={corpus[0]}", "dataset_path=d", "tokenizer_path=bytes"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

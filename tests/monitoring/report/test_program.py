@@ -115,7 +115,7 @@ def test_watching_ends_with_the_run(users_environment, tmp_path):
     assert "completed" in page.read_text()
 
 
-def test_ctrl_c_ends_watching(users_environment, tmp_path):
+def test_ctrl_c_ends_watching(users_environment, tmp_path, ctrl_c_counts):
     run = RunFiles(tmp_path / "run")
     run.start()
     run.write(old=False)
