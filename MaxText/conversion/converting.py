@@ -99,13 +99,14 @@ def _from_folder(request: Request, show: Show) -> None:
         _to_program(request, weights, show)
         return
     _show_memory(run_folder.peak_bytes(weights), show)
-    if weights.stored_format == "float16":
-        show("float16 becomes float32, which holds each of its numbers")
+    widened = weights.widened
+    for narrow in sorted(set(widened.values())):
+        show(f"{narrow} becomes float32, which holds each of its numbers")
     generation = source / GENERATION_CONFIG
     note = {
         "config": weights.config_json,
         "generation_config": read_json(generation) if generation.is_file() else None,
-        "format": weights.stored_format,
+        "formats": widened,
     }
     comment = [f"Model of {source.name} ({weights.family.architecture}), imported by convert.py."]
     with run_folder.whole_or_nothing(request.target) as partial:
@@ -155,8 +156,7 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     family = _family(weights, request.family, kept.get("model_type", ""))
-    dtype = request.dtype or ("float16" if note.get("format") == "float16" else "")
-    export = exporting.FolderExport(weights, family, dtype)
+    export = exporting.FolderExport(weights, family, request.dtype, note.get("formats"))
     tokenizer, absent = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
@@ -169,7 +169,7 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
         exporting.write_configs(partial, config_json, note.get("generation_config"))
         files = export.write(partial, request.max_shard_bytes)
         if request.verify:
-            verification.verify(weights, partial, str(request.target), show)
+            verification.verify(weights, partial, str(request.target), show, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
     names = ["config.json", GENERATION_CONFIG, shards, *copied]
     show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
@@ -208,6 +208,7 @@ def _to_program(request: Request, weights: Weights, show: Show) -> None:
     length = request.length or longest
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
+    stablehlo.check_free(request.target)
     stablehlo.check_size(weights)
     _show_memory(stablehlo.peak_bytes(weights), show)
     stablehlo.write(weights, length, request.target, show)

@@ -27,22 +27,27 @@ class FolderExport:
       planned: every tensor to be written.
     """
 
-    def __init__(self, weights: Weights, family: Family, dtype: str):
+    def __init__(
+        self,
+        weights: Weights,
+        family: Family,
+        dtype: str,
+        formats: Mapping[str, str] | None = None,
+    ):
         """
         Args:
           dtype: format of all tensors, or "" for the one that each array is stored in.
+          formats: of tensors that an import made wider: without `dtype` they are that again.
         """
         self.weights, self.family = weights, family
         self.map = TensorMap(family, weights.model)
-        self._dtype = dtype
-        self.planned: dict[str, Planned] = {
-            tensor.name: Planned(tensor.shape, self._format(tensor.row.ours))
-            for tensor in self.map.tensors
-        }
+        self.planned: dict[str, Planned] = {}
+        for tensor in self.map.tensors:
+            narrow = dtype or (formats or {}).get(tensor.name)
+            wanted = np.dtype(narrow) if narrow else self._format(tensor.row.ours)
+            self.planned[tensor.name] = Planned(tensor.shape, wanted)
 
     def _format(self, ours: tuple[str, ...]) -> np.dtype:
-        if self._dtype:
-            return np.dtype(self._dtype)
         formats = {self.weights.formats[name].name for name in ours}
         return np.dtype(formats.pop() if len(formats) == 1 else "float32")
 

@@ -123,6 +123,12 @@ class TensorFiles:
                 if not isinstance(weights, Mapping) or not weights:
                     raise UserError(f"{index} has no weight_map. Copy it again.")
                 for tensor, file in weights.items():
+                    # A link of the hub's cache leads elsewhere, a name in an index does not.
+                    if Path(str(file)).is_absolute() or ".." in Path(str(file)).parts:
+                        raise UserError(
+                            f"{index} names {file}, which is outside of its folder. Only files "
+                            "below it are read: copy the folder again from where you trust."
+                        )
                     by_file.setdefault(self.folder / str(file), []).append(tensor)
                 if absent := [file for file in by_file if not file.is_file()]:
                     raise UserError(
@@ -149,6 +155,8 @@ class TensorFiles:
             else:
                 tensor = handle[name]
                 kind = str(tensor.dtype).removeprefix("torch.")
+                if str(tensor.layout) != "torch.strided":
+                    kind = str(tensor.layout).removeprefix("torch.")
                 found[name] = Found(tuple(tensor.shape), kind, file)
         return found
 
@@ -156,6 +164,10 @@ class TensorFiles:
         """The file, mapped and not read; one is open at a time."""
         if self._opened is not None and self._opened[0] == file:
             return self._opened[1]
+        try:
+            file.open("rb").close()  # safetensors says "no such file" of one that may not be read
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}.") from error
         self._opened = (file, _open_safetensors(file) if file.suffix == ".safetensors"
                         else _open_torch(file))  # fmt: skip
         return self._opened[1]
@@ -166,7 +178,7 @@ class TensorFiles:
         handle = self._open(found.file)
         if found.file.suffix == ".safetensors":
             return handle.get_tensor(name)
-        tensor = handle[name].contiguous()
+        tensor = handle[name].detach().contiguous()
         if found.format == "bfloat16":
             import torch  # pyright: ignore[reportMissingImports]
 
@@ -196,11 +208,20 @@ def _open_torch(file: Path) -> Any:
             "A model.safetensors needs nothing."
         ) from error
     import pickle
+    import zipfile
 
     try:
-        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0][:200]
+        # Before torch 1.6 files were no archives, and cannot be mapped: all of one is in memory.
+        mapped = zipfile.is_zipfile(file)
+        state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{file} is damaged, or holds other objects than tensors, which could run any program "
+            "when loaded and are refused. Copy it again, or use a model.safetensors."
+        ) from error
+    # What is no file of torch at all gives any of these.
+    except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError) as error:
+        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         raise UserError(f"{file} cannot be read by torch: {reason}. Copy it again.") from error
     if not isinstance(state, Mapping):
         raise UserError(f"{file} holds no table of tensors.")

@@ -114,13 +114,14 @@ class FolderWeights:
         return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
 
     @property
-    def stored_format(self) -> str:
-        """The format that most numbers of the folder have."""
-        sizes: dict[str, int] = {}
-        for name in self._names.values():
-            found = self.files.found[name]
-            sizes[found.format] = sizes.get(found.format, 0) + int(np.prod(found.shape))
-        return max(sizes, key=lambda name: sizes[name])
+    def widened(self) -> dict[str, str]:
+        """Formats of the tensors that are stored in a narrower one than our array of them."""
+        stored = {tensor: self.files.found[name].format for tensor, name in self._names.items()}
+        return {
+            tensor.name: stored[tensor.name]
+            for tensor in self.map.tensors
+            if stored[tensor.name] != self.formats[tensor.row.ours[0]].name
+        }
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours, all layers stacked."""

@@ -130,8 +130,11 @@ def _take_options(request: Request, given: dict[str, str]) -> None:
 def _take_places(request: Request, given: dict[str, str]) -> None:
     for name in ("from", "to"):
         if not given.get(name):
+            alike = nearest(name, request.keys)
+            meant = f" Did you mean {name}= by {alike[0]}=?" if alike else ""
             raise UserError(
-                f"{name}= is missing. Write: convert.py from=SOURCE to=TARGET; --help shows which."
+                f"{name}= is missing.{meant} Write: convert.py from=SOURCE to=TARGET; --help shows "
+                "which."
             )
     source, target = given["from"], given["to"]
     if source.startswith(MAXTEXT):
@@ -156,6 +159,11 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
     kinds = (request.source_kind, request.target_kind)
     if kinds == ("hf", "hf"):
         raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
+    if request.source_kind == "run" and Path(request.source).expanduser().is_file():
+        raise UserError(
+            f"from={request.source} is a file. Name the folder of a run, or hf:FOLDER with "
+            "config.json and the weights."
+        )
     if kinds == ("run", "run"):
         raise UserError(
             f"from={request.source} is a run of this program already. To export it, write "

@@ -38,7 +38,11 @@ def check_free(target: Path) -> None:
     """
     if re.match(r"\w+:/", str(target)):
         raise UserError(f"to={target} is in a bucket; write to a local disk and copy the result.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    try:
+        taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    except OSError as error:
+        raise UserError(f"to={target} cannot be used: {error.strerror}.") from error
+    if taken:
         raise UserError(f"to={target} exists already. Remove it, or choose another name.")
 
 

@@ -26,11 +26,11 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
       UserError: it names none, or one without a table.
     """
     model_type = config.get("model_type")
+    known = ", ".join(FAMILIES)
+    if not isinstance(model_type, str):
+        raise UserError(f"{where}: config.json has no model_type. Known here: {known}.")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    known = ", ".join(FAMILIES)
-    if model_type is None:
-        raise UserError(f"{where}: config.json has no model_type. Known here: {known}.")
     reason = WITHOUT_PARTS.get(model_type)
     because = f": {reason}" if reason else ""
     raise UserError(
@@ -51,13 +51,14 @@ def to_keys(
     Raises:
       UserError: everything in it that our parts cannot do, in one message.
     """
-    config = _flattened(config)
+    config = _flattened(config, where)
     problems: list[str] = []
     keys: dict[str, Any] = {"decoder_block": family.decoder_block, **family.parts}
     for setting in family.settings:
         value = _value(setting, config)
         if value is REQUIRED:
-            problems.append(f"{setting.name} is missing")
+            why = ", and the other sizes do not give it" if callable(setting.default) else ""
+            problems.append(f"{setting.name} is missing{why}")
             continue
         ours = _ours(setting, value)
         if ours is REQUIRED:
@@ -72,7 +73,9 @@ def to_keys(
         shorter = str(given.get("max_target_length", ""))
         # What is no number is for the configuration to refuse.
         length = int(shorter) if shorter.isdecimal() else length
-        if window is not None and window < length:
+        if window is not None and not isinstance(window, int | float):
+            problems.append(f"{name}={window} is no number of tokens")
+        elif window is not None and isinstance(length, int | float) and window < length:
             problems.append(
                 f"{name}={window} is below the length of {length} tokens, and attention has no "
                 f"window here. Up to {window} tokens both are the same: add "
@@ -85,10 +88,15 @@ def to_keys(
     return with_effect(keys, keys)
 
 
-def _flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """config.json without nulls, and what newer and older versions nest, under its plain names."""
     plain = {name: value for name, value in config.items() if value is not None}
-    nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    nested: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: config.json: {name}={value} is no JSON object.")
+        nested |= value
     if "type" in nested:
         nested.setdefault("rope_type", nested["type"])
     for name in ("rope_theta", "partial_rotary_factor", "rope_type"):
@@ -110,8 +118,8 @@ def _value(setting: Setting, config: Mapping[str, Any]) -> Any:
         return setting.default
     try:
         return setting.default(config)
-    except KeyError:
-        return REQUIRED  # the other key is missing, and says so itself
+    except (KeyError, TypeError, ZeroDivisionError):
+        return REQUIRED  # the other key is missing or no size, which is said as well
 
 
 def _ours(setting: Setting, value: Any) -> Any:

@@ -48,6 +48,18 @@ def exported(weights: Weights, length: int) -> export.Exported:
     return export.export(jax.jit(forward), platforms=PLATFORMS)(shape)
 
 
+def readme_of(target: Path) -> Path:
+    """The file beside a program that says how to run it."""
+    return target.with_name(f"{target.name}.README.md")
+
+
+def check_free(target: Path) -> None:
+    """Raises a UserError where the program or its README would replace something."""
+    for path in (target, readme_of(target)):
+        if path.exists():
+            raise UserError(f"to={target}: {path} exists already. Remove it, or choose another.")
+
+
 def check_size(weights: Weights) -> None:
     """Raises a UserError for weights that are too large for constants of a program."""
     size = sum(num_bytes(weights).values())
@@ -66,17 +78,19 @@ def peak_bytes(weights: Weights) -> int:
 def write(weights: Weights, length: int, target: Path, show: Callable[[str], None]) -> None:
     """Writes the program to `target`, and how to run it to `target`.README.md."""
     partial = target.with_name(f".{target.name}.partial")
+    readme = readme_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(exported(weights, length).serialize())
         vocab_size = weights.config.model.shape.vocab_size
         text = _README.format(name=target.name, length=length, vocab_size=vocab_size)
-        readme = target.with_name(f"{target.name}.README.md")
         readme.write_text(text, encoding="utf-8")
         partial.replace(target)
     except OSError as error:
         raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
     finally:
         partial.unlink(missing_ok=True)
+        if not target.exists():
+            readme.unlink(missing_ok=True)
     size = math.ceil(target.stat().st_size / 2**20)
     show(f"Wrote {target} ({size:,} MiB) and {readme.name}")

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
@@ -19,6 +21,7 @@ _FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+_TABLES = ("vocab.json", "added_tokens.json")
 
 
 def check_ids(folder: Path, vocab_size: int) -> None:
@@ -27,18 +30,28 @@ def check_ids(folder: Path, vocab_size: int) -> None:
     Raises:
       UserError: it makes larger ids, or cannot be read.
     """
-    if not (folder / TOKENIZER_NAME).is_file():
+    path = folder / TOKENIZER_NAME
+    if path.is_file():
+        _check_largest(path, _vocabulary(path), vocab_size)
         return
+    # Older tokenizers are a table of the vocabulary and one of what was added.
+    for path in (folder / name for name in _TABLES if (folder / name).is_file()):
+        _check_largest(path, read_json(path), vocab_size)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
     import tokenizers
 
-    path = folder / TOKENIZER_NAME
     try:
-        vocabulary = tokenizers.Tokenizer.from_str(read_text(path)).get_vocab()
+        return tokenizers.Tokenizer.from_str(read_text(path)).get_vocab()
     except UserError:
         raise
     except Exception as error:  # the library raises nothing more precise
         raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
-    largest = max(vocabulary.values(), default=-1)
+
+
+def _check_largest(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -> None:
+    largest = max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=-1)
     if largest >= vocab_size:
         raise UserError(
             f"{path} makes ids up to {largest}, but the model has vocab_size={vocab_size} rows "

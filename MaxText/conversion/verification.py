@@ -47,19 +47,21 @@ def check_installed() -> None:
         ) from error
 
 
-def compare(weights: Weights, folder: Path) -> Agreement:
+def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     """Runs the same random tokens through both.
 
     Args:
       weights: ours.
       folder: what transformers loads.
+      dtype: the format that the folder's tensors were rounded to; ours are then rounded as well,
+        so that what is compared is the model and not the rounding.
     """
     section = weights.config.model
     length = min(_LENGTH, section.shape.max_target_length)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, section.shape.vocab_size, (_ROWS, length)).astype(np.int32)
     theirs = _their_logits(folder, tokens)
-    ours = _our_logits(weights, tokens)
+    ours = _our_logits(weights, tokens, dtype)
     return Agreement(
         logits_difference=float(np.abs(ours - theirs).max()),
         largest_logit=float(np.abs(theirs).max()),
@@ -68,14 +70,19 @@ def compare(weights: Weights, folder: Path) -> Agreement:
     )
 
 
-def _our_logits(weights: Weights, tokens: np.ndarray) -> np.ndarray:
+def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
     section = weights.config.model
     numerics = section.numerics.model_copy(
         update={"dtype": "float32", "matmul_precision": "highest"}
     )
     section = section.model_copy(update={"numerics": numerics})
     model = Model(resolve(section, "cpu")[0])
-    params = nested({name: weights.read(name) for name in model.parameters})
+    params = nested(
+        {
+            name: weights.read(name).astype(dtype or weights.formats[name])
+            for name in model.parameters
+        }
+    )
 
     @jax.jit
     def run(params, tokens_BT):
@@ -107,16 +114,19 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     return float((normalizer - chosen).mean())
 
 
-def verify(weights: Weights, folder: Path, shown: str, show: Callable[[str], None]) -> None:
+def verify(
+    weights: Weights, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
+) -> None:
     """Compares, says what was found, and refuses a folder that computes something else.
 
     Args:
       shown: how messages name the folder.
+      dtype: the format that the folder's tensors were rounded to.
 
     Raises:
       UserError: logits or loss differ by more than the tolerance.
     """
-    found = compare(weights, folder)
+    found = compare(weights, folder, dtype)
     line = (
         f"logits differ by at most {found.logits_difference:.2g} (largest logit "
         f"{found.largest_logit:.3g}), loss {found.our_loss:.6f} here and {found.their_loss:.6f} in "

@@ -7,6 +7,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -90,6 +91,20 @@ def test_every_format_comes_back_bit_for_bit(dtype, here):
     assert json.loads((here / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
 
 
+def test_a_mix_of_formats_comes_back_bit_for_bit(here):
+    config, tensors = random("qwen3", "float16")
+    exact = np.full(tensors["model.norm.weight"].shape, 0.1, np.float32)  # no float16
+    tensors |= {"model.norm.weight": exact}
+    narrow = tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.1.mlp.up_proj.weight"] = narrow.astype(ml_dtypes.bfloat16)
+    write(here / "hf", config, tensors)
+    said = run("from=hf:hf", "to=run")
+    assert "bfloat16 becomes float32" in said
+    assert "\nfloat16 becomes float32" in said
+    run("from=run", "to=hf:out")
+    same_bits(load_file(here / "out" / "model.safetensors"), tensors)
+
+
 def test_float16_that_is_too_small_for_a_number(here):
     config, tensors = random("qwen3")
     tensors["model.norm.weight"][0] = 70_000
@@ -147,6 +162,12 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
     assert len(calls) == (1 if first else 4)
     # Whoever waits for the program to end would wait for such threads.
     assert threading.active_count() <= threads
+
+
+def test_a_target_that_cannot_be(here):
+    write(here / "hf", *random("llama"))
+    with pytest.raises(UserError, match="cannot be used: File name too long"):
+        run("from=hf:hf", f"to={'a' * 300}")
 
 
 def test_a_target_that_exists_is_not_touched(here):
@@ -257,6 +278,19 @@ def test_an_exported_program_runs_without_this_package(here, users_environment):
     subprocess.run(
         [sys.executable, "-I", "-c", program], cwd=here / "out", env=environment, check=True
     )
+
+
+@pytest.mark.parametrize("taken", ["forward/", "forward.README.md"])
+def test_a_program_replaces_nothing(taken, here):
+    write(here / "hf", *random("llama"))
+    if taken.endswith("/"):
+        (here / taken).mkdir()
+    else:
+        (here / taken).write_text("mine")
+    before = names(here)
+    with pytest.raises(UserError, match="exists already"):
+        run("from=hf:hf", "export=stablehlo", "to=forward", "length=8")
+    assert names(here) == before
 
 
 def test_a_length_above_that_of_the_model(here):

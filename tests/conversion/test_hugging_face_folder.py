@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +62,16 @@ def test_a_shard_without_a_tensor_of_the_index(tmp_path):
     save_file({"other": np.zeros(2, np.float32)}, tmp_path / "model" / names[0])
     with pytest.raises(UserError, match="the index says that it holds"):
         TensorFiles(tmp_path / "model")
+
+
+def test_an_index_that_leads_out_of_its_folder(folder):
+    outside = folder.parent / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    for file in ("../outside.safetensors", str(outside)):
+        index = {"weight_map": {"model.norm.weight": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match="outside of its folder"):
+            FolderWeights(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
@@ -145,3 +156,20 @@ def test_a_tokenizer_with_more_ids_than_rows(tmp_path):
     check_ids(tmp_path, 41)
     with pytest.raises(UserError, match="makes ids up to 40, but the model has vocab_size=40"):
         check_ids(tmp_path, 40)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "added_tokens.json"])
+def test_an_older_tokenizer_with_more_ids_than_rows(name, tmp_path):
+    (tmp_path / name).write_text(json.dumps({"a": 0, "b": 40}))
+    check_ids(tmp_path, 41)
+    with pytest.raises(UserError, match=rf"{name} makes ids up to 40"):
+        check_ids(tmp_path, 40)
+
+
+def test_a_file_that_may_not_be_read(folder, monkeypatch):
+    def refuse(path, *arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read: Permission denied"):
+        TensorFiles(folder)

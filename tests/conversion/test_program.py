@@ -45,6 +45,9 @@ def test_help(tmp_path, users_environment):
     [
         (["from=a"], "to= is missing"),
         (["to=a"], "from= is missing"),
+        (["form=a", "to=b"], "from= is missing. Did you mean from= by form=?"),
+        (["from=a", "tos=b"], "to= is missing. Did you mean to= by tos=?"),
+        ([f"from={__file__}", "to=a"], "is a file. Name the folder of a run, or hf:FOLDER"),
         (["run", "to=a"], "run: no such option"),
         (["from=a", "to=hf:b", "--verfy"], "Did you mean --verify"),
         (["from=hf:a", "to=hf:b"], "copy the folder instead"),

@@ -4,6 +4,7 @@ import pytest
 
 from MaxText.conversion import request
 from MaxText.conversion.converting import convert
+from MaxText.errors import UserError
 
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
@@ -27,6 +28,9 @@ MODELS = {
     "qwen2": SIZES | {"num_key_value_heads": 1},
     "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
 }  # fmt: skip
+
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def saved(model_type, folder, dtype="float32", **how):
@@ -64,9 +68,55 @@ def test_both_ways_agree(model_type, tmp_path):
         assert torch.equal(tensor, wanted[name]), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_that_rounds_is_verified(dtype, tmp_path):
+    saved("qwen3", tmp_path / "hf")
+    run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}")
+    said = run(
+        f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}", "--verify", f"dtype={dtype}"
+    )
+    assert "Verified: logits differ by at most" in said
+
+
 def test_the_older_format_of_torch(tmp_path):
     model = saved("qwen2", tmp_path / "hf", "bfloat16")
     (tmp_path / "hf" / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    file = tmp_path / "hf" / "pytorch_model.bin"
+    torch.save(model.state_dict(), file)
     said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
     assert "Verified" in said
+    # Parameters instead of their numbers, in the format before torch 1.6.
+    torch.save(dict(model.named_parameters()), file, _use_new_zipfile_serialization=False)
+    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'older'}", "--verify")
+    assert "Verified" in said
+
+
+class _Unsafe:
+    """Runs a program when it is unpickled."""
+
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b""), "cannot be read by torch"),
+        (lambda path: path.write_bytes(b"hello world"), "cannot be read by torch|is damaged"),
+        (lambda path: torch.save({"a": _Unsafe()}, path), "which could run any program"),
+        (lambda path: torch.save([1], path), "holds no table of tensors"),
+        (
+            lambda path: torch.save({EMBEDDING: torch.zeros(96, 32).to_sparse()}, path),
+            f"other kind  {EMBEDDING}: stored sparse_coo",
+        ),
+    ],
+    ids=["empty", "text", "unsafe", "list", "sparse"],
+)
+def test_torch_files_that_cannot_be_used(make, message, tmp_path, capsys):
+    saved("qwen2", tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    make(tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=message):
+        run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}")
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run").exists()
