@@ -149,6 +149,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[G
     ]
 
 
+TABLE_NOTE = "Means over the seeds whose runs completed; loss in nats per token, sd over seeds."
 HEADER = (
     "configuration", "validation loss", "sd", "runs", "perplexity", "parameters", "FLOPs",
     "tokens", "train seconds",
@@ -247,7 +248,7 @@ def text_lines(groups: Sequence[Group], plan: Plan) -> list[str]:
     """Table and sentences for the terminal."""
     return [
         *aligned(HEADER, table_rows(groups)),
-        "Means over the seeds whose runs completed; loss in nats per token, sd over seeds.",
+        TABLE_NOTE,
         "",
         *sentences(groups, plan),
     ]

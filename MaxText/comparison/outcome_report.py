@@ -27,7 +27,7 @@ def sections(
     found = Section(
         "Result",
         [
-            "Means over the seeds whose runs completed; loss in nats per token, sd over seeds.",
+            outcome.TABLE_NOTE,
             *outcome.sentences(groups, plan),
         ],
         Table(outcome.HEADER, outcome.table_rows(groups)),

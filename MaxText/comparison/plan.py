@@ -238,18 +238,15 @@ class Run:
 
 def runs_of(plan: Plan, variants: Sequence[Variant]) -> list[Run]:
     """Every run, seed by seed, so that a comparison that is stopped leaves whole pairs."""
-    return [
-        Run(
-            variant.label,
-            seed,
-            run_config(variant.config, plan.planned[variant.label].changes, plan.folder
-                       / variant.label / run_name(seed), seed),
-            plan.folder / variant.label / run_name(seed),
-            plan.planned[variant.label].seconds or plan.planned[variant.label].flops,
-        )
-        for seed in plan.seeds
-        for variant in variants
-    ]  # fmt: skip
+    runs = []
+    for seed in plan.seeds:
+        for variant in variants:
+            planned = plan.planned[variant.label]
+            folder = plan.folder / variant.label / run_name(seed)
+            config = run_config(variant.config, planned.changes, folder, seed)
+            weight = planned.seconds or planned.flops
+            runs.append(Run(variant.label, seed, config, folder, weight))
+    return runs
 
 
 def run_config(config: Config, changes: Mapping[str, Any], folder: Path, seed: int) -> Config:

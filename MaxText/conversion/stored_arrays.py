@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +33,6 @@ class StoredArrays:
         # Optimizer states hold entries without an array.
         arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
         self.leaves: dict[str, Leaf] = leaves_by_path(arrays)
-        self._restore: Any = None
 
     def read(self, path: str) -> np.ndarray:
         """One array in its own format.

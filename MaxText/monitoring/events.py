@@ -38,12 +38,6 @@ PHASES: dict[str, str] = {
 REPEATED = ("step", "skip", "rewind", "evaluation", "checkpoint", "sample")
 
 
-class Readable(Protocol):
-    """What has a line for people beside its numbers."""
-
-    def line(self) -> str: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Event:
     """One thing that happened.

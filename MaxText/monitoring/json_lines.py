@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -67,7 +67,7 @@ class JsonLines:
         if not self.path.exists():
             return []
         text = self.path.read_text()
-        kept = [line for line, row in _rows(text) if keep(row)]
+        kept = [line for line, row in _rows(text.split("\n")) if keep(row)]
         wanted = "".join(line + "\n" for line in kept)
         if wanted != text:
             temporary = self.path.parent / f"{self.path.name}.rewriting"
@@ -79,12 +79,20 @@ class JsonLines:
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
     """All whole rows of a file; none if it does not exist."""
     path = epath.Path(path)
-    return [row for _, row in _rows(path.read_text())] if path.exists() else []
+    return [row for _, row in _rows(path.read_text().split("\n"))] if path.exists() else []
 
 
-def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
+    """The same one at a time, without holding the file: that of a long run is large."""
+    path = epath.Path(path)
+    if path.exists():
+        with path.open() as lines:
+            yield from (row for _, row in _rows(lines))
+
+
+def _rows(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Lines with what they hold, one at a time: those of a long run are many."""
-    for line in text.split("\n"):
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:

@@ -11,7 +11,6 @@ The exception is a restart with another configuration: W&B keeps the first versi
 both attempts did.
 """
 
-import contextlib
 import importlib.util
 import json
 import pathlib
@@ -27,6 +26,7 @@ from etils import epath
 from MaxText.configuration.training_sections import Monitoring
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE, Event
+from MaxText.monitoring.json_lines import stream_rows
 from MaxText.monitoring.sinks.offline_history import next_step
 
 # Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null}.
@@ -197,15 +197,11 @@ class WeightsAndBiases:
 
     def _rows_before_restart(self, lacking: int) -> Iterator[dict[str, Any]]:
         """Rows of earlier attempts that W&B lacks, read line by line as there may be many."""
-        path = self._folder / EVENTS_FILE
-        if lacking >= self._first_step or not path.exists():
+        if lacking >= self._first_step:
             return
-        with path.open() as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):  # a line cut off by a crash
-                    row = json.loads(line)
-                    if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
-                        yield row
+        for row in stream_rows(self._folder / EVENTS_FILE):
+            if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
+                yield row
 
     def _give_up(self, why: str) -> None:
         """Says once why W&B gets nothing more."""
