@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import layout, reading
+from MaxText.checkpointing import description, layout, reading
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 
@@ -194,11 +194,11 @@ class Checkpoints:
 
         Raises:
           UserError: names or shapes differ.
-          reading.Unreadable: files are damaged.
+          description.Unreadable: files are damaged.
         """
         stored = self.stored(step)
-        metadata = reading.read_metadata(stored)
-        position = reading.read_position(stored)
+        metadata = description.read_metadata(stored)
+        position = description.read_position(stored)
         state = reading.read_state(stored, abstract_state, config_flat or {}, show)
         return state, position, metadata
 

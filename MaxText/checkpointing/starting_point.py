@@ -1,15 +1,15 @@
 """What a run starts from: its newest checkpoint, another run's, given parameters, or nothing."""
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from MaxText.checkpointing import layout, reading
+from MaxText.checkpointing import description, layout, reading
+from MaxText.checkpointing.given_parameters import open_parameters, unreadable_is_user_error
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
@@ -121,7 +121,7 @@ def _show_order(
 
 def _check_is_a_run(stored: layout.Stored) -> None:
     """Refuses to resume from parameters that convert.py wrote into a folder of this name."""
-    if reading.metadata_if_any(stored).get(layout.PARAMETERS_ONLY):
+    if description.metadata_if_any(stored).get(layout.PARAMETERS_ONLY):
         raise UserError(
             f"{stored} holds imported parameters and no train state, so no run can resume there. "
             f"Start another run_name with load_parameters_path={stored.folder.parent.parent}."
@@ -141,7 +141,7 @@ def _resume(
         restored = None
         try:
             restored = checkpoints.restore(step, abstract_state, config_flat, show)
-        except reading.Unreadable as error:
+        except description.Unreadable as error:
             reason = str(error).splitlines()[0][:200]
         if _on_all_processes(restored is not None):
             assert restored is not None
@@ -169,13 +169,13 @@ def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> Start:
     stored = layout.find(path, "load_full_state_path")
-    with _unreadable_is_user_error("load_full_state_path", stored):
+    with unreadable_is_user_error("load_full_state_path", stored):
         position = None
         if (stored.folder / layout.POSITION).exists():
-            position = reading.read_position(stored)
+            position = description.read_position(stored)
         else:
             show(f"  no data position beside {stored}: data begins at its step")
-        metadata = reading.metadata_if_any(stored)
+        metadata = description.metadata_if_any(stored)
         state = reading.read_state(stored, abstract_state, config_flat, show)
     source, first_step = f"full state of {stored}", int(state.step)
     return Start(
@@ -190,51 +190,14 @@ def _load_parameters(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> Start:
-    from MaxText.conversion.hugging_face_folder import is_folder
-
-    if is_folder(path):
-        return _load_folder(path, abstract_state, initialize, config_flat, show)
-    stored = layout.find(path, "load_parameters_path")
-    with _unreadable_is_user_error("load_parameters_path", stored):
-        reading.check_params(stored, abstract_state.params, config_flat)
-        # The fresh parameters are dropped before the stored ones are read: one copy in memory.
-        state = dataclasses.replace(initialize(), params=None)
-        params = reading.read_params(stored, abstract_state.params, config_flat, show)
-    state = dataclasses.replace(state, params=params)
-    metadata = reading.metadata_if_any(stored)
-    source = f"parameters of {stored}"
-    return Start(state, 0, None, source, "parameters", metadata, str(stored), stored.step)
-
-
-def _load_folder(
-    path: str,
-    abstract_state: Any,
-    initialize: Callable[[], Any],
-    config_flat: Mapping[str, Any],
-    show: Show,
-) -> Start:
-    """Parameters of a folder of Hugging Face."""
-    from MaxText.conversion.starting_weights import open_folder
-
-    given = open_folder(path, "load_parameters_path", abstract_state.params, config_flat, show)
-    # As above: one copy of the parameters in memory.
+    params = abstract_state.params
+    given = open_parameters(path, "load_parameters_path", params, config_flat, show)
+    # The fresh parameters are dropped before the stored ones are read: one copy in memory.
     state = dataclasses.replace(initialize(), params=None)
     state = dataclasses.replace(state, params=given.read())
-    metadata = {"config": given.config_flat}
-    source = f"parameters of {given.folder}"
-    return Start(state, 0, None, source, "parameters", metadata, given.folder)
-
-
-@contextlib.contextmanager
-def _unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
-    """A path that the user gave is never replaced by another checkpoint behind their back."""
-    try:
-        yield
-    except reading.Unreadable as error:
-        raise UserError(
-            f"{key}: the checkpoint at {stored} cannot be read: {error}\n"
-            "  Name an older step, or restore the files."
-        ) from error
+    return Start(
+        state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
+    )
 
 
 def _on_all_processes(done: bool) -> bool:

@@ -1,7 +1,7 @@
 """What every program does with its command line: help, --show-config, --why, and mistakes."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from MaxText.configuration import maxtext_report, saved, values
@@ -26,13 +26,17 @@ M_<KEY>, key=value arguments.
 """
 
 
-def parse(program: str, arguments: Sequence[str], usage: str) -> Loaded:
+Load = Callable[..., Loaded]
+
+
+def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load) -> Loaded:
     """Resolves the command line of a program, or answers it and exits.
 
     Args:
       program: name as typed, for example "train.py"; its stem selects the rules of that program.
       arguments: what follows the program's name.
       usage: what the program does and an example, shown by --help.
+      load: (arguments, program or nothing) -> the configuration.
 
     Returns:
       The configuration, when the program shall run.
@@ -42,7 +46,7 @@ def parse(program: str, arguments: Sequence[str], usage: str) -> Loaded:
     """
     remaining = list(arguments)
     try:
-        if answer := _answer(program, remaining, usage):
+        if answer := _answer(program, remaining, usage, load):
             sys.stdout.write(answer)
             raise SystemExit(0)
         return load(remaining, program)
@@ -58,12 +62,12 @@ def fail(error: UserError) -> NoReturn:
     raise SystemExit(error.exit_code)
 
 
-def _answer(program: str, remaining: list[str], usage: str) -> str:
+def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     """Text that an option asks for; empty without option. Takes the option out of `remaining`."""
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
             name = _operand(remaining, index)
-            return _help_key(name, remaining) if name else _help(program, usage)
+            return _help_key(name, remaining, load) if name else _help(program, usage)
         if argument == "--show-config":
             del remaining[index]
             return _show_config(load(remaining))
@@ -119,7 +123,7 @@ def _short(key: Key) -> bool:
     return len(values.to_yaml(key.default)) < 60
 
 
-def _help_key(name: str, remaining: list[str]) -> str:
+def _help_key(name: str, remaining: list[str], load: Load) -> str:
     key = _known(name)
     lines = [key.name, f"  {key.meaning}", f"  section:  {'.'.join(key.section)}"]
     lines.append(f"  accepted: {accepted(key)}")

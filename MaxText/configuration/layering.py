@@ -93,6 +93,19 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnConfiguration:
+    """What weights say of the model they belong to; stands in for a config file.
+
+    Attributes:
+      values: by key.
+      place: where the weights lie.
+    """
+
+    values: Mapping[str, Any]
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Sweep:
     """`sweep:` of a file: the variants of its configuration that compare.py makes.
 
@@ -124,6 +137,7 @@ def gather(
     arguments: Sequence[str],
     overrides: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
+    own: OwnConfiguration | None = None,
 ) -> Gathered:
     """All settings of all layers.
 
@@ -131,8 +145,13 @@ def gather(
       arguments: an optional config path, then key=value.
       overrides: Python values that beat everything (of configure()).
       environment: where M_<KEY> variables are read.
+      own: what the weights say of themselves, below a config file.
     """
     result = Gathered()
+    if own is not None:
+        for name, value in own.values.items():
+            origin = Origin(Layer.SAVED_CONFIG, raw=values.show(value), note=f"of {own.place}")
+            result.settings.append(Setting(name, value, origin, name))
     path, typed = _read_arguments(arguments, result)
     typed += _distinct(
         [

@@ -14,7 +14,7 @@ from typing import Any
 
 from MaxText.configuration import axis_rules, config_files, layering, values
 from MaxText.configuration.catalogue import Key, all_keys, build
-from MaxText.configuration.layering import Gathered, Layer, Origin, Setting
+from MaxText.configuration.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
 from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
 from MaxText.configuration.problems import ConfigurationError, Problem, nearest
 from MaxText.configuration.rules import RULES, Rule
@@ -42,7 +42,11 @@ class Loaded:
 
 
 def load(
-    arguments: Sequence[str], program: str | None = None, *, without_sweep: bool = False
+    arguments: Sequence[str],
+    program: str | None = None,
+    *,
+    without_sweep: bool = False,
+    own: OwnConfiguration | None = None,
 ) -> Loaded:
     """Resolves a command line.
 
@@ -50,11 +54,12 @@ def load(
       arguments: what follows the program's name: an optional config path, then key=value.
       program: for example "train.py"; adds the rules that hold only for that program.
       without_sweep: leave the `sweep:` of a file to the caller instead of refusing it.
+      own: what the weights say of themselves, below a config file.
 
     Raises:
       ConfigurationError: a UserError that lists every problem.
     """
-    gathered = layering.gather(arguments, {}, os.environ)
+    gathered = layering.gather(arguments, {}, os.environ, own)
     if without_sweep:
         gathered.sweep = None
     return _resolve(gathered, program)

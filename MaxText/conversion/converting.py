@@ -111,7 +111,7 @@ def _from_folder(request: Request, show: Show) -> None:
     comment = [f"Model of {source.name} ({weights.family.architecture}), imported by convert.py."]
     with run_folder.whole_or_nothing(request.target) as partial:
         run_folder.write_run(partial, weights, weights.keys, comment, {"hugging_face": note})
-        copied = tokenizer_copy.copy_files(source, partial / run_folder.TOKENIZER)
+        copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
         if request.verify:
             verification.verify(RunWeights(str(partial)), source, str(source), show)
     _show_run(request.target, copied, show)
@@ -120,7 +120,7 @@ def _from_folder(request: Request, show: Show) -> None:
 def _show_run(target: Path, tokenizer: list[str], show: Show) -> None:
     show(
         f"Wrote {target}: {run_folder.CONFIG_YML}, checkpoints/0"
-        + (f", {run_folder.TOKENIZER} ({', '.join(tokenizer)})" if tokenizer else "")
+        + (f", {tokenizer_copy.RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")
     )
     show(
         f"Train from it: python MaxText/train.py {target / run_folder.CONFIG_YML} "

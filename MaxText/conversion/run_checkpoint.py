@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.checkpointing import layout, reading
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any
 from MaxText.configuration.catalogue import all_keys, build
 from MaxText.configuration.schema import Config
 from MaxText.conversion.stored_arrays import StoredArrays
@@ -37,7 +38,7 @@ class RunWeights:
           UserError: no checkpoint, none that can be read, or arrays that do not fit.
         """
         self.stored = layout.find(path, "from")
-        self.metadata = reading.metadata_if_any(self.stored)
+        self.metadata = metadata_if_any(self.stored)
         self.config = given or self._own_config()
         self.model = model_of(self.config)
         self._arrays = StoredArrays(self.stored.items)

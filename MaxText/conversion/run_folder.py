@@ -27,7 +27,6 @@ from MaxText.conversion.weights import Weights, nested, num_bytes
 from MaxText.errors import UserError
 
 CONFIG_YML = "config.yml"
-TOKENIZER = "tokenizer"
 
 
 def check_free(target: Path) -> None:

@@ -10,6 +10,8 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
 
+RUN_FOLDER_NAME = "tokenizer"  # of a run that was imported, beside its checkpoints
+
 # Everything that the tokenizers of transformers read.
 _FILES = (
     TOKENIZER_NAME,
@@ -98,8 +100,8 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
 
 def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
     """The folder of a run's tokenizer, and what to say where there is none to export."""
-    if (run_folder / "tokenizer" / TOKENIZER_NAME).is_file():
-        return run_folder / "tokenizer", ""
+    if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
+        return run_folder / RUN_FOLDER_NAME, ""
     if not dataset_path:
         return None, "the run names no dataset_path; add tokenizer=FOLDER to export a tokenizer"
     data_set = Path(dataset_path).expanduser()

@@ -1,0 +1,145 @@
+"""The tokenizer of trained weights: how a text begins and ends for them. Imports no jax."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText.configuration.schema import Config
+from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
+from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from MaxText.input_pipeline.streams.tokenizer_beside import tokenizer_beside
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTokenizer:
+    """Text as ids and back.
+
+    Attributes:
+      tokenizer: of the text itself.
+      prefix: ids that every text begins with: the beginning-of-text id where the model was trained
+        with one, else none.
+      ends: ids that end a text.
+      folder: folder or file it was read from.
+    """
+
+    tokenizer: TextTokenizer
+    prefix: tuple[int, ...]
+    ends: tuple[int, ...]
+    folder: Path
+
+    def encode(self, text: str) -> list[int]:
+        """Prefix and ids of a text. An empty text without prefix is the end of the one before."""
+        ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
+        return ids or list(self.ends[:1])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without prefix and ends."""
+        control = {*self.prefix, *self.ends}
+        return self.tokenizer.decode([i for i in ids if i not in control])
+
+
+def open_tokenizer(
+    config: Config, weights: str, metadata: Mapping[str, Any] | None = None
+) -> ModelTokenizer:
+    """Finds and loads the tokenizer of trained weights.
+
+    tokenizer_path where it exists here, else what lies with the weights (a folder of Hugging Face,
+    or a run that was imported from one), else the data set's, else tokenizer_path as a hub id.
+
+    Args:
+      weights: TrainedModel.folder.
+      metadata: TrainedModel.metadata.
+
+    Raises:
+      UserError: none found, one that cannot be read, or one with more ids than the model has.
+    """
+    folder = _find(config, weights)
+    asked = config.preparation.tokenizer_path
+    path = str(folder) if folder is not None else asked
+    if not path:
+        raise UserError(
+            f"no tokenizer lies with {weights} or with the data set "
+            f"({config.data.dataset_path or 'dataset_path is not set'}). Name its folder or file "
+            "with tokenizer_path=..."
+        )
+    tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
+    rows = config.model.shape.vocab_size
+    if tokenizer.entry.vocab_size > rows:
+        raise UserError(
+            f"{path} makes ids up to {tokenizer.entry.vocab_size - 1}, and the model has "
+            f"vocab_size={rows} rows for them: it is the tokenizer of another model. Name the "
+            "right one with tokenizer_path=..."
+        )
+    where = Path(path).expanduser()
+    beside = where if where.is_dir() else where.parent
+    begins = config.preparation.add_bos or _begins_with_bos(beside)
+    prefix = _post_processed(beside)
+    if not prefix and begins and tokenizer.entry.bos_id is not None:
+        prefix = (tokenizer.entry.bos_id,)
+    ends = tuple(_ends(Path(weights), metadata or {}))
+    own = tokenizer.entry.eos_id
+    return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
+
+
+def _find(config: Config, weights: str) -> Path | None:
+    """A folder or file here; None where there is none."""
+    asked = config.preparation.tokenizer_path
+    if asked and Path(asked).expanduser().exists():
+        return Path(asked).expanduser()
+    # <run>/checkpoints/<step>: what was imported has its tokenizer in the run folder.
+    step = Path(weights)
+    for place in (step, step.parent.parent / RUN_FOLDER_NAME):
+        if place.is_dir() and (found := tokenizer_beside([str(place / CONFIG)], str(place), "")):
+            return found
+    data = config.data
+    for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
+        folder = Path(location.split(";")[0]).expanduser()
+        if location and folder.exists():
+            probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
+            if found := tokenizer_beside([probe], str(folder), ""):
+                return found
+    return None
+
+
+def _begins_with_bos(folder: Path) -> bool:
+    """Whether documents of the data set there, or texts of the tokenizer there, begin with it."""
+    if (folder / MANIFEST_NAME).is_file():
+        return bool(read_manifest(str(folder)).options.get("add_bos"))
+    return read_json(folder / CONFIG_NAME).get("add_bos_token") is True
+
+
+def _post_processed(folder: Path) -> tuple[int, ...]:
+    """Ids that a tokenizer.json puts before every text. A prepared data set has its own rule."""
+    path = folder / TOKENIZER_NAME
+    if not path.is_file() or (folder / MANIFEST_NAME).is_file():
+        return ()
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(read_text(path))
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[:start])
+    return ()
+
+
+def _ends(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:
+    """Ids that end a text by the files of Hugging Face, or by what an import noted of them."""
+    noted = metadata.get("hugging_face") or {}
+    for name, key in ((GENERATION_CONFIG, "generation_config"), (CONFIG, "config")):
+        value = noted.get(key)
+        if value is None and (weights / name).is_file():
+            value = read_json(weights / name)
+        ids = (value or {}).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        found = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
+        if found:
+            yield from found
+            return

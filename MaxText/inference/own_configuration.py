@@ -1,0 +1,56 @@
+"""The configuration of a program that runs trained weights, which may name the weights alone."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from MaxText.configuration import layering
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.layering import OwnConfiguration
+from MaxText.configuration.loading import Loaded
+from MaxText.configuration.loading import load as load_arguments
+
+_KEY = "load_parameters_path"
+# Sections in which a run's weights decide. Devices, folders and schedules are of the machine and
+# the run that trained.
+_OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation", "sampling")
+
+
+def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
+    """Resolves a command line; without config file and preset, load_parameters_path brings one.
+
+    Args: as of configuration.loading.load.
+
+    Raises:
+      UserError: every problem of the configuration; or no weights where the path points.
+    """
+    gathered = layering.gather(arguments, {}, os.environ)
+    asks = gathered.config_path is not None or gathered.last("model_name") is not None
+    known = all_keys()
+    mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
+    path = gathered.last(_KEY)
+    if asks or mistaken or path is None or not path.origin.raw:
+        return load_arguments(arguments, program)
+    shapes = {s.name: s.value for s in gathered.settings if s.name == "max_target_length"}
+    own = _own_configuration(path.origin.raw, shapes)
+    return load_arguments(arguments, program, own=own)
+
+
+def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | None:
+    from MaxText.conversion import hugging_face_folder
+    from MaxText.conversion.settings import family_of, to_keys
+
+    if hugging_face_folder.is_folder(path):
+        folder = hugging_face_folder.find_folder(path, _KEY)
+        config_json = hugging_face_folder.read_json(folder / hugging_face_folder.CONFIG)
+        keys = to_keys(family_of(config_json, path), config_json, path, given)
+        return OwnConfiguration(keys, path)
+    from MaxText.checkpointing import description, layout
+
+    stored = layout.find(path, _KEY)
+    flat = description.metadata_if_any(stored).get("config")
+    if not flat:
+        return None
+    # A checkpoint of an earlier version may hold keys that have gone since.
+    of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
+    return OwnConfiguration({name: flat[name] for name in flat if name in of_weights}, str(stored))

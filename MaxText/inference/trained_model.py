@@ -1,0 +1,95 @@
+"""A model with its trained weights on the devices: what decode.py and eval.py start from."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.parallelism import start_up
+
+Show = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """Weights that can be run.
+
+    Attributes:
+      config: the whole configuration.
+      model: its parts, with backend defaults resolved (layers.model.Model).
+      layout: the mesh and what lies where (parallelism.mesh.Layout).
+      params: on the devices.
+      source: one line about where they are from.
+      folder: where they lie; a step folder, or a folder of Hugging Face.
+      metadata: what they say of themselves (checkpointing.matching.checkpoint_metadata).
+    """
+
+    config: Config
+    model: Any
+    layout: Any
+    params: Any
+    source: str
+    folder: str
+    metadata: Mapping[str, Any]
+
+
+def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
+    """Reads the weights of load_parameters_path, else of the newest checkpoint of run_name.
+
+    Call start_up.choose_platform first: this imports jax.
+
+    Raises:
+      UserError: no weights, weights of another model, or devices that the mesh does not fit.
+    """
+    import jax
+
+    from MaxText.checkpointing.given_parameters import open_parameters
+    from MaxText.layers.model import Model
+    from MaxText.parallelism import mesh
+    from MaxText.training import backend_defaults
+
+    run = config.run
+    start_up.use_compilation_cache(run.jax_cache_dir)
+    devices = start_up.find_devices(run.hardware)
+    layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    section, _ = backend_defaults.resolve(config.model, devices[0].platform)
+    model = Model(section)
+    path, key = weights_path(config)
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    began = time.perf_counter()
+    given = open_parameters(path, key, abstract, flat(config), show)
+    params = jax.block_until_ready(given.read())
+    show(
+        f"{model.num_parameters:,} parameters of {given.folder} in "
+        f"{time.perf_counter() - began:.1f} s; {section.numerics.dtype} on {len(devices)} x "
+        f"{devices[0].device_kind}"
+    )
+    return TrainedModel(config, model, layout, params, given.source, given.folder, given.metadata)
+
+
+def weights_path(config: Config) -> tuple[str, str]:
+    """Where the weights are and the key that says so.
+
+    Raises:
+      UserError: neither load_parameters_path nor a checkpoint of run_name.
+    """
+    from etils import epath
+
+    from MaxText.checkpointing import layout
+
+    path = config.checkpoint.load_parameters_path
+    if path:
+        return path, "load_parameters_path"
+    run = config.run
+    folder = f"{run.base_output_directory}/{run.run_name}"
+    if layout.complete_steps(epath.Path(folder).expanduser() / layout.CHECKPOINTS):
+        return folder, "run_name"
+    raise UserError(
+        "no weights to run: load_parameters_path is not set, and there is no checkpoint in "
+        f"{folder}.\n"
+        "  What to do: name a run, a checkpoint or a folder of Hugging Face, for example "
+        "load_parameters_path=maxtext_output/quickstart or load_parameters_path=hf:models/gpt2."
+    )
