@@ -264,11 +264,11 @@ def train(config, launched: float) -> int:
         # --- What the run leaves ------------------------------------------------------------------
         if eval_loss is not None and entropy is not None:
             terminal.line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
-        tokenizer, sampling = train_batches.tokenizer_folder, config.sampling
-        if sampling.sample_tokens and tokenizer is not None:
+        tokenizer = train_batches.tokenizer_folder
+        if config.decoding.sample_tokens and tokenizer is not None:
             from MaxText.generation.sampling import write_sample
 
-            text = write_sample(model, state.params, sampling, tokenizer, run_folder)
+            text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
             # Its time is part of the finish, which the last row tells.
             events.emit("sample", step=step, text=text)
             terminal.line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")

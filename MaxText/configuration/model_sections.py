@@ -1,6 +1,7 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 from MaxText.configuration.keys import Section, key
 
@@ -75,6 +76,16 @@ class Shape(Section):
         )
 
 
+class Embedding(Section):
+    """From tokens to the first hidden state."""
+
+    scale_embedding: bool = key(
+        False,
+        "Multiply the rows of the token table by sqrt(emb_dim) when they are looked up (Gemma). "
+        "embedding_init_std should be small then.",
+    )
+
+
 class Block(Section):
     """How a layer arranges its mixer and its feed-forward."""
 
@@ -90,6 +101,14 @@ class Block(Section):
         True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
     )
     normalization_layer_epsilon: float = key(1e-5, "Added to the variance inside norms.", gt=0)
+    normalization_zero_centered: bool = key(
+        False,
+        "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
+        "weight decay pulls the norm to 1 instead of 0.",
+    )
+
+
+_ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
 
 
 class Position(Section):
@@ -105,13 +124,54 @@ class Position(Section):
         only_if={"position_embedding": ["learned"]},
         ge=-1,
     )
-    rope_max_timescale: float = key(
-        10_000.0, "Rotary base (theta).", only_if={"position_embedding": ["rotary"]}, gt=1
+    rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
+    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
+        "default",
+        "Rotary frequencies for long texts. linear: all divided by rope_factor. llama3.1: those "
+        "that turn rarely. yarn: the same with another transition, and larger scores.",
+        only_if=_ROTARY,
+    )
+    rope_factor: float = key(
+        8.0,
+        "Divides rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
+        only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
+        ge=1,
+    )
+    original_max_position_embeddings: int = key(
+        8192,
+        "Length of the texts before frequencies were changed.",
+        unit="tokens",
+        only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
+        ge=1,
+    )
+    low_freq_factor: float = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        gt=0,
+    )
+    high_freq_factor: float = key(
+        4.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        gt=0,
+    )
+    beta_fast: float = key(
+        32.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        gt=0,
+    )
+    beta_slow: float = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        gt=0,
     )
     rotary_pct: float = key(
         1.0,
         "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
-        only_if={"position_embedding": ["rotary"]},
+        only_if=_ROTARY,
         gt=0,
         le=1,
     )
@@ -252,6 +312,7 @@ class Model(Section):
     """Everything about the model."""
 
     shape: Shape = Shape()
+    embedding: Embedding = Embedding()
     block: Block = Block()
     position: Position = Position()
     attention: Attention = Attention()

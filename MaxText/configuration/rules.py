@@ -92,6 +92,22 @@ def _rotary(config: Config) -> str | None:
     return None
 
 
+def _rotary_bands(config: Config) -> str | None:
+    position = config.model.position
+    if position.position_embedding != "rotary":
+        return None
+    low, high = {
+        "llama3.1": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_slow", "beta_fast"),
+    }.get(position.rope_type, ("", ""))
+    if low and getattr(position, low) >= getattr(position, high):
+        return (
+            f"{low}={getattr(position, low):g} must be below {high}={getattr(position, high):g}: "
+            "frequencies between the two are divided in part"
+        )
+    return None
+
+
 def _scale(config: Config) -> str | None:
     scale = config.model.shape.global_parameter_scale
     if scale & (scale - 1):
@@ -164,6 +180,87 @@ def _needs_dataset(config: Config) -> str | None:
             "grain_train_files=PATTERN, records of text or tokens\n"
             "dataset_type=synthetic (random tokens, to measure speed)"
         )
+    return None
+
+
+def _something_to_score(config: Config) -> str | None:
+    data, scoring = config.data, config.scoring
+    if scoring.eval_tasks or scoring.harness_tasks:
+        return None
+    if data.dataset_type == "synthetic":
+        if config.evaluation.eval_steps == -1:
+            return "dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)"
+        return None
+    if not (data.grain_eval_files or data.dataset_path or data.dataset_mix):
+        return (
+            "nothing to score is named\n"
+            "load_parameters_path=RUN without config file: what the run was trained on\n"
+            "dataset_path=FOLDER, whose eval_split is read\n"
+            "grain_eval_files=PATTERN, records of text or tokens\n"
+            "eval_tasks=[lambada] lambada_path=FILE, or harness_tasks=[...]"
+        )
+    return None
+
+
+def _stride_fits(config: Config) -> str | None:
+    stride, length = config.scoring.eval_stride, config.model.shape.max_target_length
+    if stride <= length:
+        return None
+    return (
+        f"eval_stride={stride} is above the window, max_target_length={length}: the tokens between "
+        f"two windows would not be scored\neval_stride={length} or less"
+    )
+
+
+def _stride_masked(config: Config) -> str | None:
+    if config.scoring.eval_stride == -1 or not config.masking.mlm_training:
+        return None
+    return (
+        "eval_stride moves a window along the text that a causal model goes on with, and "
+        "mlm_training=true predicts hidden tokens\neval_stride=-1"
+    )
+
+
+def _stride_truncated(config: Config) -> str | None:
+    if config.scoring.eval_stride == -1 or not config.data.use_truncation:
+        return None
+    return (
+        "eval_stride scores every token, and use_truncation=true drops what is longer than a "
+        "window\nuse_truncation=false\neval_stride=-1"
+    )
+
+
+def _stride_order(config: Config) -> str | None:
+    order = config.data.megatron_order
+    if config.scoring.eval_stride == -1 or order == "stored":
+        return None
+    return (
+        f"eval_stride reads documents as they are stored, and megatron_order={order} has samples "
+        "of its own\nmegatron_order=stored\neval_stride=-1"
+    )
+
+
+def _task_files(config: Config) -> str | None:
+    scoring = config.scoring
+    for task in ("lambada", "wikitext"):
+        path = getattr(scoring, f"{task}_path")
+        if task in scoring.eval_tasks and not path:
+            return f"eval_tasks names {task}, and {task}_path names no file of it"
+        if path and task not in scoring.eval_tasks:
+            return (
+                f"{task}_path: has no effect, because eval_tasks does not name {task}\n"
+                f"eval_tasks=[{task}]"
+            )
+    return None
+
+
+def _harness(config: Config) -> str | None:
+    scoring = config.scoring
+    if scoring.harness_tasks:
+        return None
+    for name, default in (("harness_task_path", ""), ("harness_num_fewshot", -1)):
+        if getattr(scoring, name) != default:
+            return f"{name}: has no effect without harness_tasks\nharness_tasks=[NAME,...]"
     return None
 
 
@@ -305,8 +402,39 @@ def _mesh(config: Config) -> str | None:
 
 
 def _prompt(config: Config) -> str | None:
-    if config.sampling.sample_tokens and not config.sampling.prompt:
+    if config.decoding.sample_tokens and not config.decoding.prompt:
         return "prompt is empty, but sample_tokens asks for text that continues it"
+    return None
+
+
+def _strategy(config: Config) -> str | None:
+    decoding = config.decoding
+    strategy = decoding.decode_sampling_strategy
+    if strategy == "topk" and not decoding.decode_sampling_top_k:
+        return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
+    if strategy == "nucleus" and decoding.decode_sampling_nucleus_p == 1:
+        return (
+            "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
+            "probability to keep"
+        )
+    return None
+
+
+def _one_text_to_compare(config: Config) -> str | None:
+    decoding = config.decoding
+    if decoding.autoregressive_decode_assert and (
+        decoding.prompt_file or decoding.decode_num_samples > 1
+    ):
+        return (
+            "autoregressive_decode_assert compares one text, but prompt_file or "
+            "decode_num_samples asks for several"
+        )
+    return None
+
+
+def _generates(config: Config) -> str | None:
+    if not config.model.attention.causal:
+        return "causal=false: a model that sees later tokens cannot generate text one by one"
     return None
 
 
@@ -347,6 +475,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("base_num_query_heads", "base_num_kv_heads"), _kv_heads),
     Rule(("head_dim", "base_emb_dim", "base_num_query_heads"), _head_dim),
     Rule(("head_dim", "rotary_pct", "base_emb_dim", "base_num_query_heads"), _rotary),
+    Rule(
+        ("rope_type", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"),
+        _rotary_bands,
+    ),
     Rule(("global_parameter_scale",), _scale),
     Rule(("trainable_position_size", "max_target_length"), _learned_positions),
     Rule(("mlp_activations",), _activations),
@@ -387,8 +519,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("dataset_path", "grain_train_files", "dataset_mix", "dataset_type"),
         _needs_dataset,
-        ("train", "eval", "compare", "inspect_data"),
+        ("train", "compare", "inspect_data"),
     ),
+    Rule(
+        (
+            "dataset_path",
+            "grain_eval_files",
+            "dataset_mix",
+            "dataset_type",
+            "eval_steps",
+            "eval_tasks",
+            "harness_tasks",
+        ),
+        _something_to_score,
+        ("eval",),
+    ),
+    _not_zero("scoring", "eval_stride", "-1 for windows side by side"),
+    Rule(("eval_stride", "max_target_length"), _stride_fits, ("eval",)),
+    Rule(("eval_stride", "mlm_training"), _stride_masked, ("eval",)),
+    Rule(("eval_stride", "use_truncation"), _stride_truncated, ("eval",)),
+    Rule(("eval_stride", "megatron_order"), _stride_order, ("eval",)),
+    Rule(("eval_tasks", "lambada_path", "wikitext_path"), _task_files),
+    Rule(("harness_tasks", "harness_task_path", "harness_num_fewshot"), _harness),
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
     Rule(_MESH_SIZES, _mesh),
@@ -396,6 +548,16 @@ RULES: tuple[Rule, ...] = (
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
     Rule(("target_eval_loss", "eval_interval"), _target_loss),
     Rule(("prompt", "sample_tokens"), _prompt),
+    _not_zero("decoding", "max_new_tokens", "-1 for what max_target_length has room for"),
+    Rule(
+        ("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
+        _strategy,
+    ),
+    Rule(
+        ("autoregressive_decode_assert", "prompt_file", "decode_num_samples"),
+        _one_text_to_compare,
+    ),
+    Rule(("causal",), _generates, ("decode",)),
     Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile),
     Rule(("run_name", "base_output_directory"), _run_name),
     _compiles("optimizer", "adamw_mask"),

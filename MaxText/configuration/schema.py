@@ -1,6 +1,11 @@
 """The whole configuration: a tree of sections whose leaves are the flat keys that users type."""
 
-from MaxText.configuration import data_sections, model_sections, training_sections
+from MaxText.configuration import (
+    data_sections,
+    inference_sections,
+    model_sections,
+    training_sections,
+)
 from MaxText.configuration.keys import Section
 
 SCHEMA_VERSION = 1
@@ -20,6 +25,7 @@ class Config(Section):
     mesh: training_sections.Mesh = training_sections.Mesh()
     checkpoint: training_sections.Checkpoint = training_sections.Checkpoint()
     evaluation: training_sections.Evaluation = training_sections.Evaluation()
-    sampling: training_sections.Sampling = training_sections.Sampling()
+    scoring: training_sections.Scoring = training_sections.Scoring()
+    decoding: inference_sections.Decoding = inference_sections.Decoding()
     monitoring: training_sections.Monitoring = training_sections.Monitoring()
     guard: training_sections.Guard = training_sections.Guard()

@@ -217,13 +217,33 @@ class Evaluation(Section):
     target_eval_loss: float = key(0.0, "Stop when the evaluation loss is below; 0 is never.", ge=0)
 
 
-class Sampling(Section):
-    """Text written at the end of training."""
+class Scoring(Section):
+    """What eval.py measures on trained weights, besides the keys of evaluation."""
 
-    prompt: str = key("I love to", "Text that the sample continues.")
-    sample_tokens: int = key(0, "Tokens to write after training; 0 writes none.", ge=0)
-    decode_sampling_temperature: float = key(1.0, "0 takes the likeliest token.", ge=0)
-    decode_seed: int = key(0, "Seed of the sample.", ge=0)
+    eval_stride: int = key(
+        -1,
+        "Targets that a window adds to those before it; the rest of it is context. -1: windows "
+        "side by side, as train.py evaluates.",
+        unit="tokens",
+        ge=-1,
+    )
+    eval_output: str = key(
+        "", "File for the results (JSON). Empty: eval/<step>.json in the run, or the terminal only."
+    )
+    eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(
+        (), "Tasks to score, from the files that lambada_path and wikitext_path name."
+    )
+    lambada_path: str = key(
+        "", "LAMBADA: JSON lines with the field text, or text with a passage on each line."
+    )
+    wikitext_path: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
+    harness_tasks: tuple[str, ...] = key(
+        (), "Tasks of the lm-evaluation-harness to run; needs `pip install '.[lm-eval]'`."
+    )
+    harness_task_path: str = key("", "Folder of task files (YAML) besides the harness's own.")
+    harness_num_fewshot: int = key(
+        -1, "Examples before each question of the harness; -1 is what the task says.", ge=-1
+    )
 
 
 class Monitoring(Section):

@@ -9,13 +9,20 @@ from MaxText.configuration.layering import Layer
 from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.saved import flat
 from MaxText.conversion import exporting, run_folder, tokenizer_copy, verification
+from MaxText.conversion.config_json import find_family
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.hugging_face_folder import GENERATION_CONFIG, find_folder, read_json
+from MaxText.conversion.hugging_face_folder import (
+    GENERATION_CONFIG,
+    find_folder,
+    is_file,
+    local_path,
+    read_json,
+)
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
 from MaxText.conversion.run_checkpoint import RunWeights
-from MaxText.conversion.settings import find_family, with_effect
+from MaxText.conversion.settings import with_effect
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
@@ -181,8 +188,8 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
 def _tokenizer(request: Request, weights: RunWeights | MaxTextWeights) -> tuple[Path | None, str]:
     """The folder of the tokenizer to export, and what to say where there is none."""
     if request.tokenizer:
-        folder = Path(request.tokenizer).expanduser()
-        if not (folder / TOKENIZER_NAME).is_file():
+        folder = local_path(request.tokenizer)
+        if not is_file(folder / TOKENIZER_NAME):
             raise UserError(f"tokenizer={request.tokenizer} is no folder with {TOKENIZER_NAME}.")
         return folder, ""
     if isinstance(weights, MaxTextWeights):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from MaxText.conversion.config_json import kept_window, settled_names, to_config_json
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
-from MaxText.conversion.settings import settled_names, to_config_json
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weights import Weights, num_bytes
 from MaxText.errors import UserError
@@ -99,8 +99,11 @@ class FolderExport:
         settled = settled_names(self.family) | {"dtype", "torch_dtype", "transformers_version"}
         same_family = kept.get("model_type") == self.family.model_type
         rest = {name: value for name, value in kept.items() if name not in settled and same_family}
+        written = to_config_json(self.family, self.weights.config)
+        if same_family:
+            written |= kept_window(self.family, kept, written)
         return {
-            **to_config_json(self.family, self.weights.config),
+            **written,
             "torch_dtype": max(sizes, key=lambda name: sizes[name]),
             # Without these the classes of transformers name ids of their own tokenizers.
             **{name: token_ids.get(name) for name in _TOKEN_IDS},

@@ -43,7 +43,8 @@ class Setting:
     """One key of config.json and the keys of ours that say the same.
 
     Attributes:
-      theirs: its name, and older names of it that are read but not written.
+      theirs: its name, and older names of it that are read but not written. "a.b" is key b of the
+        object a.
       ours: our keys, which all take the value. None where we have no choice: `values` then holds
         what can be imported.
       default: what transformers takes where config.json is silent or says null, or a function of
@@ -66,6 +67,30 @@ class Setting:
         """The key of config.json as it is written."""
         return self.theirs[0]
 
+    def value_in(self, config: Mapping[str, Any]) -> Any:
+        """The value of a config.json, or its default; REQUIRED if there is none."""
+        found = [config[name] for name in self.theirs if name in config]
+        if found:
+            return found[-1]
+        if not callable(self.default):
+            return self.default
+        try:
+            return self.default(config)
+        except (KeyError, TypeError, ZeroDivisionError):
+            return REQUIRED  # the other key is missing or no size, which is said as well
+
+    def ours_of(self, value: Any) -> Any:
+        """Our value of one of theirs; REQUIRED if we have none."""
+        if self.values is None:
+            return value
+        return next((ours for theirs, ours in self.values if theirs == value), REQUIRED)
+
+    def theirs_of(self, value: Any) -> Any:
+        """Their value of one of ours; REQUIRED if they have none."""
+        if self.values is None:
+            return value
+        return next((theirs for theirs, ours in self.values if ours == value), REQUIRED)
+
 
 def same(theirs: str, ours: str, default: Any = REQUIRED, values: Any = None) -> Setting:
     """A setting both sides have; names are separated by blanks, the first of theirs is written."""
@@ -86,6 +111,13 @@ def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
     return Setting((ours,), (ours,), value, is_written=False)
 
 
+def _size(config: Mapping[str, Any], name: str) -> Any:
+    """A number of config.json; text and lists could be multiplied as well."""
+    if isinstance(config[name], str | list | tuple):
+        raise TypeError(f"{name} is no number")
+    return config[name]
+
+
 def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
     """A default: the value of another key of config.json."""
     return lambda config: config[name]
@@ -93,12 +125,12 @@ def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
 
 def multiple(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
     """A default: a multiple of another key of config.json."""
-    return lambda config: factor * config[name]
+    return lambda config: factor * _size(config, name)
 
 
 def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
     """A default: one key of config.json divided by another."""
-    return lambda config: config[name] // config[divisor]
+    return lambda config: _size(config, name) // _size(config, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +170,8 @@ SHARED_PARTS: Mapping[str, Any] = {
     "attn_logits_soft_cap": 0.0,
     "final_logits_soft_cap": 0.0,
     "normalize_embedding_logits": False,
+    "normalization_zero_centered": False,
+    "scale_embedding": False,
 }
 
 BOOLEANS = ((True, True), (False, False))

@@ -32,9 +32,37 @@ class Found(NamedTuple):
     file: Path
 
 
+def local_path(text: str) -> Path:
+    """A path as it was typed, with ~ written out.
+
+    Raises:
+      UserError: ~NAME of nobody.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{text}: there is no user {text[1:].partition('/')[0]} here.") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file.
+
+    Raises:
+      UserError: a folder on the way may not be searched, or no file can have this name.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def is_folder(path: str) -> bool:
-    """Whether a path means a folder of Hugging Face: by its prefix, or by its config.json."""
-    return path.startswith(PREFIX) or (Path(path).expanduser() / CONFIG).is_file()
+    """Whether a path means a folder of Hugging Face: by its prefix, or by its config.json.
+
+    Raises:
+      UserError: the folder may not be searched.
+    """
+    return path.startswith(PREFIX) or is_file(local_path(path) / CONFIG)
 
 
 def find_folder(path: str, key: str) -> Path:
@@ -47,9 +75,11 @@ def find_folder(path: str, key: str) -> Path:
       UserError: there is none, or the hub's cache does not hold the id.
     """
     name = path.removeprefix(PREFIX)
-    folder = Path(name).expanduser()
+    folder = local_path(name)
+    # Asked first, because it also says whether the folder may be searched.
+    has_config = is_file(folder / CONFIG)
     if name and folder.is_dir():
-        if not (folder / CONFIG).is_file():
+        if not has_config:
             raise UserError(
                 f"{key}={path}: {folder} has no {CONFIG}, so it is no folder of Hugging Face. "
                 "Name the folder that save_pretrained wrote, or that was downloaded from the hub."

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from MaxText.configuration.loading import configure
+from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, read_json
-from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.settings import family_of, in_their_words, to_keys
 from MaxText.conversion.tensor_map import Tensor, TensorMap
 from MaxText.conversion.weights import model_of
 from MaxText.errors import UserError
@@ -47,7 +48,15 @@ class FolderWeights:
         self.config_json = read_json(folder / CONFIG)
         self.family = family_of(self.config_json, str(folder))
         keys = to_keys(self.family, self.config_json, str(folder), given or {})
-        self.config: Config = configure(**keys)
+        try:
+            self.config: Config = configure(**keys)
+        except ConfigurationError as error:
+            theirs = in_their_words(self.family, error.problems, given or {})
+            if not theirs:
+                raise
+            raise UserError(
+                f"{folder}: {CONFIG} ({self.family.model_type}) cannot be imported:\n{theirs}"
+            ) from error
         resolved = flat(self.config)
         self.keys = {name: resolved[name] for name in keys}
         self.model = model_of(self.config)

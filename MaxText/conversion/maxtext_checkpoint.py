@@ -25,6 +25,8 @@ from MaxText.errors import UserError
 
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
 _MOST_LINES = 20
+# What rotary turns: queries and keys, and the norms before it.
+_TURNED = re.compile(r"/(query|key)(_norm)?/")
 
 
 class MaxTextWeights:
@@ -35,7 +37,8 @@ class MaxTextWeights:
       model: its parameters' names and shapes.
       formats: of our arrays, those of theirs.
       query_scaling: where 1/sqrt(head_dim) is: MaxText's Llama and Mistral train it as a part of
-        the query's weights ("weights"), its Qwen3 and other programs divide the scores ("model").
+        the query's weights ("weights"), its gpt3, Qwen3 and other programs divide the scores
+        ("model").
     """
 
     def __init__(self, path: str, config: Config, query_scaling: str = ""):
@@ -43,15 +46,20 @@ class MaxTextWeights:
 
         Args:
           path: a run, its checkpoints, a step folder or its items.
-          query_scaling: one of QUERY_SCALINGS; "" takes "model" with norms of queries and keys,
-            whose scale would undo a factor in the weights, else "weights".
+          query_scaling: one of QUERY_SCALINGS; "" takes "model" with LayerNorm (gpt3) and with
+            norms of queries and keys, whose scale would undo a factor in the weights, else
+            "weights".
 
         Raises:
-          UserError: no checkpoint there, or arrays that the configuration does not have.
+          UserError: no checkpoint there, arrays that the configuration does not have, or parts that
+            MaxText stores in another form.
         """
+        _check_parts(config)
         self.config = config
         self.model = model_of(config)
-        default = "model" if config.model.attention.use_qk_norm else "weights"
+        self._layer_names = LAYER_NAMES[config.model.block.normalization_type]
+        in_model = config.model.block.normalization_type == "layer_norm"
+        default = "model" if in_model or config.model.attention.use_qk_norm else "weights"
         self.query_scaling = query_scaling or default
         given = epath.Path(path).expanduser()
         if "://" not in path:
@@ -80,7 +88,7 @@ class MaxTextWeights:
         names, problems = {}, []
         for ours, info in self.model.parameters.items():
             in_layers = ours.startswith("layers/")
-            theirs = NAMES.get(ours) or _layer_name(ours)
+            theirs = NAMES.get(ours) or self._layer_name(ours)
             if in_layers and layers:
                 paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
                 shape = info.shape[1:]
@@ -111,9 +119,14 @@ class MaxTextWeights:
                 + "\n".join(lines)
                 + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
                 "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
-                "MaxText's llama2, mistral and qwen3 blocks."
+                "MaxText's llama2, mistral, gpt3 and qwen3 blocks, with separate projections "
+                "(fused_qkv and fused_mlp off)."
             )
         return names
+
+    def _layer_name(self, ours: str) -> str:
+        part, _, rest = ours.removeprefix("layers/").partition("/")
+        return f"{self._layer_names.get(part, part)}/{rest}"
 
     def _format(self, paths: list[str]) -> np.dtype:
         formats = {self._arrays.leaves[path].dtype.name for path in paths}
@@ -128,6 +141,9 @@ class MaxTextWeights:
             array = np.moveaxis(self._arrays.read(paths[0]), LAYER_AXIS, 0)
         else:
             array = self._arrays.read(paths[0])
+        if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
+            # There dimension 2i pairs with 2i + 1, here i with i + H/2.
+            array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
         if "/query/" in ours and self.query_scaling == "weights":
             # Exact where head_dim is a power of 4; else one rounding.
             factor = math.sqrt(self.model.section.shape.dimensions.head_dim)
@@ -135,9 +151,27 @@ class MaxTextWeights:
         return np.ascontiguousarray(array, self.formats[ours])
 
 
-def _layer_name(ours: str) -> str:
-    part, _, rest = ours.removeprefix("layers/").partition("/")
-    return f"{LAYER_NAMES.get(part, part)}/{rest}"
+def _check_parts(config: Config) -> None:
+    """Refuses what MaxText stores as other numbers, or in an order that the tree does not tell."""
+    section = config.model
+    block, centred = section.block, section.block.normalization_zero_centered
+    if section.embedding.scale_embedding or (centred and block.normalization_type == "rms_norm"):
+        raise UserError(
+            "MaxText's Gemma blocks cannot be read: their checkpoints hold 1 + scale and the token "
+            "table times sqrt(emb_dim), and undoing that would change bits. Start from Gemma's own "
+            "folder: from=hf:..."
+        )
+    if block.normalization_type == "layer_norm" and not centred:
+        raise UserError(
+            "normalization_zero_centered=false: MaxText's gpt3 block, the one with LayerNorm, "
+            "stores scales of norms as their difference from 1. Add "
+            "normalization_zero_centered=true."
+        )
+    if section.position.position_embedding == "rotary" and section.position.rope_type == "yarn":
+        raise UserError(
+            "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
+            "checkpoint does not tell. Export it there to Hugging Face, and import the folder."
+        )
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:

@@ -13,10 +13,18 @@ NAMES = {
     "token_embedder/embedding": "token_embedder/embedding",
     "position_embedder/embedding": "decoder/position_embedder/embedding",
     "decoder_norm/scale": "decoder/decoder_norm/scale",
+    "decoder_norm/bias": "decoder/decoder_norm/bias",
     "logits_dense/kernel": "decoder/logits_dense/kernel",
 }
-# Llama's layer names the norm before the MLP by what comes before it.
-LAYER_NAMES = {"pre_mlp_layer_norm": "post_self_attention_layer_norm"}
+# normalization_type -> part of a layer of ours -> its name in theirs. Llama's layer names the norm
+# before the MLP by what comes before it; that of gpt3, the one with LayerNorm, has it in the MLP.
+LAYER_NAMES = {
+    "rms_norm": {"pre_mlp_layer_norm": "post_self_attention_layer_norm"},
+    "layer_norm": {
+        "pre_self_attention_layer_norm": "pre_self_attention_norm",
+        "pre_mlp_layer_norm": "mlp/mlp_layer_norm",
+    },
+}
 # Dimension of the layer in arrays of scanned layers: param_scan_axis.
 LAYER_AXIS = 1
 

@@ -1,14 +1,17 @@
 """What the command line of convert.py asks for. No jax is imported here."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.maxtext_keys import ALIASES, absent
 from MaxText.configuration.problems import nearest
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
-from MaxText.conversion.hugging_face_folder import is_folder
+from MaxText.conversion.hugging_face_folder import is_file, is_folder, local_path
 from MaxText.conversion.maxtext_names import PREFIX as MAXTEXT
 from MaxText.conversion.maxtext_names import QUERY_SCALINGS
 from MaxText.errors import UserError
@@ -94,11 +97,27 @@ def read(arguments: Sequence[str]) -> Request:
     return request
 
 
+def _spelled(names: Sequence[str]) -> str:
+    return " or ".join("--verify" if name == "verify" else f"{name}=..." for name in names)
+
+
+def _check_spelling(request: Request) -> None:
+    """Refuses a name that is like an option and no key; the configuration refuses the others."""
+    known = all_keys()
+    for name, text in request.keys.items():
+        if name in known or name in ALIASES or absent(name):
+            continue
+        close = nearest(name, {*_OPTIONS, "verify", *known})
+        if {*_OPTIONS, "verify"}.intersection(close):
+            raise UserError(
+                f"{name}={text}: no such option or key. Did you mean {_spelled(close)}?"
+            )
+
+
 def _unknown(argument: str) -> str:
     close = nearest(argument.lstrip("-").partition("=")[0], [*_OPTIONS, "verify"])
-    spelled = ["--verify" if name == "verify" else f"{name}=..." for name in close]
-    meant = f" Did you mean {spelled[0]}?" if spelled else ""
-    if not argument.startswith("-") and Path(argument).expanduser().exists():
+    meant = f" Did you mean {_spelled(close[:1])}?" if close else ""
+    if not argument.startswith("-") and os.path.exists(local_path(argument)):
         meant = f" Write from={argument} or to={argument}."
     return f"{argument}: no such option.{meant} --help explains them."
 
@@ -150,7 +169,7 @@ def _take_places(request: Request, given: dict[str, str]) -> None:
     request.target_kind = "hf" if target.startswith(HUGGING_FACE) else export or "run"
     if export and request.target_kind == "hf":
         raise UserError(f"export={export} writes one file, but to={target} is a folder.")
-    request.target = Path(target.removeprefix(HUGGING_FACE)).expanduser()
+    request.target = local_path(target.removeprefix(HUGGING_FACE))
     if str(request.target) in (".", ""):
         raise UserError(f"to={target} names nothing new. Write for example to={target}exported.")
 
@@ -159,7 +178,7 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
     kinds = (request.source_kind, request.target_kind)
     if kinds == ("hf", "hf"):
         raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
-    if request.source_kind == "run" and Path(request.source).expanduser().is_file():
+    if request.source_kind == "run" and is_file(local_path(request.source)):
         raise UserError(
             f"from={request.source} is a file. Name the folder of a run, or hf:FOLDER with "
             "config.json and the weights."
@@ -174,6 +193,7 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
             "--verify compares with transformers, which reads folders of Hugging Face; neither "
             "from= nor to= is one."
         )
+    _check_spelling(request)
     if request.source_kind == "hf" and request.config_file:
         raise UserError(
             f"{request.config_file} has no part in this: the folder's config.json decides. Single "
@@ -181,11 +201,8 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
         )
     if request.source_kind == "run" and request.keys and not request.config_file:
         name = next(iter(request.keys))
-        close = nearest(name, _OPTIONS)
-        meant = f" Did you mean {close[0]}=?" if close else ""
         raise UserError(
             f"{name}={request.keys[name]} has no part in this: the run's own configuration decides."
-            f"{meant}"
         )
     meant_for = {
         "family": request.target_kind == "hf",

@@ -37,7 +37,10 @@ class RunWeights:
         Raises:
           UserError: no checkpoint, none that can be read, or arrays that do not fit.
         """
-        self.stored = layout.find(path, "from")
+        try:
+            self.stored = layout.find(path, "from")
+        except OSError as error:
+            raise UserError(f"from={path} cannot be read: {error.strerror}.") from error
         self.metadata = metadata_if_any(self.stored)
         self.config = given or self._own_config()
         self.model = model_of(self.config)

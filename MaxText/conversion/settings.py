@@ -1,22 +1,20 @@
-"""config.json as our keys, and our keys as config.json, by the tables of `families/`."""
+"""config.json as our keys, by the tables of `families/`."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from MaxText.configuration.catalogue import Key, all_keys, flat
-from MaxText.configuration.schema import Config
+from MaxText.configuration import values as typed_values
+from MaxText.configuration.catalogue import Key, all_keys
+from MaxText.configuration.problems import Problem
 from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
 from MaxText.conversion.family import REQUIRED, Family, Setting
 from MaxText.errors import UserError
 
-_SIZES = {  # sizes after global_parameter_scale, which config.json has no word for
-    "base_emb_dim": "emb_dim",
-    "base_num_query_heads": "num_query_heads",
-    "base_num_kv_heads": "num_kv_heads",
-    "base_mlp_dim": "mlp_dim",
-    "base_num_decoder_layers": "num_layers",
-    "head_dim": "head_dim",
-}
+# The object that says how rotary frequencies are changed, and what newer versions put in as well.
+ROPE_SCALING = "rope_scaling"
+_ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
+_WORD = re.compile(r"[a-z]\w+")
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -55,15 +53,21 @@ def to_keys(
     problems: list[str] = []
     keys: dict[str, Any] = {"decoder_block": family.decoder_block, **family.parts}
     for setting in family.settings:
-        value = _value(setting, config)
-        if value is REQUIRED:
-            why = ", and the other sizes do not give it" if callable(setting.default) else ""
-            problems.append(f"{setting.name} is missing{why}")
+        if not says_something(setting, keys):
             continue
-        ours = _ours(setting, value)
+        value = setting.value_in(config)
+        # What is computed from a wrong number is wrong as well, and the number has been named.
+        derived = callable(setting.default) and not any(name in config for name in setting.theirs)
+        if value is REQUIRED:
+            if not (derived and problems):
+                problems.append(f"{setting.name} is missing")
+            continue
+        ours = setting.ours_of(value)
         if ours is REQUIRED:
             problems.append(_cannot(setting, value))
             continue
+        if (wrong := _unfit(setting, value)) and not (derived and problems):
+            problems.append(wrong)
         # Later defaults may be computed from this one.
         config.setdefault(setting.name, value)
         keys |= dict.fromkeys(setting.ours, ours)
@@ -99,9 +103,14 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         nested |= value
     if "type" in nested:
         nested.setdefault("rope_type", nested["type"])
-    for name in ("rope_theta", "partial_rotary_factor", "rope_type"):
-        if nested.get(name) is not None:
-            plain[name] = nested[name]
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            raise UserError(
+                f"{where}: config.json gives rotary angles that differ by layer ({name}), and all "
+                "layers have the same here."
+            )
+        if value is not None:
+            plain[name if name in _ROPE_PLAIN else f"{ROPE_SCALING}.{name}"] = value
     # A null here means "no window", not "the default".
     return (
         plain | {"sliding_window": config["sliding_window"]}
@@ -110,27 +119,33 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
 
 
-def _value(setting: Setting, config: Mapping[str, Any]) -> Any:
-    found = [config[name] for name in setting.theirs if name in config]
-    if found:
-        return found[-1] if len(setting.theirs) > 1 else found[0]
-    if not callable(setting.default):
-        return setting.default
-    try:
-        return setting.default(config)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return REQUIRED  # the other key is missing or no size, which is said as well
+def _unfit(setting: Setting, value: Any) -> str:
+    """What is wrong with a value that our keys are to take as it is; "" if nothing."""
+    for name in setting.ours if setting.values is None else ():
+        key = all_keys()[name]
+        try:
+            number = typed_values.convert(value, key.annotation)
+        except typed_values.WrongValue as error:
+            return f"{setting.name}: {error}"
+        # -1 means "computed" in some of our keys, and nothing in theirs.
+        if key.annotation is int and number < 1:
+            return f"{setting.name}={number} is not >= 1"
+        if key.out_of_bounds(number):
+            return f"{setting.name}={number} is not {key.bounds_text}"
+    return ""
 
 
-def _ours(setting: Setting, value: Any) -> Any:
-    if setting.values is None:
-        return value
-    return next((ours for theirs, ours in setting.values if theirs == value), REQUIRED)
+def says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
+    """Whether a model with these keys has the part that a setting is about."""
+    schema = all_keys()
+    return not setting.ours or any(_has_effect(schema[name], values) for name in setting.ours)
 
 
 def _cannot(setting: Setting, value: Any) -> str:
     assert setting.values is not None
-    possible = " or ".join(str(theirs) for theirs, _ in setting.values)
+    possible = " or ".join(
+        "null" if theirs is None else str(theirs) for theirs, _ in setting.values
+    )
     return f"{setting.name}={value}: only {possible} can be imported. {setting.remedy}".rstrip()
 
 
@@ -157,99 +172,23 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     )
 
 
-def find_family(config: Config, asked: str) -> Family:
-    """The family that a configuration of ours belongs to.
+def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
+    """Impossible combinations of what config.json says, by its names; "" if others have a part.
 
     Args:
-      asked: the model_type that the user wants, or "" for the first that fits.
-
-    Raises:
-      UserError: no family has these parts; says what differs.
+      problems: what a configuration made of `to_keys` was refused for.
+      given: keys that the user set.
     """
-    if asked and asked not in FAMILIES:
-        raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
-    candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
-    mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
-    for family in candidates:
-        if not mismatches[family.model_type]:
-            return family
-    lines = [f"  {name}: {'; '.join(found)}" for name, found in mismatches.items()]
-    what = (
-        f"family={asked} has other parts than this model"
-        if asked
-        else "no family of Hugging Face has the parts of this model, so transformers cannot run it"
-    )
-    raise UserError(what + ":\n" + "\n".join(lines))
+    names = {ours: setting.name for setting in family.settings for ours in setting.ours}
+    lines = []
+    for problem in problems:
+        keys = set(_WORD.findall(problem.what))
+        if not keys & names.keys() or keys & given.keys() or _elsewhere(problem):
+            return ""
+        lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
+    return "\n".join(f"  {line}" for line in lines)
 
 
-def _mismatches(family: Family, config: Config) -> list[str]:
-    values = our_values(config)
-    found = [
-        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
-        for name, wanted in with_effect(values, family.parts).items()
-        if values[name] != wanted
-    ]
-    written: dict[str, Any] = {}
-    for setting in family.settings:
-        ours = {name: values[name] for name in setting.ours}
-        if not ours:
-            continue
-        if len(set(ours.values())) > 1:
-            found.append(" and ".join(f"{name}={value}" for name, value in ours.items()))
-            continue
-        value = next(iter(ours.values()))
-        if not setting.is_written:
-            wanted = _value(Setting((), default=setting.default), written)
-            # Where a size it is computed from does not fit, that has been said.
-            if wanted not in (value, REQUIRED):
-                found.append(f"{setting.ours[0]}={value}, not {wanted}")
-            continue
-        theirs = _theirs(setting, value)
-        if theirs is REQUIRED:
-            found.append(f"{setting.ours[0]}={_shown(value)}")
-        written[setting.name] = theirs
-    return found
-
-
-def _theirs(setting: Setting, value: Any) -> Any:
-    if setting.values is None:
-        return value
-    return next((theirs for theirs, ours in setting.values if ours == value), REQUIRED)
-
-
-def _shown(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def our_values(config: Config) -> dict[str, Any]:
-    """Keys of the model, with sizes as they are after scaling."""
-    values, dimensions = flat(config), config.model.shape.dimensions
-    values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
-    # A table of positions decides the length of the other side; a rotary model has none.
-    if values["trainable_position_size"] == -1:
-        values["trainable_position_size"] = values["max_target_length"]
-    if values["position_embedding"] == "learned":
-        values["max_target_length"] = values["trainable_position_size"]
-    return values
-
-
-def to_config_json(family: Family, config: Config) -> dict[str, Any]:
-    """config.json of a model of ours that belongs to the family."""
-    values = our_values(config)
-    result: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-    }
-    for setting in family.settings:
-        if setting.is_written:
-            result[setting.name] = _theirs(setting, values[setting.ours[0]])
-    if family.window:
-        result[family.window[0]] = None
-    return result
-
-
-def settled_names(family: Family) -> set[str]:
-    """Keys of config.json that the table decides, older and newer names included."""
-    names = {name for setting in family.settings for name in setting.theirs}
-    return names | {"rope_parameters", "rope_scaling", "architectures", "model_type",
-                    *((family.window[0],) if family.window else ())}  # fmt: skip
+def _elsewhere(problem: Problem) -> bool:
+    """Whether an environment variable has a part in a problem."""
+    return any(not place.startswith("argument of configure()") for place in problem.where)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from MaxText.conversion.hugging_face_folder import is_file
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
@@ -105,7 +106,7 @@ def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, st
     if not dataset_path:
         return None, "the run names no dataset_path; add tokenizer=FOLDER to export a tokenizer"
     data_set = Path(dataset_path).expanduser()
-    if (data_set / TOKENIZER_NAME).is_file():
+    if is_file(data_set / TOKENIZER_NAME):
         return data_set, ""
     return None, (
         f"no tokenizer is exported: the data set {data_set} (seen from {Path.cwd()}) has no "

@@ -62,12 +62,24 @@ def open_tokenizer(
     folder = _find(config, weights)
     asked = config.preparation.tokenizer_path
     path = str(folder) if folder is not None else asked
-    if not path:
-        raise UserError(
-            f"no tokenizer lies with {weights} or with the data set "
-            f"({config.data.dataset_path or 'dataset_path is not set'}). Name its folder or file "
-            "with tokenizer_path=..."
-        )
+    if path:
+        return tokenizer_at(path, config, tuple(_ends(Path(weights), metadata or {})))
+    raise UserError(
+        f"no tokenizer lies with {weights} or with the data set "
+        f"({config.data.dataset_path or 'dataset_path is not set'}). Name its folder or file with "
+        "tokenizer_path=..."
+    )
+
+
+def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> ModelTokenizer:
+    """The tokenizer of a folder, a file or a hub id.
+
+    Args:
+      ends: ids that end a text; by default the tokenizer's own.
+
+    Raises:
+      UserError: it cannot be read, or has more ids than the model.
+    """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
     rows = config.model.shape.vocab_size
     if tokenizer.entry.vocab_size > rows:
@@ -82,7 +94,6 @@ def open_tokenizer(
     prefix = _post_processed(beside)
     if not prefix and begins and tokenizer.entry.bos_id is not None:
         prefix = (tokenizer.entry.bos_id,)
-    ends = tuple(_ends(Path(weights), metadata or {}))
     own = tokenizer.entry.eos_id
     return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
 

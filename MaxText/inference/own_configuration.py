@@ -13,7 +13,7 @@ from MaxText.configuration.loading import load as load_arguments
 _KEY = "load_parameters_path"
 # Sections in which a run's weights decide. Devices, folders and schedules are of the machine and
 # the run that trained.
-_OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation", "sampling")
+_OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 
 def load(arguments: Sequence[str], program: str | None = None) -> Loaded:

@@ -8,10 +8,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.model_sections import Attention as AttentionSection
-from MaxText.layers.attention_core import softmax_attention
+from MaxText.layers.attention_core import attend_to_slots, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.key_value_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.rotary import rotate
 from MaxText.parallelism.constraints import constrain
@@ -48,8 +49,18 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD and scalars to be summed over layers (none here)."""
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, state: KeyValueCache | None = None
+    ) -> tuple[jax.Array, Scalars, KeyValueCache | None]:
+        """The mixer.
+
+        Args:
+          state: of the tokens before `x_BTD`; None where there are none.
+
+        Returns:
+          y_BTD; scalars to be summed over layers (none here); and the state after these tokens,
+          None unless there was one before or the context asks for one.
+        """
         q_BTNH = checkpoint_name(self.query(x_BTD), "query_proj")
         k_BTKH = checkpoint_name(self.key(x_BTD), "key_proj")
         v_BTKH = checkpoint_name(self.value(x_BTD), "value_proj")
@@ -61,19 +72,34 @@ class Attention(nnx.Module):
         q_BTNH = constrain(q_BTNH, batch, length, "activation_heads", "activation_kv")
         k_BTKH = constrain(k_BTKH, batch, length, "activation_kv_heads", "activation_kv")
         v_BTKH = constrain(v_BTKH, batch, length, "activation_kv_heads", "activation_kv")
-        blocked = self.section.attention != "dot_product"
-        o_BTNH = softmax_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            causal=self.section.causal,
-            segments_BT=context.segments_BT,
-            block_size=self.section.attention_block_size if blocked else None,
-            soft_cap=self.section.attn_logits_soft_cap,
-            dropout_rate=self.dropout_rate,
-            dropout_key=context.key_for(0),
-            precision=self.precision,
-        )
+        section = self.section
+        if state is not None:
+            assert context.positions_BT is not None
+            state = state.append(k_BTKH, v_BTKH, context.positions_BT)
+            o_BTNH = attend_to_slots(
+                q_BTNH,
+                state.keys_BKSH,
+                state.values_BKSH,
+                context.positions_BT,
+                soft_cap=section.attn_logits_soft_cap,
+                precision=self.precision,
+            )
+        else:
+            blocked = section.attention != "dot_product"
+            o_BTNH = softmax_attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                causal=section.causal,
+                segments_BT=context.segments_BT,
+                block_size=section.attention_block_size if blocked else None,
+                soft_cap=section.attn_logits_soft_cap,
+                dropout_rate=self.dropout_rate,
+                dropout_key=context.key_for(0),
+                precision=self.precision,
+            )
+            if context.capacity is not None:
+                state = KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity)
         o_BTNH = constrain(o_BTNH, batch, length, "activation_heads", "activation_kv")
         o_BTNH = checkpoint_name(o_BTNH, "context")
-        return checkpoint_name(self.out(o_BTNH), "out_proj"), {}
+        return checkpoint_name(self.out(o_BTNH), "out_proj"), {}, state

@@ -40,14 +40,7 @@ def softmax_attention(
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BSKH.shape[2]
-    group = num_heads // num_kv_heads
-    q_BKGTH = (
-        (q_BTNH * head_dim**-0.5)
-        .reshape(batch, length, num_kv_heads, group, head_dim)
-        .transpose(0, 2, 3, 1, 4)
-    )
+    length = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     block = length
     if block_size is not None and causal:
@@ -62,25 +55,76 @@ def softmax_attention(
             mask = jnp.ones((1, length, length), bool)
         if segments_BT is not None:
             mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
-        # Rows of all query heads of a group as one matrix: the products have plain shapes, which
-        # the CPU backend needs to be fast.
-        q_BKRH = q_BKGTH[:, :, :, start:end].reshape(batch, num_kv_heads, -1, head_dim)
-        mask = jnp.tile(mask, (1, group, 1))[:, None]
-        scores_BKRS = jnp.einsum(
-            "bkrh,bksh->bkrs",
-            q_BKRH,
+        o_BTNH = _attend(
+            q_BTNH[:, start:end],
             k_BKSH[:, :, :end],
-            preferred_element_type=jnp.float32,
+            v_BKSH[:, :, :end],
+            mask,
+            soft_cap=soft_cap,
+            dropout_rate=dropout_rate,
+            dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
             precision=precision,
         )
-        if soft_cap:
-            scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
-        probabilities = jax.nn.softmax(jnp.where(mask, scores_BKRS, -jnp.inf), axis=-1)
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, start)
-        probabilities = dropout(probabilities, dropout_rate, key).astype(v_BSKH.dtype)
-        o_BKRH = jnp.einsum(
-            "bkrs,bksh->bkrh", probabilities, v_BKSH[:, :, :end], precision=precision
-        )
-        outputs.append(o_BKRH.reshape(batch, num_kv_heads, group, end - start, head_dim))
-    o_BKGTH = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
+        outputs.append(o_BTNH)
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def attend_to_slots(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    soft_cap: float = 0.0,
+    precision: str | None = None,
+) -> jax.Array:
+    """Causal attention of new tokens to keys and values that are kept by position.
+
+    Args:
+      positions_BT: place of each query; it attends to slots 0..place.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
+    """
+    mask_BTS = positions_BT[:, :, None] >= jnp.arange(k_BKSH.shape[2])
+    return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, soft_cap=soft_cap, precision=precision)
+
+
+def _attend(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    mask_BTS: jax.Array,
+    *,
+    soft_cap: float,
+    precision: str | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Attention where the mask allows it; the mask's first dimension may be 1."""
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BKSH.shape[1]
+    group = num_heads // num_kv_heads
+    # Rows of all query heads of a group as one matrix: the products have plain shapes, which the
+    # CPU backend needs to be fast.
+    q_BKRH = (
+        (q_BTNH * head_dim**-0.5)
+        .reshape(batch, length, num_kv_heads, group, head_dim)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(batch, num_kv_heads, group * length, head_dim)
+    )
+    scores_BKRS = jnp.einsum(
+        "bkrh,bksh->bkrs",
+        q_BKRH,
+        k_BKSH,
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )
+    if soft_cap:
+        scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
+    mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
+    probabilities = jax.nn.softmax(jnp.where(mask_BKRS, scores_BKRS, -jnp.inf), axis=-1)
+    probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(v_BKSH.dtype)
+    o_BKRH = jnp.einsum("bkrs,bksh->bkrh", probabilities, v_BKSH, precision=precision)
+    o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)

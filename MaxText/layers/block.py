@@ -3,6 +3,8 @@
 Legend: B sequences, T tokens, D emb_dim.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -35,9 +37,12 @@ class Block(nnx.Module):
         self.pre_mlp_layer_norm = normalization(section.block, building, rngs)
         self.mlp = MLP(section.feed_forward, building, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        attention_out, scalars = self.self_attention(
-            self.pre_self_attention_layer_norm(x_BTD), context
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        """Returns y_BTD, scalars to be summed over layers, and the mixer's state."""
+        attention_out, scalars, state = self.self_attention(
+            self.pre_self_attention_layer_norm(x_BTD), context, state
         )
         attention_out = dropout(attention_out, self.dropout_rate, context.key_for(1))
         h_BTD = x_BTD + attention_out
@@ -47,4 +52,4 @@ class Block(nnx.Module):
         y_BTD = constrain(
             h_BTD + mlp_out, "activation_batch", "activation_length", "activation_embed"
         )
-        return y_BTD, scalars | mlp_scalars
+        return y_BTD, scalars | mlp_scalars, state

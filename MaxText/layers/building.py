@@ -17,3 +17,4 @@ class Building:
     dtype: jnp.dtype  # activations
     weight_dtype: jnp.dtype  # parameters
     precision: str | None  # of matrix products, as jax.lax.Precision names it
+    zero_centered_norms: bool  # whether scales of norms are stored as their difference from 1

@@ -16,11 +16,18 @@ class Context:
       segments_BT: document number of each token, 0 is padding; None means one document.
       rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
       dropout_key: None switches dropout off.
+      capacity: tokens that the state of each mixer shall have room for, while a prompt is read
+        whose continuation will be generated; None in training and scoring, which keep no state.
+      lengths_B: tokens of each row of such a prompt; what stands behind them is filling.
+      positions_BT: place of each new token in its row, while text is generated.
     """
 
     segments_BT: jax.Array | None = None
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout_key: jax.Array | None = None
+    capacity: int | None = None
+    lengths_B: jax.Array | None = None
+    positions_BT: jax.Array | None = None
 
     def for_layer(self, index: jax.Array | int) -> "Context":
         """This context with the random key of layer `index`."""

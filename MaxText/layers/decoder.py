@@ -4,6 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.normalization import normalization
 from MaxText.layers.rotary import rotary_table
-from MaxText.layers.stack import stack, walk
+from MaxText.layers.stack import stack, walk, walk_with_states
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import constrain
+
+States = tuple[Any, ...]  # of the mixers, one per layer
 
 
 class Decoder(nnx.Module):
@@ -38,11 +41,13 @@ class Decoder(nnx.Module):
             dtype=jnp.dtype(section.numerics.dtype),
             weight_dtype=jnp.dtype(section.numerics.weight_dtype),
             precision=None if precision == "default" else precision,
+            zero_centered_norms=section.block.normalization_zero_centered,
         )
         D, V = dimensions.emb_dim, dimensions.vocab_size
         self.section = section
         self.dtype = building.dtype
-        self.token_embedder = Embedding(V, "vocab", building, rngs)
+        scale = math.sqrt(D) if section.embedding.scale_embedding else None
+        self.token_embedder = Embedding(V, "vocab", building, rngs, scale)
         if section.position.position_embedding != "learned":
             self.position_embedder = None
         else:
@@ -73,30 +78,80 @@ class Decoder(nnx.Module):
         Returns:
           h_BTD and the scalars of all layers, summed.
         """
-        section = self.section
+        memory = self.section.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
-            positions_BT = jnp.arange(batch.tokens_BT.shape[1], dtype=jnp.int32)[None]
-        x_BTD = self.token_embedder(batch.tokens_BT)
-        if self.position_embedder is not None:
-            x_BTD = x_BTD + self.position_embedder(positions_BT)
-        x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
+            positions_BT = _places(batch.tokens_BT)
         context = Context(
             segments_BT=batch.segments_BT,
             rotary=self._rotary(positions_BT),
             dropout_key=dropout_key,
         )
-        # Layers are numbered from 0, so the stem takes a number that no layer can have.
-        stem_key = context.for_layer(2**31 - 1).dropout_key
-        x_BTD = dropout(x_BTD, section.dropout.rate("embedding"), stem_key)
         x_BTD, scalars = walk(
             self.layers,
-            x_BTD,
-            lambda layer, x_BTD, index: layer(x_BTD, context.for_layer(index)),
-            scan=section.memory.scan_layers is True,
-            policy=section.memory.remat_policy,
+            self._embed(batch.tokens_BT, positions_BT, context),
+            lambda layer, x_BTD, index: layer(x_BTD, context.for_layer(index))[:2],
+            scan=memory.scan_layers is True,
+            policy=memory.remat_policy,
         )
         return self.decoder_norm(x_BTD), scalars
+
+    def read_prompt(
+        self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
+    ) -> tuple[jax.Array, States]:
+        """From prompts to hidden states and the states that `read_next` goes on from.
+
+        Args:
+          tokens_BT: each row a prompt, filled up at its end with any ids.
+          lengths_B: tokens of each prompt, from 1.
+          capacity: tokens that the states shall have room for, T or more.
+
+        Returns:
+          h_BTD, normalised, and one state per layer.
+        """
+        positions_BT = _places(tokens_BT)
+        context = Context(rotary=self._rotary(positions_BT), capacity=capacity, lengths_B=lengths_B)
+        return self._with_states(tokens_BT, positions_BT, context, None)
+
+    def read_next(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
+    ) -> tuple[jax.Array, States]:
+        """From the next tokens to hidden states, with what earlier ones left.
+
+        Args:
+          tokens_BT: the same number of new tokens for each row.
+          positions_BT: their places, which follow on those read before.
+          states: of the tokens before.
+
+        Returns:
+          h_BTD, normalised, and the states after these tokens.
+        """
+        context = Context(rotary=self._rotary(positions_BT), positions_BT=positions_BT)
+        return self._with_states(tokens_BT, positions_BT, context, states)
+
+    def _with_states(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        context: Context,
+        states: States | None,
+    ) -> tuple[jax.Array, States]:
+        x_BTD, states = walk_with_states(
+            self.layers,
+            self._embed(tokens_BT, positions_BT, context),
+            lambda layer, x_BTD, state: layer(x_BTD, context, state)[::2],
+            states,
+        )
+        return self.decoder_norm(x_BTD), states
+
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
+        x_BTD = self.token_embedder(tokens_BT)
+        if self.position_embedder is not None:
+            x_BTD = x_BTD + self.position_embedder(positions_BT)
+        x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
+        # Layers are numbered from 0, so the stem takes a number that no layer can have.
+        stem_key = context.for_layer(2**31 - 1).dropout_key
+        return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence."""
@@ -119,4 +174,8 @@ class Decoder(nnx.Module):
         if position.position_embedding != "rotary":
             return None
         num_dims = int(self.section.shape.dimensions.head_dim * position.rotary_pct)
-        return rotary_table(positions_BT, num_dims, position.rope_max_timescale)
+        return rotary_table(positions_BT, num_dims, position)
+
+
+def _places(tokens_BT: jax.Array) -> jax.Array:
+    return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]

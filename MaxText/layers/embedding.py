@@ -14,10 +14,19 @@ from MaxText.layers.weights import weight
 class Embedding(nnx.Module):
     """A table of vectors, read by id; for tokens also the tied output head."""
 
-    def __init__(self, num_rows: int, row_axis: str, building: Building, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        num_rows: int,
+        row_axis: str,
+        building: Building,
+        rngs: nnx.Rngs,
+        scale: float | None = None,
+    ):
+        """`scale` multiplies the rows that are read, not those of the tied head."""
         D = building.dimensions.emb_dim
         self.dtype = building.dtype
         self.precision = building.precision
+        self.scale = scale
         self.embedding = weight(
             rngs, (num_rows, D), (row_axis, "embed"), building.initializers.embedding,
             dtype=building.weight_dtype,
@@ -25,7 +34,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """Rows of the table, [B, T, D]."""
-        return jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
+        rows_BTD = jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
+        if self.scale is None:
+            return rows_BTD
+        # Rounded first, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
+        return rows_BTD * jnp.asarray(self.scale, self.dtype)
 
     def attend(self, x_BTD: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Products of x with every row, [B, T, V], computed in `dtype`."""

@@ -9,6 +9,7 @@ from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
+from MaxText.layers.stack import joined, keep_layers_apart
 from MaxText.layers.weights import ParameterInfo
 
 Parameters = dict  # nested, leaves are arrays
@@ -48,5 +49,16 @@ class Model:
         return nnx.to_pure_dict(nnx.state(Decoder(self.section, nnx.Rngs(params=key))))
 
     def merge(self, parameters: Parameters) -> Decoder:
-        """The module with these parameters, for use inside a trace."""
+        """The module with these parameters, whole or in parts, for use inside a trace."""
+        layers = parameters["layers"]
+        if isinstance(layers, tuple):
+            parameters = parameters | {"layers": joined(layers)}
         return nnx.merge(self._graphdef, parameters)
+
+
+def in_parts(parameters: Parameters) -> Parameters:
+    """Parameters whose layers are arrays of their own, for programs that generate text.
+
+    The stacked arrays are given up one by one, so that there is never a second copy of all.
+    """
+    return parameters | {"layers": keep_layers_apart(parameters["layers"])}

@@ -1,4 +1,10 @@
-"""Norms over the last dimension, with float32 statistics whatever the activation format."""
+"""Norms over the last dimension, with float32 statistics whatever the activation format.
+
+The parameter `scale` holds the factor itself, or its difference from 1 where norms are
+zero-centred (normalization_zero_centered). Both start at a factor of 1. Weight decay pulls the
+parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_mask that exempts
+`scale`, which keeps factors from 0 otherwise, has nothing to prevent there.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +27,15 @@ class RMSNorm(nnx.Module):
         logical_axis: str = "norm",
     ):
         self.epsilon = epsilon
-        self.scale = weight(rngs, (size,), (logical_axis,), ones, dtype=building.weight_dtype)
+        self.zero_centered = building.zero_centered_norms
+        initial = zeros if self.zero_centered else ones
+        self.scale = weight(rngs, (size,), (logical_axis,), initial, dtype=building.weight_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
         y = x_float * jax.lax.rsqrt(mean_square + self.epsilon)
-        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (y * _factor(self.scale, self.zero_centered)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -37,8 +45,9 @@ class LayerNorm(nnx.Module):
         self, size: int, epsilon: float, use_bias: bool, building: Building, rngs: nnx.Rngs
     ):
         self.epsilon = epsilon
-        dtype = building.weight_dtype
-        self.scale = weight(rngs, (size,), ("norm",), ones, dtype=dtype)
+        self.zero_centered = building.zero_centered_norms
+        dtype, initial = building.weight_dtype, zeros if self.zero_centered else ones
+        self.scale = weight(rngs, (size,), ("norm",), initial, dtype=dtype)
         self.bias = weight(rngs, (size,), ("norm",), zeros, dtype=dtype) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -46,10 +55,17 @@ class LayerNorm(nnx.Module):
         mean = jnp.mean(x_float, axis=-1, keepdims=True)
         centred = x_float - mean
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(jnp.float32)
+        y = centred * jax.lax.rsqrt(variance + self.epsilon)
+        y = y * _factor(self.scale, self.zero_centered)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
+
+
+def _factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
+    """What a norm multiplies by, in float32: bfloat16 could not hold 1 and a small difference."""
+    stored = scale[...].astype(jnp.float32)
+    return 1.0 + stored if zero_centered else stored
 
 
 def normalization(section: Block, building: Building, rngs: nnx.Rngs) -> nnx.Module:

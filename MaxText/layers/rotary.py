@@ -1,21 +1,76 @@
 """Rotary position embedding (Su et al. 2021, equation 34), halves convention.
 
 Dimension i of the turned part pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
+`rope_type` says how the frequencies are changed for texts longer than those of the first training.
 Legend: B sequences, T tokens, N heads, H head_dim, R turned dimensions.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from MaxText.configuration.model_sections import Position
 
 
 def rotary_table(
-    positions_BT: jax.Array, num_dims: int, max_timescale: float
+    positions_BT: jax.Array, num_dims: int, section: Position
 ) -> tuple[jax.Array, jax.Array]:
-    """sin and cos of position * theta^(-2i/R), each float32 [B, T, 1, R/2]."""
-    exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
-    frequencies = 1.0 / (max_timescale**exponents)
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.sin(angles), jnp.cos(angles)
+    """sin and cos of position * frequency, each float32 [B, T, 1, R/2].
+
+    With rope_type=yarn both are multiplied by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section
+    3.4: the scores then have the temperature that suits the longer text).
+    """
+    angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, section)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    if section.rope_type != "yarn":
+        return sin, cos
+    factor = 0.1 * math.log(section.rope_factor) + 1.0
+    return factor * sin, factor * cos
+
+
+def frequencies(num_dims: int, section: Position) -> jax.Array | np.ndarray:
+    """Radians per token of each pair of dimensions, float32 [R/2].
+
+    default: f_i = theta^(-2i/R).
+    linear: f_i / s for all (Chen et al. 2023).
+    llama3.1: f_i for pairs that turn at least `high_freq_factor` times in the first length, f_i / s
+      for those that turn at most `low_freq_factor` times, in proportion between (Grattafiori et
+      al. 2024).
+    yarn: the same idea, in proportion to i between the pairs that turn `beta_fast` and `beta_slow`
+      times (Peng et al. 2023, section 3.2).
+
+    Where s is `rope_factor` and the first length is `original_max_position_embeddings`.
+
+    Args:
+      num_dims: R.
+      section: the keys above.
+    """
+    theta, factor = section.rope_max_timescale, section.rope_factor
+    if section.rope_type == "default":
+        # Left to XLA, whose power differs from NumPy's in the last bit: runs stay as they were.
+        exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
+        return 1.0 / (theta**exponents)
+    plain = theta ** -(np.arange(0, num_dims, 2) / num_dims)
+    first_length = section.original_max_position_embeddings
+    if section.rope_type == "linear":
+        kept = np.zeros_like(plain)
+    elif section.rope_type == "llama3.1":
+        turns = first_length * plain / (2 * math.pi)
+        low, high = section.low_freq_factor, section.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+    else:
+
+        def pair_that_turns(times: float) -> float:
+            return num_dims * math.log(first_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_that_turns(section.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(section.beta_slow)), num_dims - 1)
+        # Both on one pair would divide by zero; 0.001 is what the authors add.
+        width = max(high - low, 0.001)
+        kept = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
+    return (kept * plain + (1 - kept) * plain / factor).astype(np.float32)
 
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

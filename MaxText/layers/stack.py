@@ -3,7 +3,7 @@
 The weights are stacked whether or not the walk is a scan, so checkpoints do not depend on it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -108,17 +108,16 @@ def walk(
     Returns:
       The last output, and each scalar summed over layers.
     """
-    graphdef, state = nnx.split(layers)
-    stacked = nnx.to_pure_dict(state)
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    graphdef, stacked = _split(layers)
 
     def one_layer(x_BTD, weights, index):
         return apply(nnx.merge(graphdef, weights), x_BTD, index)
 
     one_layer = rematerialized(one_layer, policy, in_scan=scan)
     if scan:
+        indices = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
         x_BTD, scalars = jax.lax.scan(
-            lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, jnp.arange(num_layers))
+            lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, indices)
         )
         return x_BTD, jax.tree.map(jnp.sum, scalars)
     totals: dict[str, jax.Array] = {}
@@ -126,3 +125,61 @@ def walk(
         x_BTD, scalars = one_layer(x_BTD, weights, index)
         totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
     return x_BTD, totals
+
+
+def walk_with_states(
+    layers: Any,
+    x_BTD: jax.Array,
+    apply: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    states: Sequence[Any] | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Sends `x_BTD` through all layers, each with a state of its own, written out.
+
+    A loop would copy each layer's weights and state out of the stacked ones for every token, which
+    takes as long as the products.
+
+    Args:
+      layers: what `stack` returned.
+      apply: (layer, x, state or None) -> (y, state).
+      states: of each layer, or None before there are any.
+
+    Returns:
+      The last output, and the new state of each layer.
+    """
+    graphdef, stacked = _split(layers)
+    new_states = []
+    for index, weights in enumerate(_unstacked(stacked)):
+        state = None if states is None else states[index]
+        x_BTD, state = apply(nnx.merge(graphdef, weights), x_BTD, state)
+        new_states.append(state)
+    return x_BTD, tuple(new_states)
+
+
+def keep_layers_apart(weights: dict) -> tuple[dict, ...]:
+    """Stacked weights as one tree per layer, to be joined by `joined` inside a trace.
+
+    Programs that read all weights for each token cannot afford to cut them out of an array. Each
+    stacked array is deleted as soon as it is cut.
+    """
+    stacked, structure = jax.tree.flatten(weights)
+    layers: list[list[jax.Array]] = [[] for _ in range(stacked[0].shape[0])]
+    for leaf in stacked:
+        for index, parts in enumerate(layers):
+            parts.append(leaf[index])
+        jax.block_until_ready([parts[-1] for parts in layers])
+        leaf.delete()
+    return tuple(jax.tree.unflatten(structure, parts) for parts in layers)
+
+
+def joined(weights: Sequence[dict]) -> dict:
+    """Inverse of `keep_layers_apart`, for use inside a trace.
+
+    The compiler takes slices of what is stacked here from the parts themselves, so that nothing is
+    copied as long as no loop walks the result.
+    """
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+
+
+def _split(layers: Any) -> tuple[Any, dict]:
+    graphdef, state = nnx.split(layers)
+    return graphdef, nnx.to_pure_dict(state)

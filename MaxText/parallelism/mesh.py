@@ -57,6 +57,16 @@ class Layout:
         self.rules = rules
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the rows of a batch are split."""
+        return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
+
+    @property
+    def num_batch_parts(self) -> int:
+        """Parts into which the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """Of an array whose dimensions carry logical `names`."""
         return NamedSharding(self.mesh, partition_spec(names, shape, self.rules, self.mesh))
@@ -198,8 +208,7 @@ def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0
 def _rows(layout: Layout, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
-    axes = next(axes for name, axes in layout.rules if name == "activation_batch")
-    parts = math.prod(layout.mesh.shape[axis] for axis in axes)
+    axes, parts = layout.batch_axes, layout.num_batch_parts
     if rows != int(rows) or int(rows) % parts:
         better = max(parts, round(rows / parts) * parts) / num_devices
         raise UserError(

@@ -146,6 +146,8 @@ BROKEN = [
     ("head_dim=0", "head_dim: 0"),
     ("rotary_pct=0.01", "not an even number from 2"),
     ("head_dim=6 rotary_pct=0.5", "gives 3"),
+    ("rope_type=llama3.1 low_freq_factor=4", "low_freq_factor=4 must be below high_freq_factor=4"),
+    ("rope_type=yarn beta_slow=40", "beta_slow=40 must be below beta_fast=32"),
     ("global_parameter_scale=3", "power of two"),
     ("decoder_block=gpt2 trainable_position_size=10", "no row for every place"),
     ("mlp_activations=[]", "the list is empty"),
@@ -162,6 +164,10 @@ BROKEN = [
     ("eval_interval=0", "eval_interval: 0"),
     ("eval_steps=0", "eval_steps: 0"),
     ("target_eval_loss=2", "can never be seen"),
+    ("eval_stride=0", "eval_stride: 0 is not possible"),
+    ("eval_tasks=[lambada]", "lambada_path names no file"),
+    ("wikitext_path=wiki.test.raw", "eval_tasks does not name wikitext"),
+    ("harness_num_fewshot=0", "has no effect without harness_tasks"),
     ("prompt= sample_tokens=3", "prompt is empty"),
     ("profiler=xplane steps=1", "the profiler waits 1 steps"),
     ("run_name=/a/b base_output_directory=out", "whole path"),
@@ -194,6 +200,10 @@ BROKEN = [
     ("sequence_length_stages=[[0,256],[9,512],[9,1024]]", "and increase"),
     ("sequence_length_stages=[[0,300]]", "300 does not divide max_target_length"),
     ("sequence_length_stages=[[0,256]] mlm_training=true", "CLS begins a window"),
+    ("max_new_tokens=0", "use 1 or more, or -1 for what max_target_length"),
+    ("decode_sampling_strategy=topk", "needs decode_sampling_top_k"),
+    ("decode_sampling_strategy=nucleus", "needs decode_sampling_nucleus_p"),
+    ("autoregressive_decode_assert=a decode_num_samples=2", "compares one text"),
     ("causal=false", "lets each token see"),
     ("causal=true mlm_training=true", "hides one of them"),
     (
@@ -227,6 +237,32 @@ def test_a_program_that_reads_data_needs_some():
     load(["grain_train_files=a*", "grain_eval_files=b*", "eval_interval=5"], "train.py")
     with pytest.raises(ConfigurationError, match="names no records for it"):
         load(["grain_train_files=a*", "eval_interval=5"], "train.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", r"(?s)nothing to score.*grain_eval_files.*eval_tasks"),
+        ("grain_train_files=a*", "nothing to score"),
+        ("dataset_type=synthetic", "needs eval_steps"),
+        ("dataset_path=a max_target_length=64 eval_stride=65", "eval_stride=65 is above"),
+        ("dataset_path=a mlm_training=true eval_stride=8", "predicts hidden tokens"),
+        ("dataset_path=a packing=false use_truncation=true eval_stride=8", "scores every token"),
+        ("dataset_path=a megatron_order=gpt_neox eval_stride=8", "samples of its own"),
+    ],
+)
+def test_what_cannot_be_scored(line, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        load(line.split(), "eval.py")
+    assert len(caught.value.problems) == 1
+
+
+def test_what_can_be_scored():
+    load(["dataset_path=folder", "max_target_length=64", "eval_stride=64"], "eval.py")
+    load(["grain_eval_files=b*"], "eval.py")
+    load(["dataset_type=synthetic", "eval_steps=2"], "eval.py")
+    load(["eval_tasks=[lambada]", "lambada_path=a.jsonl"], "eval.py")
+    load(["harness_tasks=[hellaswag]"], "eval.py")
 
 
 def test_near_misses_of_possible_combinations_pass():

@@ -115,7 +115,7 @@ def test_file_values(write):
     config = configure(path)
     assert config.run.steps == 1000
     assert config.run.run_name == "0123"
-    assert config.sampling.prompt == "no"
+    assert config.decoding.prompt == "no"
     assert config.checkpoint.max_to_keep is None
 
 
@@ -140,7 +140,7 @@ def test_file_values(write):
 )
 def test_text_survives_writing_and_reading(value, write):
     path = write(f"prompt: {values.to_yaml(value)}\n")
-    assert configure(path).sampling.prompt == value
+    assert configure(path).decoding.prompt == value
 
 
 def test_every_default_survives_writing_and_reading(write):

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-GOLDEN_FAMILIES = ("gpt2", "gptneox", "llama")
+GOLDEN_FAMILIES = ("gpt2", "gptneox", "llama", "llama31", "gemma")
 
 _SIZES = {
     "vocab_size": 40,
@@ -36,6 +36,10 @@ DESCENDANTS = {
     "qwen3": ({"head_dim": 6, "tie_word_embeddings": True}, {
         f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
         f"{_O}.weight": (16, 24), "self_attn.q_norm.weight": (6,), "self_attn.k_norm.weight": (6,),
+    }),
+    "gemma": ({"head_dim": 6, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}, {
+        f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
+        f"{_O}.weight": (16, 24),
     }),
     "llama": ({"attention_bias": True, "mlp_bias": True, "rope_theta": 500_000.0}, {
         f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),

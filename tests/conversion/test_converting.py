@@ -71,7 +71,7 @@ def test_golden_folder_to_run_and_back(name, here):
     if name == "gptneox":
         exported["lm_head.weight"] = exported.pop("embed_out.weight")
     if config["tie_word_embeddings"]:
-        del tensors["lm_head.weight"]
+        tensors.pop("lm_head.weight", None)
     same_bits(exported, tensors)
 
 
@@ -138,6 +138,8 @@ def test_the_tokenizer_travels(here):
     assert (here / "other" / "tokenizer.json").read_text() == text
     with pytest.raises(UserError, match="tokenizer=run is no folder with tokenizer"):
         run("from=run", "to=hf:third", "tokenizer=run")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: File name too long"):
+        run("from=run", "to=hf:third", f"tokenizer={'a' * 300}")
     assert written["eos_token_id"] == 0  # <|endoftext|>, the first id of a trained tokenizer
 
 
@@ -180,6 +182,25 @@ def test_a_target_that_exists_is_not_touched(here):
     (here / "run" / "mine").unlink()
     run("from=hf:hf", "to=run")
     assert names(here / "run") == ["checkpoints", "config.yml"]
+
+
+def test_a_window_comes_back_with_the_length(here):
+    config, tensors = random("mistral")
+    write(here / "hf", config | {"sliding_window": 8}, tensors)
+    with pytest.raises(UserError, match=r"add max_target_length=8\."):
+        run("from=hf:hf", "to=run")
+    for length, exported in {8: (8, 32), 4: (8, 4)}.items():
+        run("from=hf:hf", f"to=run{length}", f"max_target_length={length}")
+        run(f"from=run{length}", f"to=hf:out{length}")
+        written = json.loads((here / f"out{length}" / "config.json").read_text())
+        assert (written["sliding_window"], written["max_position_embeddings"]) == exported
+    # Another configuration sees farther than the window; a Llama has none.
+    yml = here / "run8" / "config.yml"
+    run(str(yml), "max_target_length=16", "from=run8", "to=hf:longer")
+    written = json.loads((here / "longer" / "config.json").read_text())
+    assert (written["sliding_window"], written["max_position_embeddings"]) == (None, 16)
+    run("from=run8", "to=hf:llama", "family=llama")
+    assert "sliding_window" not in json.loads((here / "llama" / "config.json").read_text())
 
 
 # --- MaxText --------------------------------------------------------------------------------------
@@ -233,6 +254,70 @@ def test_maxtext_gives_the_reference_logits(scanned, scaling, items, nesting, he
     params = nested({ours: run_weights.read(ours) for ours in run_weights.model.parameters})
     found = logits(load(["run/config.yml"]).config, params, arrays["input_ids"])
     np.testing.assert_allclose(found, arrays["logits"], rtol=0, atol=5e-5)
+
+
+def test_maxtext_of_llama31_pairs_neighbours(here):
+    config, tensors, _ = golden("llama31")
+    weights = FolderWeights(write(here / "hf", config, tensors))
+    tree = maxtext_tree(weights, scanned=True, query_factor=16**-0.5)
+    attention = tree["decoder"]["layers"]["self_attention"]
+    for name in ("query", "key"):
+        halves = attention[name]["kernel"]
+        neighbours = np.empty_like(halves)
+        neighbours[..., 0::2], neighbours[..., 1::2] = np.split(halves, 2, axis=-1)
+        attention[name]["kernel"] = neighbours
+    save_tree(here / "theirs", {"params": {"params": tree}})
+    keys = [f"{name}={text(value)}" for name, value in weights.keys.items()]
+    run(*keys, "from=maxtext:theirs", "to=run")
+    run_weights = RunWeights("run")
+    for ours in weights.model.parameters:
+        np.testing.assert_array_equal(run_weights.read(ours), weights.read(ours), err_msg=ours)
+
+
+def text(value):
+    """A value of a key as it is typed."""
+    return str(list(value)).replace("'", "") if isinstance(value, tuple) else str(value).lower()
+
+
+def test_maxtext_gpt3(here):
+    keys = (*KEYS, "base_num_kv_heads=6", "decoder_block=gpt3", "normalization_zero_centered=true")
+    config = load([key for key in keys if key != "base_num_kv_heads=2"]).config
+    model = model_of(config)
+    generator = np.random.default_rng(0)
+    ours = {
+        name: generator.standard_normal(info.shape, np.float32)
+        for name, info in model.parameters.items()
+    }
+    tree = {}
+    for name, array in ours.items():
+        name = name.replace(
+            "layers/pre_self_attention_layer_norm", "layers/pre_self_attention_norm"
+        )
+        name = name.replace("layers/pre_mlp_layer_norm", "layers/mlp/mlp_layer_norm")
+        if name.startswith("layers/"):
+            array = np.swapaxes(array, 0, 1)
+        tree[name if name.startswith("token_embedder") else "decoder/" + name] = array
+    save_tree(here / "theirs", {"params": {"params": nested(tree)}})
+    arguments = [key for key in keys if key != "base_num_kv_heads=2"]
+    said = run(*arguments, "from=maxtext:theirs", "to=run")
+    assert "query_scaling=model" in said
+    weights = RunWeights("run")
+    for name, array in ours.items():
+        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
+    with pytest.raises(UserError, match="Add normalization_zero_centered=true"):
+        run(*arguments[:-1], "from=maxtext:theirs", "to=other")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["model_name=gemma-2b"], "Gemma blocks cannot be read"),
+        (["model_name=llama3.1-8b", "rope_type=yarn"], "rope_type=yarn: MaxText pairs dimensions"),
+    ],
+)
+def test_maxtext_in_other_forms(keys, message, here):
+    with pytest.raises(UserError, match=message):
+        run(*keys, "from=maxtext:theirs", "to=run")
 
 
 def test_maxtext_with_another_configuration(here):

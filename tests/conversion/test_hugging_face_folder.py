@@ -97,6 +97,23 @@ def test_missing_extra_and_misshapen_tensors_in_one_table(tmp_path):
     assert "other kind  model.layers.0.mlp.up_proj.bias: stored I32" in message
 
 
+def test_impossible_combinations_are_named_as_in_config_json(tmp_path, monkeypatch):
+    config, tensors = random("llama")
+    folder = write(tmp_path, config | {"num_key_value_heads": 3}, tensors)
+    with pytest.raises(UserError) as caught:
+        FolderWeights(folder)
+    assert str(caught.value) == (
+        f"{folder}: config.json (llama) cannot be imported:\n"
+        "  num_attention_heads=4 is not a multiple of num_key_value_heads=3"
+    )
+    # Keys of the user keep their names.
+    with pytest.raises(UserError, match="base_num_query_heads=4 is not a multiple of base_num_kv"):
+        FolderWeights(folder, {"base_num_kv_heads": 3})
+    monkeypatch.setenv("M_STEPS", "many")
+    with pytest.raises(UserError, match="environment variable M_STEPS"):
+        FolderWeights(folder)
+
+
 def test_the_config_of_another_family(tmp_path):
     with pytest.raises(UserError, match="Its tensors are named as gpt2 names them"):
         FolderWeights(write(tmp_path, random("llama")[0], golden("gpt2")[1]))
@@ -123,6 +140,7 @@ def test_paths_that_are_no_folder(folder, tmp_path, monkeypatch):
         "hf:": "names no folder",
         "hf:./model2": "is no folder",
         "hf:a/b/c": "is no folder",
+        "hf:~nobody_here/a": "there is no user nobody_here here",
         "hf:empty": "has no config.json",
     }.items():
         with pytest.raises(UserError, match=message):
@@ -164,6 +182,20 @@ def test_an_older_tokenizer_with_more_ids_than_rows(name, tmp_path):
     check_ids(tmp_path, 41)
     with pytest.raises(UserError, match=rf"{name} makes ids up to 40"):
         check_ids(tmp_path, 40)
+
+
+def test_a_folder_that_may_not_be_searched(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    # As for a user without the right; nothing is refused to the one who may do everything.
+    monkeypatch.setattr(Path, "is_file", refuse)
+    message = rf"{folder}/config\.json cannot be read: Permission denied"
+    with pytest.raises(UserError, match=message):
+        is_folder(str(folder))
+    for path in (str(folder), f"hf:{folder}"):
+        with pytest.raises(UserError, match=message):
+            find_folder(path, "from")
 
 
 def test_a_file_that_may_not_be_read(folder, monkeypatch):

@@ -1,9 +1,13 @@
 """Against transformers itself: what it writes is read, and what is written it computes with."""
 
+import json
+
 import pytest
 
 from MaxText.conversion import request
 from MaxText.conversion.converting import convert
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.verification import compare
 from MaxText.errors import UserError
 
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
@@ -26,16 +30,26 @@ MODELS = {
                       "tie_word_embeddings": True, "rope_theta": 5e5},
     "mistral": SIZES | {"num_key_value_heads": 2, "head_dim": 16},
     "qwen2": SIZES | {"num_key_value_heads": 1},
+    "gemma": SIZES | {"num_key_value_heads": 1, "head_dim": 24, "pad_token_id": None},
     "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
+# Short, so that the 64 tokens that are compared reach into every band.
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16,
+               "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+             "beta_fast": 4.0, "beta_slow": 0.5},
+}  # fmt: skip
+
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def saved(model_type, folder, dtype="float32", **how):
+def saved(model_type, folder, dtype="float32", changes=None, **how):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
+    config = transformers.AutoConfig.for_model(model_type, **(MODELS[model_type] | (changes or {})))
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,6 +80,29 @@ def test_both_ways_agree(model_type, tmp_path):
     assert loaded.state_dict().keys() == wanted.keys()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scaling"),
+    [*[("llama", kind) for kind in SCALINGS], ("gpt_neox", "llama3"), ("mistral", "linear"),
+     ("qwen2", "yarn"), ("qwen3", "yarn"), ("gemma", "llama3")],
+)  # fmt: skip
+def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
+    saved(model_type, tmp_path / "hf", changes={"rope_scaling": dict(SCALINGS[scaling])})
+    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
+    assert "Verified: logits differ by at most" in said
+    said = run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'again'}", "--verify")
+    assert "Verified: logits differ by at most" in said
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "again").rope_parameters
+    wanted = transformers.AutoConfig.from_pretrained(tmp_path / "hf").rope_parameters
+    assert found == wanted
+    # What is compared tells one kind from another.
+    config_json = tmp_path / "hf" / "config.json"
+    config = json.loads(config_json.read_text())
+    config["rope_parameters"]["factor"] = 1.5
+    weights = FolderWeights(tmp_path / "hf")
+    config_json.write_text(json.dumps(config))
+    assert not compare(weights, tmp_path / "hf").holds
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

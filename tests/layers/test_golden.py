@@ -51,6 +51,32 @@ def llama_section(config: dict) -> sections.Model:
     )
 
 
+def llama31_section(config: dict) -> sections.Model:
+    scaling = config["rope_scaling"]
+    position = sections.Position(
+        rope_max_timescale=config["rope_theta"],
+        rope_type="llama3.1",
+        rope_factor=scaling["factor"],
+        original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        low_freq_factor=scaling["low_freq_factor"],
+        high_freq_factor=scaling["high_freq_factor"],
+    )
+    return llama_section(config).model_copy(update={"position": position})
+
+
+def gemma_section(config: dict) -> sections.Model:
+    return llama_section(config).model_copy(
+        update={
+            "embedding": sections.Embedding(scale_embedding=True),
+            "block": sections.Block(
+                normalization_zero_centered=True, normalization_layer_epsilon=1e-6
+            ),
+            "feed_forward": sections.FeedForward(mlp_activations=("gelu", "linear")),
+            "head": sections.Head(logits_via_embedding=True, normalize_embedding_logits=False),
+        }
+    )
+
+
 def gptneox_section(config: dict) -> sections.Model:
     return sections.Model(
         shape=sections.Shape(
@@ -73,6 +99,8 @@ CASES = {
     "gpt2": ("gpt2_tiny_a", gpt2_section),
     "llama": ("llama_tiny_a", llama_section),
     "gptneox": ("gptneox_tiny_a", gptneox_section),
+    "llama31": ("llama31_tiny_a", llama31_section),
+    "gemma": ("gemma_tiny_a", gemma_section),
 }
 
 

@@ -12,7 +12,7 @@ from MaxText.layers.attention_core import softmax_attention
 from MaxText.layers.model import Model
 from tests.small_models import random_batch, tiny_config
 
-FAMILIES = ["llama2", "gpt2", "gpt_neox"]
+FAMILIES = ["llama2", "gpt2", "gpt_neox", "gemma"]
 
 
 def family_config(family, **keys):
@@ -191,6 +191,10 @@ PARAMETERS = {
     "gpt2-1.5b": 1_557_611_200,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
     "pythia-70m": 70_426_624,
     "pythia-160m": 162_322_944,
     "pythia-410m": 405_334_016,

@@ -35,6 +35,7 @@ CASES = {
     "llama2, blocked": {"base_num_kv_heads": 1} | BLOCKED,
     "llama2, both directions": {"mlm_training": True} | BLOCKED,
     "gpt_neox": {"decoder_block": "gpt_neox"},  # parallel arrangement
+    "gemma": {"decoder_block": "gemma", "base_num_kv_heads": 1},  # scaled, zero-centred norms
     "gpt3": {"decoder_block": "gpt3", "logits_via_embedding": True},  # no positions
     "llama2, full": {"base_num_kv_heads": 2, "remat_policy": "full"},
     "gpt_neox, full": {"decoder_block": "gpt_neox", "remat_policy": "full"},

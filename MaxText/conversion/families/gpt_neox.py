@@ -3,12 +3,12 @@
 Rows of the fused projection are grouped by head: head, then query, key, value.
 """
 
+from MaxText.conversion.families.rotary_scaling import ROTARY_SCALING
 from MaxText.conversion.family import (
     BOOLEANS,
     SHARED_PARTS,
     Family,
     computed,
-    only,
     ratio,
     row,
     same,
@@ -89,7 +89,7 @@ GPT_NEOX = Family(
         ),
         same("attention_bias", "qkv_bias proj_bias", default=True, values=BOOLEANS),
         same("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
-        only("rope_type", "default"),
+        *ROTARY_SCALING,
     ),
     rows=ROWS,
     prefix="gpt_neox.",

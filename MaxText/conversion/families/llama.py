@@ -3,6 +3,7 @@
 Rotary dimensions pair by halves, as ours do, so no row is permuted.
 """
 
+from MaxText.conversion.families.rotary_scaling import ROTARY_SCALING
 from MaxText.conversion.family import (
     BOOLEANS,
     SHARED_PARTS,
@@ -63,7 +64,7 @@ _ACTIVATIONS = (
     ("relu", ("relu", "linear")),
 )
 
-SETTINGS = (
+SIZES = (
     same("vocab_size", "vocab_size"),
     same("hidden_size", "base_emb_dim"),
     same("num_hidden_layers", "base_num_decoder_layers"),
@@ -72,15 +73,13 @@ SETTINGS = (
     same("intermediate_size", "base_mlp_dim"),
     same("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
     same("rope_theta", "rope_max_timescale", default=10_000.0),
+    only("partial_rotary_factor", 1.0, 1),
+)
+
+SETTINGS = (
+    *SIZES,
     same("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
     same("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
-    only("partial_rotary_factor", 1.0, 1),
-    only(
-        "rope_type",
-        "default",
-        remedy="Rotary angles are not rescaled here; Llama 3 itself (8192 tokens) has none, "
-        "Llama 3.1 and later do.",
-    ),
 )
 
 LLAMA = Family(
@@ -94,6 +93,7 @@ LLAMA = Family(
         same("head_dim", "head_dim", default=ratio("hidden_size", "num_attention_heads")),
         same("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
         same("mlp_bias", "ffn_bias", default=False, values=BOOLEANS),
+        *ROTARY_SCALING,
     ),
     rows=ROWS,
     prefix="model.",

@@ -1,6 +1,7 @@
 """Mistral (Jiang et al. 2023): Llama's tensors and, in the first version, a sliding window."""
 
 from MaxText.conversion.families.llama import PARTS, ROWS, SETTINGS
+from MaxText.conversion.families.rotary_scaling import ROTARY_SCALING
 from MaxText.conversion.family import Family, ratio, same
 
 MISTRAL = Family(
@@ -18,6 +19,7 @@ MISTRAL = Family(
         *SETTINGS,
         same("max_position_embeddings", "max_target_length", default=131_072),
         same("head_dim", "head_dim", default=ratio("hidden_size", "num_attention_heads")),
+        *ROTARY_SCALING,
     ),
     rows=ROWS,
     prefix="model.",

@@ -1,6 +1,7 @@
 """Qwen2 (Yang et al. 2024): biases on query, key and value. Qwen3 (2025): norms of q and k."""
 
 from MaxText.conversion.families.llama import PARTS, ROWS, SETTINGS
+from MaxText.conversion.families.rotary_scaling import ROTARY_SCALING
 from MaxText.conversion.family import BOOLEANS, Family, only, ratio, same
 
 _FULL_ATTENTION = only(
@@ -26,6 +27,7 @@ QWEN2 = Family(
         _LENGTH,
         same("head_dim", "head_dim", default=ratio("hidden_size", "num_attention_heads")),
         _FULL_ATTENTION,
+        *ROTARY_SCALING,
     ),
     rows=ROWS,
     prefix="model.",
@@ -42,6 +44,7 @@ QWEN3 = Family(
         same("head_dim", "head_dim", default=128),
         same("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
         _FULL_ATTENTION,
+        *ROTARY_SCALING,
     ),
     rows=ROWS,
     prefix="model.",

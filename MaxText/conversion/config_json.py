@@ -1,0 +1,140 @@
+"""Our keys as config.json, and the family that a model of ours belongs to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.configuration.catalogue import flat
+from MaxText.configuration.schema import Config
+from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.family import REQUIRED, Family, Setting
+from MaxText.conversion.settings import ROPE_SCALING, says_something, with_effect
+from MaxText.errors import UserError
+
+_SIZES = {  # sizes after global_parameter_scale, which config.json has no word for
+    "base_emb_dim": "emb_dim",
+    "base_num_query_heads": "num_query_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "base_mlp_dim": "mlp_dim",
+    "base_num_decoder_layers": "num_layers",
+    "head_dim": "head_dim",
+}
+
+
+def find_family(config: Config, asked: str) -> Family:
+    """The family that a configuration of ours belongs to.
+
+    Args:
+      asked: the model_type that the user wants, or "" for the first that fits.
+
+    Raises:
+      UserError: no family has these parts; says what differs.
+    """
+    if asked and asked not in FAMILIES:
+        raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
+    candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
+    mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    for family in candidates:
+        if not mismatches[family.model_type]:
+            return family
+    lines = [f"  {name}: {'; '.join(found)}" for name, found in mismatches.items()]
+    what = (
+        f"family={asked} has other parts than this model"
+        if asked
+        else "no family of Hugging Face has the parts of this model, so transformers cannot run it"
+    )
+    raise UserError(what + ":\n" + "\n".join(lines))
+
+
+def _mismatches(family: Family, config: Config) -> list[str]:
+    values = our_values(config)
+    found = [
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
+        for name, wanted in with_effect(values, family.parts).items()
+        if values[name] != wanted
+    ]
+    written: dict[str, Any] = {}
+    for setting in family.settings:
+        ours = {name: values[name] for name in setting.ours}
+        if not ours or not says_something(setting, values):
+            continue
+        if len(set(ours.values())) > 1:
+            found.append(" and ".join(f"{name}={value}" for name, value in ours.items()))
+            continue
+        value = next(iter(ours.values()))
+        if not setting.is_written:
+            wanted = Setting((), default=setting.default).value_in(written)
+            # Where a size it is computed from does not fit, that has been said.
+            if wanted not in (value, REQUIRED):
+                found.append(f"{setting.ours[0]}={value}, not {wanted}")
+            continue
+        theirs = setting.theirs_of(value)
+        if theirs is REQUIRED:
+            found.append(f"{setting.ours[0]}={_shown(value)}")
+        written[setting.name] = theirs
+    return found
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def our_values(config: Config) -> dict[str, Any]:
+    """Keys of the model, with sizes as they are after scaling."""
+    values, dimensions = flat(config), config.model.shape.dimensions
+    values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
+    # A table of positions decides the length of the other side; a rotary model has none.
+    if values["trainable_position_size"] == -1:
+        values["trainable_position_size"] = values["max_target_length"]
+    if values["position_embedding"] == "learned":
+        values["max_target_length"] = values["trainable_position_size"]
+    return values
+
+
+def to_config_json(family: Family, config: Config) -> dict[str, Any]:
+    """config.json of a model of ours that belongs to the family."""
+    values = our_values(config)
+    result: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+    }
+    for setting in family.settings:
+        if setting.is_written and says_something(setting, values):
+            *objects, name = setting.name.split(".")
+            place = result.setdefault(objects[0], {}) if objects else result
+            place[name] = setting.theirs_of(values[setting.ours[0]])
+    if result.get(ROPE_SCALING) == {"rope_type": "default"}:
+        del result[ROPE_SCALING]  # what silence means, also to versions that do not know the word
+    if family.window:
+        result[family.window[0]] = None
+    return result
+
+
+def kept_window(
+    family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The window and the length of the folder that unchanged weights came from, where they hold.
+
+    Our models see all earlier tokens. Up to the window that is the same, and an import shortens the
+    length to it. The longer texts of the first folder are then lost for us, not for the export.
+
+    Args:
+      kept: config.json of that folder.
+      written: what the table gives.
+    """
+    if not family.window or family.window[0] not in kept:
+        return {}
+    window = kept[family.window[0]]
+    length = next(s.name for s in family.settings if "max_target_length" in s.ours)
+    if window is None or written[length] > window:
+        return {}
+    result = {family.window[0]: window}
+    if written[length] == window and length in kept:
+        result[length] = kept[length]
+    return result
+
+
+def settled_names(family: Family) -> set[str]:
+    """Keys of config.json that the table decides, older and newer names included."""
+    names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
+    return names | {"rope_parameters", "rope_scaling", "architectures", "model_type",
+                    *((family.window[0],) if family.window else ())}  # fmt: skip

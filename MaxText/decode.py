@@ -1,0 +1,53 @@
+"""Generates text: python MaxText/decode.py load_parameters_path=RUN prompt=..."""
+
+import os
+import sys
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+from MaxText.inference import own_configuration
+from MaxText.parallelism import start_up
+
+USAGE = """Continues prompts with trained weights.
+
+  python MaxText/decode.py load_parameters_path=maxtext_output/quickstart prompt='def main('
+  python MaxText/decode.py load_parameters_path=hf:models/gpt2 prompt='I love to' \\
+      decode_sampling_temperature=0.8 decode_sampling_top_k=40 decode_seed=1
+  python MaxText/decode.py configs/gpt2.yml load_parameters_path=RUN prompt_file=prompts.jsonl \\
+      max_new_tokens=64 'decode_stop=["\\n"]' decode_output=texts.jsonl per_device_batch_size=8
+
+Without a config file the weights bring their own configuration and tokenizer. docs/decode.md has
+the settings."""
+
+
+def main() -> int:
+    """Exit codes: 0 done, 1 not the expected text, 2 a mistake of the user, 130 Ctrl-C."""
+    start_up.restart_with_allocator_setting()
+    loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
+    start_up.choose_platform(loaded.config.run.hardware)
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        from MaxText.generation.decoding import decode
+
+        decode(loaded.config, write)
+    except UserError as error:
+        command_line.fail(error)
+    except BrokenPipeError:
+        # Whoever read the text (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

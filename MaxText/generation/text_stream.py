@@ -1,0 +1,75 @@
+"""Text that grows token by token: what can be shown already, and where it stops.
+
+Imports no jax.
+"""
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
+
+
+class TextStream:
+    """The text of a growing list of ids.
+
+    A character may take several tokens, and a tokenizer may write a token differently after
+    another, so the newest tokens are decoded together with those before them. What may be the
+    beginning of a stop string is held back.
+
+    Attributes:
+      text: all that is certain, without the stop string.
+      stopped: whether a stop string has come.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()):
+        """
+        Args:
+          decode: ids -> text.
+          stops: strings at which the text ends.
+        """
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        self._ids: list[int] = []
+        # Ids from `_first` to `_known` are decoded again with each new one: their text is known.
+        self._first = self._known = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Takes the next id; returns what became certain by it."""
+        self._ids.append(token)
+        known = self._decode(self._ids[self._first : self._known])
+        both = self._decode(self._ids[self._first :])
+        if both.endswith(_INCOMPLETE) or len(both) <= len(known):
+            return ""
+        self._first, self._known = self._known, len(self._ids)
+        return self._show(both[len(known) :], final=False)
+
+    def finish(self) -> str:
+        """Returns the rest, incomplete characters included."""
+        if self.stopped:
+            return ""
+        known = self._decode(self._ids[self._first : self._known])
+        both = self._decode(self._ids[self._first :])
+        self._first = self._known = len(self._ids)
+        return self._show(both[len(known) :], final=True)
+
+    def _show(self, new: str, final: bool) -> str:
+        pending = self._held + new
+        places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            certain = pending[: min(places)]
+        else:
+            certain = pending if final else pending[: len(pending) - self._overlap(pending)]
+        self._held = pending[len(certain) :]
+        self.text += certain
+        return certain
+
+    def _overlap(self, text: str) -> int:
+        """Characters at the end of `text` that may be the beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0

@@ -1,0 +1,130 @@
+"""Generating with the state of earlier tokens equals the forward pass over the whole sequence.
+
+A family or option that brings a mixer, a position form or another part adds its row to CASES.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.generation.engine import Engine
+from MaxText.generation.token_choice import Choice
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model, in_parts
+from MaxText.parallelism.mesh import Layout, make_mesh
+from tests.small_models import tiny_config
+
+ALL_HEADS = {"base_num_kv_heads": 4}
+
+# name -> (decoder_block, keys)
+CASES = {
+    "llama2": ("llama2", {}),
+    "gpt2": ("gpt2", ALL_HEADS),
+    "gpt_neox": ("gpt_neox", ALL_HEADS),
+    "multi-query": ("llama2", {"base_num_kv_heads": 1}),
+    "qk-norm": ("llama2", {"use_qk_norm": True}),
+    "biases": ("llama2", {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}),
+    "partial rotary": ("llama2", {"rotary_pct": 0.5}),
+    "no positions": ("llama2", {"position_embedding": "none"}),
+    "soft caps": ("llama2", {"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 5.0}),
+    "tied and scaled": ("llama2", {"logits_via_embedding": True}),
+    "plain attention": ("llama2", {"attention": "dot_product"}),
+    "written out": ("llama2", {"scan_layers": False}),
+    "parallel": ("llama2", {"block_arrangement": "parallel"}),
+    "dropout is off": ("llama2", {"dropout_rate": 0.5}),
+    "gemma": ("gemma", {"base_num_kv_heads": 1}),
+    "llama3.1 rotary": ("llama2", {"rope_type": "llama3.1"}),
+}
+WINDOW = 32
+
+
+def one_device_layout(config):
+    return Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+
+
+def whole_logits(model, params, tokens_BT):
+    """Float32 [B, T, V] of the forward pass that training uses."""
+
+    @jax.jit
+    def run(params, tokens_BT):
+        decoder = model.merge(params)
+        weights_BT = jnp.ones(tokens_BT.shape, jnp.float32)
+        return decoder.logits(decoder.hidden(Batch(tokens_BT, tokens_BT, weights_BT))[0])
+
+    return np.asarray(run(params, jnp.asarray(tokens_BT, jnp.int32)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cached_decoding_equals_the_whole_forward_pass(name):
+    family, keys = CASES[name]
+    config = tiny_config(family, max_target_length=WINDOW, **keys)
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    tokens = np.random.default_rng(1).integers(0, 64, (3, WINDOW))
+    lengths = np.array([1, 11, 17])
+
+    @jax.jit
+    def prompt(params, tokens_BT, lengths_B):
+        decoder = model.merge(params)
+        h_BTD, states = decoder.read_prompt(tokens_BT, lengths_B, capacity=WINDOW)
+        return decoder.logits(h_BTD), states
+
+    @jax.jit
+    def step(params, tokens_BT, positions_BT, states):
+        decoder = model.merge(params)
+        h_BTD, states = decoder.read_next(tokens_BT, positions_BT, states)
+        return decoder.logits(h_BTD), states
+
+    expected = whole_logits(model, params, tokens)
+    apart = in_parts(jax.tree.map(jnp.copy, params))
+    padded = np.where(np.arange(17) < lengths[:, None], tokens[:, :17], 63)
+    got, states = prompt(apart, padded, lengths)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(got[row, :length], expected[row, :length], atol=1e-4)
+    # Ragged rows, one token at a time.
+    for place in range(WINDOW - 17):
+        positions = lengths + place
+        new = np.take_along_axis(tokens, positions[:, None], axis=1)
+        got, states = step(apart, new, positions[:, None], states)
+        wanted = np.take_along_axis(expected, positions[:, None, None], axis=1)
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_several_new_tokens_at_once_equal_one_by_one():
+    config = tiny_config("llama2", max_target_length=WINDOW)
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 20))
+    decoder = model.merge(params)
+    _, states = decoder.read_prompt(jnp.asarray(tokens[:, :8]), jnp.array([8, 8]), WINDOW)
+    places = np.tile(np.arange(8, 20), (2, 1))
+    h_BTD, _ = decoder.read_next(jnp.asarray(tokens[:, 8:]), jnp.asarray(places), states)
+    expected = whole_logits(model, params, tokens)[:, 8:]
+    np.testing.assert_allclose(decoder.logits(h_BTD), expected, atol=1e-4)
+
+
+def test_states_that_grow_go_on_where_they_stood(monkeypatch):
+    monkeypatch.setattr("MaxText.generation.engine.SMALLEST_CAPACITY", 8)
+    monkeypatch.setattr("MaxText.generation.engine.SMALLEST_PROMPT", 4)
+    config = tiny_config("llama2", max_target_length=64)
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    engine = Engine(model, params, one_device_layout(config), Choice(temperature=0))
+
+    def run(room):
+        sequences, drawn = engine.start([[1, 2, 3], [4]], [0, 1], [0, 0], seed=0, room=room)
+        tokens = [drawn.on_host().tokens_B]
+        capacities = {sequences.states[0].capacity}
+        for length in range(4, 40):
+            sequences = engine.with_room(sequences, length)
+            sequences, drawn = engine.step(sequences)
+            capacities.add(sequences.states[0].capacity)
+            tokens.append(drawn.on_host().tokens_B)
+        return np.array(tokens), capacities
+
+    grown, capacities = run(room=4)
+    at_once, one = run(room=64)
+    assert capacities == {8, 32, 64}
+    assert one == {64}
+    np.testing.assert_array_equal(grown, at_once)

@@ -1,0 +1,149 @@
+"""Completions: the same whatever the batch, ended where they must, going on beyond the window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText.generation.engine import Engine
+from MaxText.generation.generating import Limits, Timing, generate
+from MaxText.generation.token_choice import Choice
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import Layout, make_mesh
+from tests.generation.test_cached_decoding import whole_logits
+from tests.small_models import tiny_config
+
+WINDOW = 32
+PROMPTS = [[5, 6, 7], [9], list(range(1, 21)), [3, 1]]
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = tiny_config("llama2", max_target_length=WINDOW, weight_init="normal", init_std=0.5)
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    engines = {}
+
+    def engine(choice):
+        if choice not in engines:
+            engines[choice] = Engine(model, params, layout, choice)
+        return engines[choice]
+
+    return model, params, engine
+
+
+GREEDY, DRAWN = Choice(temperature=0), Choice(temperature=0.9, top_k=20, repetition_penalty=1.2)
+
+
+def completions(engine, limits, rows=4, prompts=PROMPTS, **options):
+    found = dict(generate(engine, prompts, limits, rows=rows, **options))
+    return [found[number] for number in range(len(prompts))]
+
+
+def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
+    model, params, engine = small
+    for prompt, completion in zip(PROMPTS, completions(engine(GREEDY), Limits(10)), strict=True):
+        assert completion.finish_reason == "length"
+        ids = prompt + completion.tokens
+        logits = whole_logits(model, params, np.array([ids + [0] * (WINDOW - len(ids))]))[0]
+        logits = logits[len(prompt) - 1 : len(ids) - 1]
+        assert completion.tokens == logits.argmax(-1).tolist()
+        shifted = logits - logits.max(-1, keepdims=True)
+        log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        np.testing.assert_allclose(
+            completion.log_probabilities, log_probabilities.max(-1), atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("choice", [GREEDY, DRAWN])
+def test_a_completion_does_not_depend_on_its_batch(small, choice):
+    engine = small[2](choice)
+    together = completions(engine, Limits(8), rows=4, seed=3)
+    alone = completions(engine, Limits(8), rows=1, seed=3)
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+
+
+def test_the_seed_and_the_number_of_a_prompt_decide_the_draws(small):
+    engine = small[2](DRAWN)
+    same = completions(engine, Limits(8), prompts=[PROMPTS[0]] * 4, seed=1)
+    assert len({tuple(c.tokens) for c in same}) > 1
+    again = completions(engine, Limits(8), prompts=[PROMPTS[0]] * 4, seed=1)
+    other = completions(engine, Limits(8), prompts=[PROMPTS[0]] * 4, seed=2)
+    assert [c.tokens for c in same] == [c.tokens for c in again]
+    assert [c.tokens for c in same] != [c.tokens for c in other]
+
+
+def test_an_end_id_ends_its_row_alone(small):
+    engine = small[2](GREEDY)
+    free = completions(engine, Limits(12))
+    end = free[0].tokens[4]
+    ended = completions(engine, Limits(12, ends=frozenset({end})))
+    for before, after in zip(free, ended, strict=True):
+        if end in before.tokens:
+            assert after.finish_reason == "end"
+            assert after.tokens == before.tokens[: before.tokens.index(end) + 1]
+        else:
+            assert after.finish_reason == "length"
+            assert after.tokens == before.tokens
+
+
+def test_a_stop_string_ends_a_text(small):
+    engine = small[2](GREEDY)
+
+    def decode(ids):
+        return "".join(chr(40 + i) for i in ids)
+
+    free = completions(engine, Limits(12), decode=decode)
+    stop = free[0].text[3:5]
+    shown = dict.fromkeys(range(4), "")
+
+    def show_piece(number, piece):
+        shown[number] += piece
+
+    limits = Limits(12, stops=(stop,))
+    stopped = completions(engine, limits, decode=decode, show_piece=show_piece)
+    for number, (before, after) in enumerate(zip(free, stopped, strict=True)):
+        assert after.text == before.text.partition(stop)[0] == shown[number]
+        assert after.finish_reason == ("stop" if stop in before.text else "length")
+
+
+def test_without_a_number_the_window_is_filled(small):
+    for prompt, completion in zip(PROMPTS, completions(small[2](GREEDY), Limits()), strict=True):
+        assert len(prompt) + len(completion.tokens) == WINDOW
+
+
+def test_beyond_the_window_the_newer_half_goes_on(small):
+    model, params, engine = small
+    (completion,) = completions(engine(GREEDY), Limits(WINDOW + 20), prompts=[PROMPTS[0]])
+    assert len(completion.tokens) == WINDOW + 20
+    ids = PROMPTS[0] + completion.tokens
+    # The first token drawn from a full window cannot be read any more: the newer half is.
+    half = ids[WINDOW + 1 - WINDOW // 2 : WINDOW + 1]
+    logits = whole_logits(model, params, np.array([half + [0] * (WINDOW - len(half))]))
+    assert ids[WINDOW + 1] == logits[0, len(half) - 1].argmax()
+
+
+def test_a_prompt_that_is_too_long_keeps_its_end(small):
+    long = list(range(1, 60))
+    (completion,) = completions(small[2](GREEDY), Limits(4), prompts=[long])
+    assert completion.prompt == long[-(WINDOW - 4) :]
+    assert completion.num_dropped == 59 - (WINDOW - 4)
+    assert len(completion.tokens) == 4
+
+
+def test_times_are_taken_of_prompts_and_steps(small):
+    timing = Timing()
+    completions(small[2](GREEDY), Limits(6), rows=2, timing=timing)
+    assert len(timing.prompts) == 2
+    assert len(timing.steps) == 2 * 5
+
+
+def test_ids_without_a_token_are_never_chosen(small):
+    model, params, _ = small
+    config = tiny_config("llama2", max_target_length=WINDOW)
+    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    engine = Engine(model, params, layout, Choice(temperature=5.0), num_ids=7)
+    found = completions(engine, Limits(20))
+    assert max(max(c.tokens) for c in found) < 7
+    assert jnp.isfinite(jnp.array([c.log_probabilities for c in found])).all()

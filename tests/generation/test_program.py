@@ -1,0 +1,115 @@
+"""decode.py as users type it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from MaxText.configuration.inference_sections import Decoding
+from MaxText.configuration.loading import configure
+from MaxText.generation.decoding import OtherText, choice_of, decode
+from MaxText.generation.token_choice import Choice
+from MaxText.inference.own_configuration import load
+from tests.house.sources import REPOSITORY
+from tests.inference.small_models import llama_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return llama_folder(tmp_path_factory.mktemp("weights") / "hf")
+
+
+def start(arguments, cwd, environment):
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "MaxText" / "decode.py"), *arguments],
+        cwd=cwd,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def run(folder, *arguments):
+    pieces = []
+    config = load([f"load_parameters_path={folder}", "jax_cache_dir=", *arguments]).config
+    decode(config, pieces.append)
+    return "".join(pieces)
+
+
+def test_one_prompt_and_one_mistake(folder, tmp_path, users_environment):
+    arguments = [f"load_parameters_path=hf:{folder}", "prompt=Once", "max_new_tokens=5"]
+    done = start(arguments, tmp_path, users_environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nInput `Once` -> `" in done.stdout
+    assert "5 tokens" in done.stdout
+    done = start([*arguments, "decode_sampling_top_k=-1"], tmp_path, users_environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 1 problem in the configuration")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
+    prompts = [{"prompt": "a", "id": "x"}, {"prompt": "longer prompt", "id": "y"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    output = tmp_path / "new" / "texts.jsonl"
+    arguments = (f"prompt_file={path}", f"decode_output={output}", "max_new_tokens=6")
+    shown = run(folder, *arguments, "decode_num_samples=2", "decode_ignore_end=true")
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted((row["index"], row["sample"], row["id"]) for row in rows) == [
+        (0, 0, "x"), (0, 1, "x"), (1, 0, "y"), (1, 1, "y"),
+    ]  # fmt: skip
+    assert rows[0]["completion"] != rows[1]["completion"]
+    for row in rows:
+        assert len(row["tokens"]) == len(row["log_probabilities"]) == 6
+        assert max(row["log_probabilities"]) <= 0
+        assert row["finish_reason"] == "length"
+        assert f"Input `{row['prompt']}` -> `{row['completion']}`\n" in shown
+    # The same prompts one by one, which are other batches.
+    run(folder, *arguments, "decode_ignore_end=true", "decode_num_samples=2",
+        "per_device_batch_size=1")  # fmt: skip
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+
+    def texts(rows):
+        return {(row["index"], row["sample"]): row["tokens"] for row in rows}
+
+    assert texts(again) == texts(rows)
+
+
+def test_the_expected_text(folder):
+    arguments = ("prompt=Once", "max_new_tokens=4", "decode_sampling_strategy=greedy")
+    shown = run(folder, *arguments, "decode_ignore_end=true")
+    text = shown.partition("Input `Once` -> `")[2].rpartition("`\n")[0]
+    assert text
+    run(folder, *arguments, "decode_ignore_end=true", f"autoregressive_decode_assert={text}")
+    with pytest.raises(OtherText, match="not the expected one") as caught:
+        run(folder, *arguments, "decode_ignore_end=true", "autoregressive_decode_assert=other")
+    assert caught.value.exit_code == 1
+
+
+def test_a_long_prompt_says_what_was_not_read(folder):
+    shown = run(folder, f"prompt={'word ' * 20}", "max_new_tokens=2")
+    assert "window of 32 tokens; the first 70 of the prompt's 100 were not read" in shown
+
+
+def test_strategies_and_settings_make_a_choice():
+    def of(**keys):
+        return choice_of(configure(**keys).decoding)
+
+    assert of() == Choice()
+    assert of(decode_sampling_strategy="greedy", repetition_penalty=1.2) == Choice(
+        temperature=0, repetition_penalty=1.2
+    )
+    every = {
+        "decode_sampling_temperature": 0.8,
+        "decode_sampling_top_k": 40,
+        "decode_sampling_nucleus_p": 0.9,
+        "decode_sampling_min_p": 0.05,
+        "decode_sampling_typical_p": 0.95,
+        "decode_sampling_eta": 1e-3,
+        "decode_entmax_alpha": 1.3,
+        "repetition_penalty": 1.1,
+    }
+    assert of(**every) == Choice(0.8, 40, 0.9, 0.05, 0.95, 1e-3, 1.3, 1.1)
+    assert {"sample_tokens", "prompt"} < set(Decoding.model_fields)

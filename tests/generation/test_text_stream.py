@@ -1,0 +1,62 @@
+"""Text that grows token by token: nothing is shown that must be taken back."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from MaxText.generation.text_stream import TextStream
+from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+
+
+def decode(ids):
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def pieces_of(text, stops=()):
+    stream = TextStream(decode, stops)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(stream.add(byte))
+        if stream.stopped:
+            break
+    return stream, [*pieces, stream.finish()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3))
+def test_pieces_make_up_the_text_before_the_first_stop(text, stops):
+    stream, pieces = pieces_of(text, stops)
+    found = [text.find(stop) for stop in stops if stop in text]
+    # Of a stop string that ends first nothing is shown, though another may begin before it.
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    seen = text[: min(ends)] if ends else text
+    begins = [seen.find(stop) for stop in stops if stop in seen]
+    expected = seen[: min(begins)] if begins else text
+    assert "".join(pieces) == stream.text == expected
+    assert stream.stopped == bool(found)
+
+
+def test_a_character_of_several_tokens_is_shown_whole():
+    _, pieces = pieces_of("a€b")
+    assert pieces == ["a", "", "", "€", "b", ""]
+
+
+def test_an_incomplete_character_is_shown_at_the_end():
+    stream = TextStream(decode)
+    assert stream.add("€".encode()[0]) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back():
+    _, pieces = pieces_of("one\n\ntwo\n", ["\n\n\n"])
+    assert pieces == ["o", "n", "e", "", "", "\n\nt", "w", "o", "", "\n"]
+
+
+@pytest.mark.parametrize("text", ["naïve 🙂 text", "\u3042\u3044\n\ttabs"])
+def test_equals_decoding_at_once(text):
+    tokenizer = ByteTokenizer(1)
+    ids = tokenizer.encode([text])[0].tolist()
+    stream = TextStream(tokenizer.decode)
+    assert "".join(itertools.chain(map(stream.add, ids), [stream.finish()])) == text

@@ -1,0 +1,105 @@
+"""Weights that bring their own configuration and tokenizer."""
+
+import json
+
+import pytest
+
+from MaxText.configuration.command_line import why
+from MaxText.conversion.converting import convert
+from MaxText.conversion.request import read
+from MaxText.errors import UserError
+from MaxText.inference.model_tokenizer import open_tokenizer
+from MaxText.inference.own_configuration import load
+from MaxText.inference.trained_model import open_trained_model, weights_path
+from tests.inference.small_models import END, llama_folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("weights")
+    llama_folder(root / "hf", with_bos=True)
+    convert(read([f"from=hf:{root / 'hf'}", f"to={root / 'run'}"]), lambda line: None)
+    return root
+
+
+@pytest.mark.parametrize("name", ["hf", "run", "run/checkpoints/0", "run/checkpoints/0/items"])
+def test_the_model_is_that_of_the_weights(folders, name):
+    loaded = load([f"load_parameters_path={folders / name}", "vocab_size=260"], "decode.py")
+    shape = loaded.config.model.shape
+    assert (shape.base_emb_dim, shape.base_num_decoder_layers, shape.vocab_size) == (16, 2, 260)
+    assert str(folders / name.split("/")[0]) in why(loaded, "base_emb_dim")
+
+
+def test_a_config_file_or_preset_decides_instead(folders, tmp_path):
+    (tmp_path / "own.yml").write_text("base_emb_dim: 48\n")
+    path = f"load_parameters_path={folders / 'run'}"
+    assert load([str(tmp_path / "own.yml"), path]).config.model.shape.base_emb_dim == 48
+    assert load(["model_name=gpt2-124m", path]).config.model.shape.base_emb_dim == 768
+
+
+def test_the_command_line_beats_the_weights(folders):
+    arguments = [f"load_parameters_path={folders / 'hf'}", "max_target_length=8"]
+    assert load(arguments).config.model.shape.max_target_length == 8
+
+
+def test_mistakes_are_told_before_weights_are_looked_for():
+    with pytest.raises(UserError, match="promt: unknown key"):
+        load(["load_parameters_path=nowhere", "promt=a"], "decode.py")
+    with pytest.raises(UserError, match=r"no checkpoint at .*nowhere"):
+        load(["load_parameters_path=nowhere"], "decode.py")
+    with pytest.raises(UserError, match="nowhere"):
+        load(["load_parameters_path=hf:nowhere"], "decode.py")
+
+
+@pytest.mark.parametrize("name", ["hf", "run"])
+def test_weights_and_tokenizer_are_opened(folders, name):
+    config = load([f"load_parameters_path={folders / name}"]).config
+    lines = []
+    trained = open_trained_model(config, lines.append)
+    assert trained.params["token_embedder"]["embedding"].shape == (260, 16)
+    assert f"parameters of {folders / name}" in lines[-1]
+    tokenizer = open_tokenizer(config, trained.folder, trained.metadata)
+    assert tokenizer.prefix == (256,)
+    assert tokenizer.ends == (256, 3)
+    ids = tokenizer.encode("hé")
+    assert ids[0] == 256
+    assert len(ids) == 4
+    assert tokenizer.decode([*ids, 256]) == "hé"
+
+
+def test_without_weights(tmp_path):
+    config = load([f"base_output_directory={tmp_path}", "run_name=first"]).config
+    with pytest.raises(UserError, match=r"no weights to run.*\n.*load_parameters_path="):
+        weights_path(config)
+
+
+def test_the_newest_checkpoint_of_the_run_is_taken(folders):
+    config = load([f"base_output_directory={folders}", "run_name=run"]).config
+    assert weights_path(config) == (f"{folders}/run", "run_name")
+
+
+def test_weights_without_tokenizer(tmp_path):
+    folder = llama_folder(tmp_path / "hf")
+    (folder / "tokenizer.json").unlink()
+    config = load([f"load_parameters_path={folder}"]).config
+    with pytest.raises(UserError, match=r"no tokenizer lies with .*tokenizer_path="):
+        open_tokenizer(config, str(folder))
+
+
+def test_a_tokenizer_of_another_model(tmp_path):
+    folder = llama_folder(tmp_path / "hf")
+    config = load([f"load_parameters_path={folder}", "vocab_size=100"]).config
+    with pytest.raises(UserError, match="makes ids up to 256, and the model has vocab_size=100"):
+        open_tokenizer(config, str(folder))
+
+
+def test_a_plain_tokenizer_puts_nothing_before_a_text(tmp_path):
+    folder = llama_folder(tmp_path / "hf")
+    config = load([f"load_parameters_path={folder}"]).config
+    tokenizer = open_tokenizer(config, str(folder))
+    assert tokenizer.prefix == ()
+    # A text without any token begins where another ended.
+    assert tokenizer.encode("") == [256]
+    settings = {"eos_token": END, "bos_token": END, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert open_tokenizer(config, str(folder)).prefix == (256,)

@@ -1,0 +1,52 @@
+"""Text generated on eight devices, whatever the mesh, is that of one device."""
+
+import jax
+import pytest
+
+from MaxText.configuration.loading import configure
+from MaxText.generation.engine import Engine
+from MaxText.generation.generating import Limits, generate
+from MaxText.generation.token_choice import Choice
+from MaxText.layers.model import Model, in_parts
+from MaxText.parallelism.mesh import Layout, make_mesh
+from tests.small_models import TINY
+
+PROMPTS = [[5, 6, 7], [9], list(range(1, 21)), [3, 1], [8, 8, 8]]
+MESHES = {
+    "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
+    "fsdp": {},
+    "tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
+    "all": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+}
+KEYS = TINY | {
+    "decoder_block": "llama2",
+    "base_num_query_heads": 8,
+    "base_num_kv_heads": 8,
+    "max_target_length": 64,
+    "weight_init": "normal",
+    "init_std": 0.5,
+}
+
+
+def texts(devices, **mesh):
+    config = configure(**KEYS, **mesh)
+    model = Model(config.model)
+    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    # Values that do not depend on the mesh: drawn on one device, then laid out.
+    params = jax.device_put(
+        jax.jit(model.initialize)(jax.random.key(0)), jax.tree.map(lambda x: x.sharding, abstract)
+    )
+    choice = Choice(temperature=0.7, top_k=10, repetition_penalty=1.1)
+    engine = Engine(model, in_parts(params), layout, choice)
+    # 20 + 50 tokens also fill the window, from where the newer half goes on.
+    found = dict(generate(engine, PROMPTS, Limits(50), rows=4, seed=1))
+    return [found[number].tokens for number in range(len(PROMPTS))]
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("name", MESHES)
+def test_text_does_not_depend_on_the_mesh(name):
+    devices = jax.devices()
+    assert len(devices) == 8
+    assert texts(devices, **MESHES[name]) == texts(devices[:1])
