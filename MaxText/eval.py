@@ -1,0 +1,48 @@
+"""Scores trained weights: python MaxText/eval.py load_parameters_path=RUN"""
+
+import os
+import sys
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+from MaxText.inference import own_configuration
+from MaxText.parallelism import start_up
+
+USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data set, and tasks.
+
+  python MaxText/eval.py load_parameters_path=maxtext_output/quickstart
+  python MaxText/eval.py load_parameters_path=hf:models/gpt2 dataset_path=data/books eval_stride=512
+  python MaxText/eval.py configs/gpt2.yml load_parameters_path=RUN eval_output=scores.json \\
+      grain_eval_files='a/*.array_record;b/*.parquet'
+  python MaxText/eval.py load_parameters_path=RUN eval_tasks=[lambada] lambada_path=lambada.jsonl
+
+Without a config file the weights bring their own configuration, data and tokenizer. docs/eval.md
+says what is counted and how."""
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C."""
+    start_up.restart_with_allocator_setting()
+    loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
+    start_up.choose_platform(loaded.config.run.hardware)
+    try:
+        from MaxText.scoring.evaluating import evaluate
+
+        evaluate(loaded, lambda line: print(line, flush=True))
+    except UserError as error:
+        command_line.fail(error)
+    except BrokenPipeError:
+        # Whoever read the lines (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("stopped: nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

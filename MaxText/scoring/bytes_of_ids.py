@@ -1,0 +1,183 @@
+"""How many bytes of UTF-8 each token id spells: what bits per byte are divided by.
+
+Defined where a text is the ids' bytes one after the other: tokenizers of bytes, byte-level BPE,
+tiktoken, and vocabularies of characters that fall back to bytes (Llama 2, Gemma). Elsewhere, where
+text is lowercased or unknown words share an id, ids do not say how long the text was.
+
+Imports no jax.
+
+Legend: V ids of the tokenizer.
+"""
+
+import base64
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
+from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import (
+    SENTENCE_PIECE_NAME,
+    SentencePieceTokenizer,
+)
+from MaxText.input_pipeline.tokenization.tiktoken_file import TIKTOKEN_NAME, TiktokenTokenizer
+
+# What vocabularies of characters write for a space.
+_SPACE = "\u2581"
+
+_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+# Text in which every byte of UTF-8 occurs: characters of one and two bytes, and one for each byte
+# that begins longer ones.
+_EVERY = "".join(
+    map(chr, [*range(0x801), *range(0x1000, 0x10001, 0x1000), *range(0x40000, 0x110000, 0x40000)])
+)
+
+# White space, ligatures, wide and combined characters, a line end: normalisation changes one of
+# them at least.
+_PROBE = " a  b\u00a0\ufb01\uff21e\u0301\u3000\tc\r\nd "
+
+
+class NotExact(Exception):
+    """A tokenizer whose ids do not tell the bytes of the text; the message says why."""
+
+
+class IdBytes(NamedTuple):
+    """Bytes by id.
+
+    Attributes:
+      counts_V: int32, bytes of UTF-8; 0 for control ids.
+      spaced_V: bool, ids that begin with the space that the tokenizer puts before each text. As the
+        first id of a text such an id spells one byte less. All False where it puts none.
+    """
+
+    counts_V: np.ndarray
+    spaced_V: np.ndarray
+
+
+def bytes_of_ids(tokenizer: TextTokenizer) -> IdBytes:
+    """The bytes of each id.
+
+    Raises:
+      NotExact: they are not defined.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        spelled, puts_space = {byte: bytes([byte]) for byte in range(256)}, False
+    elif isinstance(tokenizer, TiktokenTokenizer):
+        spelled, puts_space = _tiktoken(_file(tokenizer, TIKTOKEN_NAME)), False
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        spelled, puts_space = _hugging_face(json.loads(tokenizer.file_text))
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        spelled, puts_space = _sentence_piece(_file(tokenizer, SENTENCE_PIECE_NAME))
+    else:
+        raise NotExact(f"the bytes of ids of {type(tokenizer).__name__} are not known")
+    counts_V = np.zeros(tokenizer.entry.vocab_size, np.int32)
+    spaced_V = np.zeros(tokenizer.entry.vocab_size, bool)
+    for i, text in spelled.items():
+        counts_V[i] = len(text)
+        spaced_V[i] = puts_space and text[:1] == b" "
+    return IdBytes(counts_V, spaced_V)
+
+
+def _file(tokenizer: TextTokenizer, name: str) -> bytes:
+    """A file of the tokenizer, as it writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return (Path(folder) / name).read_bytes()
+
+
+def _tiktoken(contents: bytes) -> dict[int, bytes]:
+    lines = [line.split() for line in contents.splitlines() if line]
+    return {int(rank): base64.b64decode(token) for token, rank in lines}
+
+
+def _sentence_piece(contents: bytes) -> tuple[dict[int, bytes], bool]:
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_proto=contents)
+    size = model.get_piece_size()
+    if sum(map(model.is_byte, range(size))) < 256:
+        raise NotExact("its SentencePiece model gives unknown characters one id")
+    if model.decode(model.encode(_PROBE)) != _PROBE:
+        raise NotExact("its SentencePiece model normalises text")
+    spelled = {}
+    for i in range(size):
+        if model.is_byte(i):
+            spelled[i] = b"\0"
+        elif not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
+            spelled[i] = model.id_to_piece(i).replace(_SPACE, " ").encode()
+    first = model.id_to_piece(model.encode("a")[0])
+    return spelled, first.startswith(_SPACE)
+
+
+def _hugging_face(whole: dict[str, Any]) -> tuple[dict[int, bytes], bool]:
+    model, decoders = whole["model"], {part["type"] for part in _parts(whole["decoder"])}
+    vocabulary: dict[str, int] = model.get("vocab") or {}
+    normalizers = list(_parts(whole["normalizer"]))
+    cutters = list(_parts(whole["pre_tokenizer"]))
+    if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
+        raise NotExact(f"its tokenizer.json is a {model.get('type')} model, no BPE of bytes")
+    if decoders == {"ByteLevel"}:
+        spelled, puts_space = _byte_level(vocabulary, normalizers, cutters), False
+    elif "ByteFallback" in decoders and model.get("byte_fallback"):
+        spelled, puts_space = _byte_fallback(vocabulary, normalizers, cutters)
+    else:
+        raise NotExact("its tokenizer.json does not spell text byte by byte")
+    for token in whole["added_tokens"]:
+        if not token["special"] and (token["lstrip"] or token["rstrip"]):
+            raise NotExact(f"its token {token['content']!r} takes the spaces beside it along")
+        spelled[token["id"]] = b"" if token["special"] else token["content"].encode()
+    return spelled, puts_space
+
+
+def _byte_level(
+    vocabulary: dict[str, int], normalizers: list[dict[str, Any]], cutters: list[dict[str, Any]]
+) -> dict[int, bytes]:
+    if other := {part["type"] for part in normalizers} - {"NFC"}:
+        raise NotExact(f"its tokenizer.json normalises text ({', '.join(sorted(other))})")
+    if any(part.get("add_prefix_space") for part in cutters):
+        raise NotExact("its tokenizer.json puts a space before a text that begins with none")
+    # One character stands for one byte.
+    ((spelling, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(_EVERY)
+    if not vocabulary.keys() >= set(spelling):
+        raise NotExact("its tokenizer.json has no id for some bytes")
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    return {
+        i: bytes(len(token)) if alphabet.issuperset(token) else token.encode()
+        for token, i in vocabulary.items()
+    }
+
+
+def _byte_fallback(
+    vocabulary: dict[str, int], normalizers: list[dict[str, Any]], cutters: list[dict[str, Any]]
+) -> tuple[dict[int, bytes], bool]:
+    if other := {part["type"] for part in normalizers} - {"Prepend", "Replace"}:
+        raise NotExact(f"its tokenizer.json normalises text ({', '.join(sorted(other))})")
+    if any(byte not in vocabulary for byte in _BYTES):
+        raise NotExact("its tokenizer.json has no id for some bytes")
+    puts_space = any(part["type"] == "Prepend" for part in normalizers) or any(
+        part["type"] == "Metaspace" and part.get("prepend_scheme") != "never" for part in cutters
+    )
+    spelled = {i: token.replace(_SPACE, " ").encode() for token, i in vocabulary.items()}
+    return spelled | {vocabulary[byte]: b"\0" for byte in _BYTES}, puts_space
+
+
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
+
+
+def _parts(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    if entry is None:
+        return
+    inner = next((entry[name] for name in _SEQUENCES if name in entry), None)
+    if entry["type"] != "Sequence" or inner is None:
+        yield entry
+        return
+    for part in inner:
+        yield from _parts(part)

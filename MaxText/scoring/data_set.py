@@ -1,0 +1,239 @@
+"""Scores a data set: the loss over all targets of a split, source by source.
+
+Legend: B rows, T tokens of a window, V vocab_size.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.configuration.data_sections import Data
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.input_pipeline import sources
+from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.loader import EvalBatches, eval_loader
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.mixture import Source
+from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
+from MaxText.input_pipeline.rows.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.rows.window_order import WindowOrder
+from MaxText.input_pipeline.rows.windows import Cutting
+from MaxText.layers.model import Model
+from MaxText.parallelism import mesh
+from MaxText.scoring.bytes_of_ids import IdBytes
+from MaxText.scoring.data_set_score import SourceScore
+from MaxText.scoring.tasks import progress_lines
+from MaxText.scoring.text_bytes import TextBytes
+from MaxText.training.objective import loss_sums
+
+Sums = dict[str, jax.Array]
+
+
+def make_score_step(model: Model) -> Callable[[Any, Batch, IdBytes], Sums]:
+    """Sums over one batch: nats (float32), targets and their bytes (int32)."""
+
+    def score_step(params: Any, batch: Batch, id_bytes: IdBytes) -> Sums:
+        _, sums = loss_sums(model.merge(params), batch, model.section.objective)
+        counts_V, spaced_V = id_bytes
+        bytes_BT = counts_V[batch.targets_BT]
+        # After a control id a text begins, with a space that is not its own.
+        begins_BT = spaced_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
+        counts_BT = batch.weights_BT > 0
+        return {
+            "nats": sums["lm_loss"],
+            "targets": jnp.sum(counts_BT, dtype=jnp.int32),
+            "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
+        }
+
+    return score_step
+
+
+def score_data_set(
+    trained: TrainedModel,
+    opened: Sequence[sources.OpenedSource],
+    text_bytes: TextBytes,
+    config: Config,
+    show: Show = print,
+) -> list[SourceScore]:
+    """Scores every source.
+
+    Args:
+      opened: the data sets, as sources.open_sources gives them; none for random tokens.
+      text_bytes: what the targets of a source spell.
+      config: the keys of data, masking, evaluation and scoring, and of batches.
+      show: takes lines about what is done.
+
+    Raises:
+      UserError: batches that the devices do not divide, or data that cannot be read so.
+    """
+    scorer = _Scorer(trained, config, text_bytes, show)
+    if not opened:
+        return [scorer.score("random tokens", None, scorer.batches(config.data))]
+    scores = []
+    for source in opened:
+        if config.scoring.eval_stride == -1:
+            batches = scorer.batches(_only(config.data, source.entry))
+        else:
+            batches = scorer.sliding(source)
+        scores.append(scorer.score(source.entry.location, source, batches))
+    return scores
+
+
+def _only(data: Data, entry: sources.Entry) -> Data:
+    """The keys about data with one source of several."""
+    named: Any = entry.location
+    if entry.key == "dataset_mix":
+        named = ((entry.location, entry.stitch, entry.sampling, entry.weight),)
+    return data.model_copy(update={entry.key: named})
+
+
+class _Scorer:
+    """The step compiled for the shapes of batches that occur, and how batches are read."""
+
+    def __init__(self, trained: TrainedModel, config: Config, text_bytes: TextBytes, show: Show):
+        self._trained = trained
+        self._config = config
+        self._text_bytes = text_bytes
+        self._show = show
+        per_device = config.evaluation.eval_per_device_batch_size
+        self._rows = mesh.rows_of_batch(config.batch, trained.layout, per_device)
+        self._shape = trained.model.section.shape
+        self._step = trained.layout.jit(make_score_step(trained.model))
+        self._compiled: dict[Any, Any] = {}
+
+    def batches(self, data: Data) -> EvalBatches:
+        """As train.py evaluates: windows side by side."""
+        return eval_loader(
+            data,
+            eval_steps=self._config.evaluation.eval_steps,
+            max_target_length=self._shape.max_target_length,
+            vocab_size=self._shape.vocab_size,
+            global_batch_size=self._rows,
+            masking=self._config.masking,
+            preparation=self._config.preparation,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            show=self._show,
+        )
+
+    def sliding(self, source: sources.OpenedSource) -> EvalBatches:
+        """Windows that move on by eval_stride targets.
+
+        Raises:
+          UserError: records with labels, whose targets are not the text that goes on; or documents
+            that have nothing to predict.
+        """
+        data, length = self._config.data, self._shape.max_target_length
+        name = f"{source.entry.key}={source.entry.location}"
+        if source.data.labels is not None:
+            raise UserError(
+                f"{name} has labels, whose windows are as they were written: "
+                f"eval_stride={self._config.scoring.eval_stride} cannot move them. Leave "
+                "eval_stride=-1."
+            )
+        cutting = Cutting(length, data.attend_across_documents, data.zero_loss)
+        windows = SlidingWindows(source.data, cutting, self._config.scoring.eval_stride)
+        if len(windows) == 0:
+            raise UserError(
+                f"{name}: no document has two tokens, so there is nothing to predict within one. "
+                "Set attend_across_documents=true to score them as one text."
+            )
+        rows = Source(windows, WindowOrder(len(windows), 0, False, 1), 0)
+        limit = self._config.evaluation.eval_steps
+        known = source.data.largest_id is not None
+        batches = RowBatches(
+            rows,
+            BatchPlan.constant(self._rows, length),
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            num_steps=sys.maxsize if limit == -1 else limit,
+            skip_bad=data.on_bad_record == "skip",
+            largest_id=None if known else self._shape.vocab_size - 1,
+        )
+        bad_records = BadRecords(data.max_bad_records, self._show)
+        return EvalBatches(batches, windows.has_documents, bad_records, [source])
+
+    def score(
+        self, name: str, source: sources.OpenedSource | None, batches: EvalBatches
+    ) -> SourceScore:
+        """Reads all batches of a source. Sums are added in double precision, one batch late."""
+        of_ids = self._text_bytes.of_ids(source)
+        tables = self._placed_tables(of_ids)
+        sums = {"nats": 0.0, "targets": 0, "bytes": 0}
+        waiting: Sums | None = None
+        num_batches, compiling = 0, 0.0
+        progress = progress_lines(f"{name} (batches)", self._show)
+        began = time.perf_counter()
+        for batch in batches:
+            placed = self._trained.layout.place(batch, self._rows)
+            step, seconds = self._step_for(placed, tables)
+            compiling += seconds
+            new = step(self._trained.params, placed, tables)
+            _add(sums, waiting)
+            waiting = new
+            num_batches += 1
+            progress(num_batches, len(batches))
+        _add(sums, waiting)
+        seconds = time.perf_counter() - began - compiling
+        targets = int(sums["targets"])
+        whole = self._config.evaluation.eval_steps == -1
+        num_bytes, why = self._text_bytes.count(source, of_ids, int(sums["bytes"]), targets, whole)
+        return SourceScore(
+            name=name,
+            nats=sums["nats"],
+            num_targets=targets,
+            num_bytes=num_bytes,
+            why_no_bytes=why,
+            num_batches=num_batches,
+            seconds=seconds,
+            facts=_facts(source, batches.bad_records.count),
+        )
+
+    def _placed_tables(self, of_ids: IdBytes | None) -> IdBytes:
+        """Of the model's ids, on all devices; zeros where the bytes are not known."""
+        size = self._shape.vocab_size
+        counts_V, spaced_V = np.zeros(size, np.int32), np.zeros(size, bool)
+        if of_ids is not None:
+            # A vocabulary may be filled up in the model's table, or have ids that never occur.
+            known = min(size, len(of_ids.counts_V))
+            counts_V[:known] = of_ids.counts_V[:known]
+            spaced_V[:known] = of_ids.spaced_V[:known]
+        whole = self._trained.layout.replicated
+        return IdBytes(jax.device_put(counts_V, whole), jax.device_put(spaced_V, whole))
+
+    def _step_for(self, batch: Batch, tables: IdBytes) -> tuple[Any, float]:
+        """The step compiled for batches like this one, and the seconds that took now."""
+        kind = jax.tree.structure(batch)
+        if kind in self._compiled:
+            return self._compiled[kind], 0.0
+        began = time.perf_counter()
+        step = self._step.lower(self._trained.params, batch, tables).compile()
+        self._compiled[kind] = step
+        return step, time.perf_counter() - began
+
+
+def _add(sums: dict[str, Any], new: Sums | None) -> None:
+    """Adds what a batch gave; Python's floats are double, its integers have no end."""
+    for name in sums if new is not None else ():
+        value = new[name]  # type: ignore[index]
+        sums[name] += float(value) if name == "nats" else int(value)
+
+
+def _facts(source: sources.OpenedSource | None, num_bad: int) -> dict[str, Any]:
+    if source is None:
+        return {}
+    data = source.data
+    facts = {
+        "tokens_of_split": len(data.stream),
+        "documents_of_split": len(data.stream.document_offsets) - 1,
+        "data_set": data.fingerprint,
+        "tokenizer_sha256": data.tokenizer_sha256,
+    }
+    return facts | ({"records_left_out": num_bad} if num_bad else {})

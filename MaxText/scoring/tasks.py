@@ -1,0 +1,84 @@
+"""The tasks that eval_tasks names, over files of their own. Imports no jax until they run."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from MaxText.configuration.schema import Config
+from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.inference.trained_model import Show, TrainedModel
+from MaxText.scoring import lambada, wikitext
+from MaxText.scoring.task_score import TaskScore, table
+
+if TYPE_CHECKING:
+    from MaxText.scoring.continuations import Progress
+
+# Between lines about a task that takes long.
+_SECONDS_PER_LINE = 30.0
+
+
+class Task(NamedTuple):
+    """How a task is read from its file and scored.
+
+    Attributes:
+      key: the configuration key with the path of its file.
+      read: path -> items.
+      score: (items, path, scorer, tokenizer, progress) -> outcome.
+    """
+
+    key: str
+    read: Callable[[str], Sequence[Any]]
+    score: Callable[..., TaskScore]
+
+
+TASKS = {
+    "lambada": Task(lambada.KEY, lambada.read, lambada.score),
+    "wikitext": Task(wikitext.KEY, wikitext.read, wikitext.score),
+}
+
+
+def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
+    """Task -> its passages or pages. Before the model is opened, this finds what is wrong.
+
+    Raises:
+      UserError: a file that is not named, not there, or not what the task needs.
+    """
+    section = config.scoring
+    return {
+        name: TASKS[name].read(getattr(section, TASKS[name].key)) for name in section.eval_tasks
+    }
+
+
+def run_tasks(
+    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
+) -> list[TaskScore]:
+    """Scores all tasks of eval_tasks and shows their table.
+
+    Raises:
+      UserError: as read_tasks; or a model that the tasks do not fit.
+    """
+    from MaxText.scoring.continuations import ContinuationScorer
+
+    items = read_tasks(config)
+    scorer = ContinuationScorer(trained)
+    scores = []
+    for name, of_task in items.items():
+        task = TASKS[name]
+        path = getattr(config.scoring, task.key)
+        scores.append(task.score(of_task, path, scorer, tokenizer, progress_lines(name, show)))
+    show(table(scores))
+    return scores
+
+
+def progress_lines(name: str, show: Show) -> "Progress":
+    """Shows how far a task is, every half minute."""
+    began = last = time.perf_counter()
+
+    def progress(done: int, whole: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= _SECONDS_PER_LINE and done < whole:
+            last = now
+            show(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
+
+    return progress

@@ -1,0 +1,56 @@
+"""Models that can be scored, without files: tiny, with random or chosen weights."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.inference.trained_model import TrainedModel
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import Layout, make_mesh
+from tests.small_models import tiny_config
+
+
+def tiny_trained(
+    decoder_block: str = "llama2", *, devices: Any = None, scale: float = 4.0, **keys: Any
+) -> TrainedModel:
+    """Random weights, large enough that the distributions are far from even."""
+    config = tiny_config(decoder_block, **({"per_device_batch_size": 4} | keys))
+    layout = Layout(
+        make_mesh(config.mesh, devices or jax.devices()[:1]), config.mesh.logical_axis_rules
+    )
+    model = Model(config.model)
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    params = layout.draw_state(model.initialize, abstract, seed=0)
+    params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
+    return TrainedModel(config, model, layout, params, "random", "random", {})
+
+
+def with_params(trained: TrainedModel, params: Mapping[str, Any]) -> TrainedModel:
+    """The same model with other weights."""
+    return dataclasses.replace(trained, params=params)
+
+
+def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:
+    """log p [T, V] of the next id after each of `ids`, one sequence at a time, in float64."""
+    window = trained.model.section.shape.max_target_length
+    tokens = np.full((1, window), trained.model.section.shape.vocab_size - 1, np.int32)
+    tokens[0, : len(ids)] = ids
+    logits = np.asarray(_logits(trained.model)(trained.params, tokens)[0, : len(ids)], np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@functools.cache
+def _logits(model: Model) -> Any:
+    def logits(params, tokens):
+        decoder = model.merge(params)
+        hidden, _ = decoder.hidden(Batch(tokens, tokens, jnp.ones(tokens.shape)))
+        return decoder.logits(hidden)
+
+    return jax.jit(logits)

@@ -1,0 +1,323 @@
+"""Scores of a data set against sums taken token by token."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
+from MaxText.input_pipeline import sources
+from MaxText.input_pipeline.loader import eval_loader
+from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.scoring.data_set import score_data_set
+from MaxText.scoring.data_set_score import SourceScore, table, total
+from MaxText.scoring.text_bytes import TextBytes
+from MaxText.training.evaluation import evaluate
+from MaxText.training.step import make_eval_step
+from tests.input_pipeline.small_data import write_data_set
+from tests.scoring.small_trained import full_log_probabilities, tiny_trained, with_params
+
+# One id per byte, and eos, bos and pad.
+VOCAB = 259
+LENGTH = 16
+TEXTS = ["Grüße aus Zürich, 漢字.", "x", "the quick brown fox jumps over the lazy dog", "a b", ""]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tiny_trained(vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1)
+
+
+def data_set(folder, texts=TEXTS, **keys):
+    """Documents of bytes, all in the split `train`."""
+    source = folder.with_suffix(".jsonl")
+    source.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts), encoding="utf-8")
+    options = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1}
+    prepare(
+        Preparation(prepare_source=str(source), **(options | keys)), str(folder), lambda line: None
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return data_set(tmp_path_factory.mktemp("data") / "plain")
+
+
+def score(trained, location, rows=4, **keys):
+    """Scores of what lies at a location, by source."""
+    named = {"dataset_type": "synthetic"}
+    if location:
+        named = {"dataset_path": str(location), "eval_split": "train"}
+    config = configure(
+        **{
+            "vocab_size": VOCAB, "max_target_length": LENGTH, "per_device_batch_size": rows,
+            **named, **keys,
+        }
+    )  # fmt: skip
+    opened = []
+    if location:
+        opened = sources.open_sources(
+            config.data, config.preparation, sources.eval_entries(config.data), "train",
+            length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+        )  # fmt: skip
+    text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
+    return score_data_set(trained, opened, text_bytes, config, lambda line: None)
+
+
+def documents_of(folder):
+    (source,) = sources.open_sources(
+        configure(dataset_path=str(folder)).data, Preparation(),
+        [sources.Entry(str(folder), "dataset_path")], "train",
+        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+    )  # fmt: skip
+    stream = source.data.stream
+    offsets = stream.document_offsets.tolist()
+    return [stream[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+def begin_of_window(target, last, stride):
+    """First token that the window sees in which token `target` of a document counts.
+
+    Args:
+      last: the document's last token.
+      stride: None for documents that begin a window each, cut every LENGTH tokens.
+    """
+    if stride is None:
+        return (target - 1) // LENGTH * LENGTH
+    end = LENGTH
+    while end < target:
+        end += stride
+    return max(min(end, last) - LENGTH, 0)
+
+
+def by_hand(trained, documents, stride):
+    """Sum of nats over all targets, each from a forward pass of its own."""
+    nats = 0.0
+    for document in documents:
+        for target in range(1, len(document)):
+            begin = begin_of_window(target, len(document) - 1, stride)
+            logs = full_log_probabilities(trained, document[begin:target])
+            nats -= logs[-1, document[target]]
+    return nats
+
+
+@pytest.mark.parametrize("stride", [1, 5, 16])
+@pytest.mark.parametrize("joined", [False, True])
+def test_strided_windows_against_one_target_at_a_time(trained, folder, stride, joined):
+    documents = documents_of(folder)
+    if joined:
+        documents = [list(itertools.chain.from_iterable(documents))]
+    (found,) = score(trained, folder, eval_stride=stride, attend_across_documents=joined)
+    assert found.num_targets == sum(len(document) - 1 for document in documents)
+    np.testing.assert_allclose(found.nats, by_hand(trained, documents, stride), rtol=1e-6)
+
+
+def test_windows_side_by_side_against_one_target_at_a_time(trained, folder):
+    (found,) = score(trained, folder, packing=False)
+    documents = documents_of(folder)
+    assert found.num_targets == sum(len(document) - 1 for document in documents)
+    np.testing.assert_allclose(found.nats, by_hand(trained, documents, None), rtol=1e-6)
+
+
+def test_every_stride_has_the_same_targets(trained, folder):
+    targets = {score(trained, folder, eval_stride=s)[0].num_targets for s in (1, 3, 8, 16, -1)}
+    assert len(targets) == 1
+
+
+def test_the_same_as_the_evaluation_of_training(trained, folder):
+    (found,) = score(trained, folder)
+    batches = eval_loader(
+        configure(dataset_path=str(folder), eval_split="train").data,
+        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
+    )  # fmt: skip
+    step = trained.layout.jit(make_eval_step(trained.model))
+    report = evaluate(step, trained.params, batches, step=0)
+    assert (found.nats, found.num_targets) == (report.total_loss, report.total_weights)
+    assert found.num_batches == report.num_batches
+
+
+@pytest.mark.parametrize("stride", [-1, 4])
+def test_the_size_of_batches_changes_nothing(trained, folder, stride):
+    found = [score(trained, folder, rows, eval_stride=stride)[0] for rows in (1, 3, 64)]
+    assert len({(one.num_targets, one.num_bytes) for one in found}) == 1
+    np.testing.assert_allclose([one.nats for one in found], found[0].nats, rtol=1e-6)
+    assert found[0].num_batches > found[2].num_batches == 1
+
+
+def test_sources_add_up(trained, folder, tmp_path):
+    other = data_set(tmp_path / "other", ["another text altogether", "and one more"])
+    (one,), (two,) = score(trained, folder), score(trained, other)
+    for keys in (
+        {"grain_eval_files": f"{folder}; {other}"},
+        {"dataset_path": f"{folder},2;{other},0.5"},
+        {"dataset_path": "", "dataset_mix": [[str(folder), 0.9], [str(other), 0.1]]},
+    ):
+        both = score(trained, folder, **keys)
+        assert [source.name for source in both] == [str(folder), str(other)]
+        assert [source.nats for source in both] == [one.nats, two.nats]
+        whole = total(both)
+        assert whole.nats == one.nats + two.nats
+        assert whole.num_targets == one.num_targets + two.num_targets
+        assert whole.num_bytes == one.num_bytes + two.num_bytes
+        # Not the mean of the means: the sources differ in size.
+        assert whole.loss == pytest.approx((one.nats + two.nats) / whole.num_targets)
+        assert whole.perplexity == pytest.approx(math.exp(whole.loss))
+
+
+def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
+    (plain,) = score(trained, folder)
+    # The first byte of each text is no target, and the empty text has none.
+    assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
+    expected = plain.nats / math.log(2) / plain.num_bytes
+    assert plain.bits_per_byte == pytest.approx(expected)
+    with_bos = data_set(tmp_path / "bos", add_bos=True)
+    for stride in (-1, 4):
+        (found,) = score(trained, with_bos, eval_stride=stride)
+        assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def lowercase_tokenizer(folder):
+    """A tokenizer whose ids do not tell how long the text was; ids as those of bytes."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<s>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
+    path = lowercase_tokenizer(tmp_path / "tokenizer")
+    texts = ["İstanbul ve İzmir", "Ab"]  # shorter in lower case, or longer
+    with_bos = data_set(tmp_path / "bos", texts, tokenizer_path=path, add_bos=True)
+    (found,) = score(trained, with_bos)
+    assert found.num_bytes == sum(len(text.encode()) for text in texts)
+    (part,) = score(trained, with_bos, rows=1, eval_steps=1)
+    assert part.num_bytes is None
+    plain = data_set(tmp_path / "plain", texts, tokenizer_path=path)
+    (found,) = score(trained, plain)
+    assert (found.num_bytes, found.bits_per_byte) == (None, None)
+    assert "normalises text (Lowercase); and not every token" in found.why_no_bytes
+    assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
+
+
+def test_bytes_without_a_tokenizer(trained, tmp_path):
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    write_data_set(folder, {"train": [np.arange(1, 30)]}, vocab_size=VOCAB)
+    (found,) = score(trained, folder)
+    assert found.num_targets == 28
+    assert found.num_bytes is None
+    assert "tokenizer" in found.why_no_bytes
+
+
+def test_a_tokenizer_that_is_not_the_datas_is_not_taken(trained, tmp_path):
+    folder = data_set(tmp_path / "data", tokenizer_path=lowercase_tokenizer(tmp_path / "t"))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("Lowercase", "NFC"))
+    (found,) = score(trained, folder)
+    assert "is not the one that made the ids" in found.why_no_bytes
+
+
+def test_the_tokenizer_of_the_weights_is_compared(folder, tmp_path):
+    (opened,) = sources.open_sources(
+        configure(dataset_path=str(folder)).data, Preparation(),
+        [sources.Entry(str(folder), "dataset_path")], "train",
+        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+    )  # fmt: skip
+    other = load_tokenizer(lowercase_tokenizer(tmp_path / "t"))
+    said = TextBytes("train", False, other).mismatch(opened)
+    assert said.startswith("warning: ")
+    assert "of 258 ids" in said
+    assert TextBytes("train", False, load_tokenizer("bytes")).mismatch(opened) == ""
+
+
+def test_a_part_of_the_split(trained, folder):
+    (whole,) = score(trained, folder, rows=1)
+    (part,) = score(trained, folder, rows=1, eval_steps=2)
+    assert part.num_batches == 2 < whole.num_batches
+    assert part.num_targets < whole.num_targets
+    (strided,) = score(trained, folder, rows=1, eval_steps=2, eval_stride=8)
+    assert strided.num_batches == 2
+
+
+def test_the_z_loss_is_no_part_of_it(trained, folder):
+    section = trained.model.section
+    objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
+    model = type(trained.model)(section.model_copy(update={"objective": objective}))
+    other = with_params(trained, trained.params)
+    other = type(other)(**{**vars(other), "model": model})
+    assert score(other, folder)[0].nats == score(trained, folder)[0].nats
+
+
+def test_random_tokens(trained):
+    (found,) = score(trained, None, eval_steps=3)
+    assert found.num_targets == 3 * 4 * LENGTH
+    assert found.why_no_bytes == "random tokens are no text"
+    assert math.isfinite(found.loss)
+
+
+def test_masked_language_modelling(folder):
+    keys = {"mlm_training": True, "mlm_mask_id": VOCAB - 1}
+    masked = tiny_trained(
+        vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1, **keys
+    )
+    (found,) = score(masked, folder, **keys)
+    batches = eval_loader(
+        configure(dataset_path=str(folder), eval_split="train").data,
+        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
+        masking=configure(**keys).masking,
+    )  # fmt: skip
+    assert found.num_targets == sum(int(batch.weights_BT.sum()) for batch in batches) > 0
+    assert "hidden tokens" in found.why_no_bytes
+
+
+def test_labels_cannot_be_moved(trained, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    labels = [[2, 3, 4, -100], [-100, 7, 8, -100]]
+    columns = {"input_ids": ids, "labels": labels}
+    path = tmp_path / "rows_train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    keys = {"data_cache_dir": str(tmp_path / "cache"), "tokenizer_path": "bytes"}
+    (found,) = score(trained, path, **keys)
+    assert found.num_targets == 5
+    with pytest.raises(UserError, match=r"has labels.*Leave eval_stride=-1"):
+        score(trained, path, eval_stride=4, **keys)
+
+
+def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
+    folder = data_set(tmp_path / "data", ["a", "b", "c"], add_eos=False)
+    with pytest.raises(UserError, match=r"no document has two tokens.*attend_across_documents"):
+        score(trained, folder, eval_stride=4)
+    (found,) = score(trained, folder, eval_stride=4, attend_across_documents=True)
+    assert found.num_targets == 2
+
+
+def test_table_and_json():
+    one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
+    two = SourceScore("b", 3e9, 2, None, "nobody knows", 1, 0.0)
+    lines = table([one, two]).splitlines()
+    assert lines[2].split() == ["a", "4", "20", "2.5000", "12.182", "0.7213"]
+    assert lines[3].split() == ["b", "2", "-", "1500000000.0000", "inf", "-"]
+    assert "bits/byte of b is left out: nobody knows" in lines
+    assert lines[-1] == "loss in nats per token; 3 batches in 2.0 s, 3 tokens/s"
+    row = one.to_json()
+    assert (row["loss"], row["bytes"], row["data_set"]) == (2.5, 20, "f")
+    assert row["bits_per_byte"] == pytest.approx(10 / math.log(2) / 20)
+    assert "why_no_bytes" not in row
+    assert two.to_json()["why_no_bytes"] == "nobody knows"
+    assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

@@ -1,0 +1,255 @@
+"""eval.py as users type it, on tiny weights of both kinds."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.configuration.problems import ConfigurationError
+from MaxText.conversion import request as conversion
+from MaxText.conversion.converting import convert
+from MaxText.errors import UserError
+from MaxText.inference.own_configuration import load
+from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.scoring import request
+from MaxText.scoring.evaluating import evaluate
+from tests.house.sources import REPOSITORY
+from tests.inference.small_models import llama_folder
+
+TEXTS = ["The first text of the two.", "Grüße, 漢字!\n"]
+NUM_BYTES = sum(len(text.encode()) for text in TEXTS)
+
+
+def quiet(line):
+    pass
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """hf/, run/ imported from it, text.jsonl, and data/ prepared from that with its tokenizer."""
+    root = tmp_path_factory.mktemp("weights")
+    llama_folder(root / "hf", with_bos=True)
+    convert(conversion.read([f"from=hf:{root / 'hf'}", f"to={root / 'run'}"]), quiet)
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    preparation = Preparation(
+        prepare_source=str(root / "text.jsonl"), tokenizer_path=str(root / "hf"), add_bos=True,
+        validation_fraction=0.0, prepare_num_workers=1,
+    )  # fmt: skip
+    prepare(preparation, str(root / "data"), quiet)
+    return root
+
+
+def run(root, *arguments, weights="hf", show=quiet):
+    typed = [f"load_parameters_path={root / weights}", "jax_cache_dir=", *arguments]
+    if not any(argument.startswith("per_device") for argument in arguments):
+        typed.append("per_device_batch_size=2")
+    return evaluate(load(typed, "eval.py"), show)
+
+
+def data_of(root, **keys):
+    keys = {"dataset_path": str(root / "data"), "eval_split": "train"} | keys
+    return [f"{name}={value}" for name, value in keys.items()]
+
+
+@pytest.mark.parametrize("stride", [-1, 8])
+def test_a_folder_of_hugging_face(root, stride):
+    lines = []
+    before = sorted(os.listdir(root / "hf"))
+    found = run(root, *data_of(root, eval_stride=stride), show=lines.append)
+    whole = found["data"]["total"]
+    # Each document has its bytes, and an end.
+    assert (whole["targets"], whole["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
+    assert whole["nats"] == found["data"]["sources"][0]["nats"]
+    assert whole["bits_per_byte"] > 8  # of random weights
+    assert found["data"]["eval_stride"] == stride
+    assert found["folder"] == str(root / "hf")
+    assert found["tokenizer_sha256"] == found["data"]["sources"][0]["tokenizer_sha256"]
+    said = "\n".join(lines)
+    assert f"{whole['loss']:.4f}" in said
+    assert "windows of 32 tokens, " + ("side by side" if stride < 0 else "every 8 targets") in said
+    assert sorted(os.listdir(root / "hf")) == before
+
+
+def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
+    cache = f"data_cache_dir={tmp_path / 'cache'}"
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "text.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    ready = run(root, *data_of(root))["data"]["total"]
+    for weights in ("hf", "run"):
+        found = run(root, f"grain_eval_files={path}", cache, weights=weights)["data"]["total"]
+        assert found["nats"] == pytest.approx(ready["nats"], rel=1e-6)
+        assert (found["targets"], found["bytes"]) == (ready["targets"], ready["bytes"])
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
+    run_folder = shutil.copytree(
+        root / "run", tmp_path / "run", ignore=shutil.ignore_patterns("eval")
+    )
+    before = contents(run_folder)
+    lines = []
+    for number in range(2):
+        run(root, *data_of(root), "eval_steps=1", weights=run_folder, show=lines.append)
+        name = "0.json" if number == 0 else "0-2.json"
+        assert lines[-1] == f"written to {run_folder / 'eval' / name}"
+    assert any(line.startswith("a part only: 1 batches") for line in lines)
+    written = json.loads((run_folder / "eval" / "0.json").read_text())
+    assert written["data"]["eval_steps"] == 1
+    assert written["data"]["sources"][0]["tokenizer_sha256"]
+    assert written["weights"] == f"parameters of {run_folder / 'checkpoints' / '0'}"
+    after = contents(run_folder)
+    assert {name: after[name] for name in before} == before
+    assert {path.parts[0] for path in after.keys() - before.keys()} == {"eval"}
+
+
+def test_the_file_that_is_asked_for(root, tmp_path):
+    path = tmp_path / "new" / "scores.json"
+    for steps in (1, 2):
+        found = run(root, *data_of(root), f"eval_output={path}", f"eval_steps={steps}")
+        assert json.loads(path.read_text()) == found
+    assert os.listdir(path.parent) == ["scores.json"]
+
+
+def test_numbers_that_json_does_not_have(root, tmp_path):
+    # Targets that do not count leave nothing to take a mean of.
+    path = tmp_path / "scores.json"
+    (tmp_path / "zeros.jsonl").write_text('{"text": "!!"}\n')
+    preparation = Preparation(
+        prepare_source=str(tmp_path / "zeros.jsonl"), tokenizer_path=str(root / "hf"),
+        validation_fraction=0.0, add_eos=False, prepare_num_workers=1,
+    )  # fmt: skip
+    prepare(preparation, str(tmp_path / "zeros"), quiet)
+    keys = data_of(root, dataset_path=tmp_path / "zeros", eval_output=path, zero_loss=False)
+    run(root, *keys)
+    assert json.loads(path.read_text())["data"]["total"]["loss"] is None
+
+
+def test_tasks_alone_and_with_data(root, tmp_path):
+    path = tmp_path / "lambada.jsonl"
+    path.write_text('{"text": "one two three"}\n')
+    task = ["eval_tasks=[lambada]", f"lambada_path={path}"]
+    found = run(root, *task)
+    assert [score["task"] for score in found["tasks"]] == ["lambada"]
+    assert "data" not in found
+    found = run(root, *task, *data_of(root))
+    assert found["tasks"][0]["task"] == "lambada"
+    assert found["data"]["total"]["targets"] == NUM_BYTES + 2
+
+
+def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
+    preparation = Preparation(
+        prepare_source=str(root / "text.jsonl"), tokenizer_path="bytes", validation_fraction=0.0,
+        prepare_num_workers=1,
+    )  # fmt: skip
+    prepare(preparation, str(tmp_path / "bytes"), quiet)
+    lines = []
+    run(root, *data_of(root, dataset_path=tmp_path / "bytes"), show=lines.append)
+    assert [line for line in lines if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval_split=test"], "eval_split=test: this split does not exist"),
+        (["dataset_path=nowhere"], "dataset_path=nowhere"),
+        (["vocab_size=200"], "vocab_size=200"),
+        (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
+        (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
+        (["eval_output=pyproject.toml/a.json"], "is a file"),
+        (["harness_tasks=[a]", "harness_task_path=nowhere"], "harness"),
+    ],
+)
+def test_mistakes(root, monkeypatch, arguments, message):
+    monkeypatch.chdir(REPOSITORY)
+    keys = {key.split("=")[0]: key for key in [*data_of(root), *arguments]}
+    with pytest.raises(UserError, match=message):
+        run(root, *keys.values())
+
+
+def test_the_stride_is_that_of_a_window(root):
+    with pytest.raises(ConfigurationError, match="eval_stride=33 is above the window"):
+        run(root, *data_of(root, eval_stride=33))
+
+
+def start(arguments, cwd, environment):
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", str(REPOSITORY / "MaxText" / "eval.py"), *arguments],
+        cwd=cwd,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_program(root, tmp_path, users_environment):
+    weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
+    done = start([*weights, *data_of(root)], tmp_path, users_environment)
+    assert done.returncode == 0
+    assert "\ntotal " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    done = start([*weights, *data_of(root, eval_output=".")], tmp_path, users_environment)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    (error,) = [line for line in lines if not line.startswith("import time:")]
+    assert error == "error: eval_output=. cannot be written: it is a folder."
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "MaxText.scoring.evaluating" in imported
+    assert "jax" not in imported
+
+
+class TestRequest:
+    """What was typed, and what the weights brought along."""
+
+    @pytest.fixture
+    def weights(self, root, tmp_path):
+        """A run that evaluated on two batches of a file, while it trained on a data set."""
+        folder = tmp_path / "checkpoints" / "0"
+        (folder / "items").mkdir(parents=True)
+        (folder / "items" / "manifest.ocdbt").write_text("")
+        (folder / "metadata").mkdir()
+        config = {
+            "dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2
+        }  # fmt: skip
+        (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
+        return f"load_parameters_path={tmp_path}"
+
+    def read(self, *arguments):
+        return request.read(load(arguments, "eval.py"))
+
+    def test_the_weights_alone(self, weights):
+        asked = self.read(weights)
+        assert asked.scores_data
+        assert asked.config.evaluation.eval_steps == -1
+        assert asked.config.data.grain_eval_files == "evaluated_on"
+
+    def test_what_is_typed_counts(self, weights):
+        asked = self.read(weights, "dataset_path=other", "eval_steps=2")
+        assert asked.config.evaluation.eval_steps == 2
+        assert asked.config.data.grain_eval_files == ""
+        assert asked.config.data.dataset_path == "other"
+
+    def test_tasks_leave_out_data_that_nobody_typed(self, weights):
+        assert not self.read(weights, "harness_tasks=[a]").scores_data
+        assert self.read(weights, "harness_tasks=[a]", "eval_split=train").scores_data
+
+    def test_random_tokens_have_no_end(self, weights):
+        asked = self.read(weights, "dataset_type=synthetic", "dataset_path=", "grain_eval_files=")
+        assert asked.config.evaluation.eval_steps == 2
+
+    def test_tokenizer(self, weights):
+        assert not self.read(weights).names_tokenizer
+        assert self.read(weights, "tokenizer_path=bytes").names_tokenizer

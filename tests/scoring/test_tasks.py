@@ -1,0 +1,304 @@
+"""LAMBADA and WikiText: files, rules of text, and numbers that are known beforehand."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
+from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+from MaxText.scoring import lambada, tasks, text_pairs, wikitext
+from MaxText.scoring.continuations import ContinuationScorer
+from MaxText.scoring.lambada import Passage
+from MaxText.scoring.task_score import TaskScore, perplexity, table
+from tests.scoring.small_trained import full_log_probabilities, tiny_trained
+
+EOS, BOS, NUM_IDS = 256, 257, 259
+WINDOW = 16
+PAGES = (
+    " = Tin = \n \n Tin is a metal ; it melts at 231 @.@ 9 ° C . \n \n"
+    " = = Uses = = \n \n It was ( and is ) sold in 1 @,@ 000 kg lots . \n \n"
+    " = The sea = \n \n He said \" no \" to John 's dogs ' well @-@ known home . \n"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ModelTokenizer(ByteTokenizer(num_threads=1), (), (EOS,), Path("byte"))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tiny_trained(vocab_size=NUM_IDS)
+
+
+@pytest.fixture(scope="module")
+def indifferent():
+    """A model that gives every id the same probability."""
+    return tiny_trained(vocab_size=NUM_IDS, scale=0.0)
+
+
+def following(trained, ids, count):
+    """log p of each of the last `count` ids after all before it."""
+    log_p = full_log_probabilities(trained, list(ids[:-1]))
+    return log_p[np.arange(len(ids) - 1), list(ids[1:])][-count:]
+
+
+# LAMBADA
+
+
+def test_passages_of_both_kinds_of_file(tmp_path):
+    passages = ["the cat sat on the mat", "a  b", "to be or\nnot to be"]
+    rows = tmp_path / "lambada.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    assert lambada.read(str(rows)) == [
+        Passage("the cat sat on the", " mat"),
+        Passage("a ", " b"),
+        Passage("to be or\nnot to", " be"),
+    ]
+    plain = tmp_path / "lambada.txt"
+    plain.write_text("the cat sat on the mat\n\na b \n")
+    assert lambada.read(str(plain)) == [Passage("the cat sat on the", " mat"), Passage("a", " b")]
+
+
+def test_lambada_of_an_indifferent_model(indifferent, tokenizer):
+    passages = [Passage("once upon a", " time"), Passage("to be or not to", " be")]
+    found = lambada.score(passages, "file", ContinuationScorer(indifferent), tokenizer)
+    assert found.counts == {"passages": 2, "tokens": 5 + 3}
+    assert found.metrics["perplexity"] == pytest.approx(NUM_IDS ** ((5 + 3) / 2), rel=1e-5)
+    assert found.metrics["accuracy"] == 0
+
+
+def test_lambada_by_brute_force(trained, tokenizer):
+    passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
+    found = lambada.score(passages, "file", ContinuationScorer(trained), tokenizer)
+    # All of the window is read: 16 ids before the last.
+    sums = [
+        following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
+    ]
+    assert found.metrics["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-4)
+
+
+def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
+    right = iter([True, False, True, True])
+    scorer = ContinuationScorer(trained)
+    score = scorer.score
+    monkeypatch.setattr(
+        scorer,
+        "score",
+        lambda *a: [one._replace(is_greedy=next(right)) for one in score(*a)],
+    )
+    found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
+    assert found.metrics["accuracy"] == 0.75
+    assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("a.jsonl", '{"text": "a b"}\n{"text": "word"}\n', r"a\.jsonl:2 has fewer than two words"),
+        ("a.jsonl", '{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
+        ("a.jsonl", '{"text": "a b"}\n{"txt": "a b"}\n', r':2 has no text in field "text"; .*txt'),
+        ("a.jsonl", "a b\n", r":1 is not JSON .*one object"),
+        ("a.jsonl", "[1]\n", r':1 has no text in field "text"; its fields: none'),
+        ("a.txt", "\n \n", "holds no passage"),
+        ("a.txt", "two words\nword\n", ":2 has fewer than two words"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("a.txt", None, "cannot be read: No such file"),
+    ],
+)
+def test_lambada_files_that_cannot_be_used(name, contents, message, tmp_path):
+    path = tmp_path / name
+    if contents is not None:
+        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    with pytest.raises(UserError, match=f"lambada_path=.*{message}"):
+        lambada.read(str(path))
+
+
+# WikiText
+
+
+def test_pages_begin_at_their_titles(tmp_path):
+    file = tmp_path / "wiki.test.raw"
+    file.write_text(" \n" + PAGES, encoding="utf-8")
+    pages = wikitext.read(str(file))
+    assert "\n".join(pages) == PAGES
+    assert [page.split("\n")[0] for page in pages] == [" = Tin = ", " = The sea = "]
+    assert "Uses" in pages[0]
+    rows = tmp_path / "wiki.jsonl"
+    rows.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
+    assert wikitext.read(str(rows)) == pages
+
+
+@pytest.mark.parametrize(
+    ("line", "is_title"),
+    [
+        (" = Robert Boulter = ", True),
+        ("= A = B =", True),
+        (" = = Career = = ", False),
+        (" = = = 2000 to 2005 = = = ", False),
+        (" = ", False),
+        (" = = ", False),
+        ("= x = =", False),
+        ("a = b = ", False),
+        ("= 5", False),
+        ("", False),
+    ],
+)
+def test_titles(line, is_title):
+    # The rule in words: marks are joined, and what is left begins with "= " and ends with " =".
+    joined = line.replace("= = =", "===").replace("= =", "==").strip()
+    assert (joined.startswith("= ") and joined.endswith(" =")) == is_title
+    assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + is_title
+
+
+def test_text_as_people_write_it():
+    assert [wikitext.detokenized(page) for page in wikitext.split_pages(PAGES)] == [
+        " = Tin =\n\nTin is a metal; it melts at 231.9°C.\n\n"
+        "== Uses ==\n\nIt was (and is) sold in 1,000 kg lots.\n",
+        " = The sea =\n\nHe said \"no\" to John's dogs' well-known home.\n",
+    ]
+
+
+def test_wikitext_of_an_indifferent_model(indifferent, tokenizer):
+    pages = wikitext.split_pages(PAGES)
+    found = wikitext.score(pages, "file", ContinuationScorer(indifferent), tokenizer)
+    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
+    num_bytes = len("".join(pages).encode())
+    assert found.counts["tokens"] == num_tokens < num_bytes == found.counts["bytes"]
+    loss = num_tokens * math.log(NUM_IDS)
+    assert found.metrics["bits_per_byte"] == pytest.approx(loss / num_bytes / math.log(2))
+    assert found.metrics["byte_perplexity"] == pytest.approx(math.exp(loss / num_bytes))
+    words = found.counts["words"]
+    assert words == sum(1 + len(page.split()) + 1 for page in pages)
+    assert found.metrics["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=1e-5)
+
+
+def test_wikitext_by_brute_force(trained, tokenizer):
+    page = " = Tin = \n \n Tin is a metal . \n"
+    ids = list(wikitext.detokenized(page).encode())
+    found = wikitext.score([page], "file", ContinuationScorer(trained), tokenizer)
+    # Two windows: the first begins after the id that begins a text, the last is moved left.
+    assert 2 * WINDOW > len(ids) > WINDOW
+    total = following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
+    total += following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
+    expected = -total / len(page.encode()) / math.log(2)
+    assert found.metrics["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("a.raw", " \n \n", "holds no text"),
+        ("a.jsonl", '{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
+        ("a.jsonl", '{"text": "x"}', ':1 has no text in field "page"; its fields: text'),
+        ("a.jsonl", "", "holds no text"),
+    ],
+)
+def test_wikitext_files_that_cannot_be_used(name, contents, message, tmp_path):
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(UserError, match=f"wikitext_path=.*{message}"):
+        wikitext.read(str(tmp_path / name))
+
+
+WIKI_LETTERS = st.sampled_from([*"ab sN1@-,.:;!?()[]{}\"'=°\n", " 's ", " @-@ ", "= = ", " N "])
+
+
+@pytest.fixture(scope="module")
+def harness_rules():
+    return pytest.importorskip(
+        "lm_eval.tasks.wikitext.preprocess_wikitext", reason="needs pip install '.[lm-eval]'"
+    )
+
+
+@given(page=st.lists(WIKI_LETTERS, max_size=60).map("".join))
+def test_the_rules_of_the_harness(harness_rules, page):
+    assert wikitext.detokenized(page) == harness_rules.wikitext_detokenizer({"page": page})
+    _, words = harness_rules.process_results({"page": page}, (0.0,))["word_perplexity"]
+    assert wikitext.count_words(page) == words
+
+
+# Both
+
+
+def encode(text):
+    """A tokenizer whose words take the space before them, in texts that begin with an id."""
+    return [99, *(ord(letter) for letter in text.replace(" x", "X"))]
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [
+        ("ab", " x", ([99, 97, 98], [ord("X")])),
+        ("ab ", "x", ([99, 97, 98], [ord("X")])),
+        ("", "x", ([99], [ord("x")])),
+        ("  ", "x", ([99], [32, ord("X")])),
+    ],
+)
+def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
+    assert text_pairs.encode_pair(encode, context, continuation, first=99) == expected
+    without = text_pairs.encode_pair(lambda text: encode(text)[1:], context, continuation, first=99)
+    assert without == ([i for i in expected[0] if i != 99] or [99], expected[1])
+
+
+def test_the_first_id_is_what_the_settings_say(tmp_path):
+    plain = ByteTokenizer(num_threads=1)
+    plain.save(tmp_path)
+    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == BOS
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"tokenizer_type": "byte", "bos_token": null}')
+    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == EOS
+    assert text_pairs.first_id(ModelTokenizer(plain, (BOS,), (EOS,), tmp_path)) == BOS
+    plain.entry = plain.entry.model_copy(update={"bos_id": None, "eos_id": None})
+    assert text_pairs.first_id(ModelTokenizer(plain, (), (7,), tmp_path)) == 7
+    with pytest.raises(UserError, match="neither a beginning-of-text nor an end-of-text"):
+        text_pairs.first_id(ModelTokenizer(plain, (), (), tmp_path))
+
+
+def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
+    (tmp_path / "l.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
+    (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
+    config = configure(
+        dataset_type="synthetic",
+        eval_tasks=["lambada", "wikitext"],
+        lambada_path=str(tmp_path / "l.jsonl"),
+        wikitext_path=str(tmp_path / "w.raw"),
+    )
+    shown = []
+    scores = tasks.run_tasks(trained, tokenizer, config, shown.append)
+    assert [score.task for score in scores] == ["lambada", "wikitext"]
+    text = "\n".join(shown)
+    for name in ("perplexity", "word perplexity", "bits per byte", "2 passages", "2 pages"):
+        assert name in text
+    stored = json.loads(json.dumps([score.to_json() for score in scores]))
+    assert stored[1]["metrics"] == scores[1].metrics
+    assert stored[0]["path"] == str(tmp_path / "l.jsonl")
+
+
+def test_a_missing_file_is_found_before_the_model_is_needed(tmp_path):
+    config = configure(
+        dataset_type="synthetic", eval_tasks=["wikitext"], wikitext_path=str(tmp_path / "none")
+    )
+    with pytest.raises(UserError, match=r"wikitext_path=.*none cannot be read: No such file"):
+        tasks.read_tasks(config)
+
+
+def test_progress_is_shown_now_and_then(monkeypatch):
+    clock = iter([0.0, 10.0, 31.0, 40.0, 70.0])
+    monkeypatch.setattr(tasks.time, "perf_counter", lambda: next(clock))
+    shown = []
+    progress = tasks.progress_lines("lambada", shown.append)
+    for done in (100, 2000, 3000, 5000):
+        progress(done, 5000)
+    assert shown == ["lambada: 2,000 of 5,000 scored in 31 s"]
+
+
+def test_numbers_too_large_to_write_are_infinite():
+    assert perplexity(1000.0) == math.inf
+    assert "inf" in table([TaskScore("lambada", "f", {"perplexity": math.inf}, {}, 1.0)])
