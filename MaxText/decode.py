@@ -37,7 +37,7 @@ def main() -> int:
     try:
         from MaxText.generation.decoding import decode
 
-        decode(loaded.config, write)
+        decode(loaded, write)
     except UserError as error:
         command_line.fail(error)
     except BrokenPipeError:

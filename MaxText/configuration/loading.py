@@ -40,6 +40,10 @@ class Loaded:
     config_path: Path | None
     settings: tuple[Setting, ...]
 
+    def typed(self, name: str) -> bool:
+        """Whether a key was set for this start of the program, and not by a file."""
+        return self.origins[name].layer in (Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+
 
 def load(
     arguments: Sequence[str],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from MaxText.configuration.inference_sections import Decoding
-from MaxText.configuration.schema import Config
+from MaxText.configuration.loading import Loaded
 from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Completion, Limits, Timing, generate
@@ -30,18 +30,20 @@ class OtherText(UserError):
     exit_code = 1
 
 
-def decode(config: Config, write: Write) -> None:
+def decode(loaded: Loaded, write: Write) -> None:
     """Continues the prompts of a configuration.
 
     Raises:
       UserError: no weights or tokenizer, prompts or an output file that cannot be used.
       OtherText: as the class says.
     """
-    section = config.decoding
+    config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
     with _output_file(section.decode_output) as output:
         trained = open_trained_model(config, lambda line: write(line + "\n"))
-        tokenizer = open_tokenizer(config, trained.folder, trained.metadata)
+        tokenizer = open_tokenizer(
+            config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
+        )
         rows = rows_of_batch(config.batch, trained.layout)
         engine = make_engine(trained, choice_of(section), tokenizer)
         # Only the engine's own arrays are kept.

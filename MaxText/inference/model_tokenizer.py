@@ -45,22 +45,28 @@ class ModelTokenizer:
 
 
 def open_tokenizer(
-    config: Config, weights: str, metadata: Mapping[str, Any] | None = None
+    config: Config,
+    weights: str,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    typed: bool = False,
 ) -> ModelTokenizer:
     """Finds and loads the tokenizer of trained weights.
 
-    tokenizer_path where it exists here, else what lies with the weights (a folder of Hugging Face,
-    or a run that was imported from one), else the data set's, else tokenizer_path as a hub id.
+    A tokenizer_path that was typed and nothing else. Otherwise tokenizer_path where it exists here,
+    else what lies with the weights (a folder of Hugging Face, or a run that was imported from one),
+    else the data set's, else tokenizer_path as a hub id.
 
     Args:
       weights: TrainedModel.folder.
       metadata: TrainedModel.metadata.
+      typed: whether tokenizer_path was typed (Loaded.typed).
 
     Raises:
       UserError: none found, one that cannot be read, or one with more ids than the model has.
     """
-    folder = _find(config, weights)
     asked = config.preparation.tokenizer_path
+    folder = None if typed and asked else _find(config, weights)
     path = str(folder) if folder is not None else asked
     if path:
         return tokenizer_at(path, config, tuple(_ends(Path(weights), metadata or {})))

@@ -13,6 +13,7 @@ from MaxText.configuration.loading import load as load_arguments
 _KEY = "load_parameters_path"
 # Sections in which a run's weights decide. Devices, folders and schedules are of the machine and
 # the run that trained.
+_NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
 _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 
@@ -33,6 +34,10 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
         return load_arguments(arguments, program)
     shapes = {s.name: s.value for s in gathered.settings if s.name == "max_target_length"}
     own = _own_configuration(path.origin.raw, shapes)
+    if own is not None and any(gathered.last(name) for name in _NAMES_DATA):
+        # Other data are asked for: those of the training are none of them.
+        values = {name: own.values[name] for name in own.values if name not in _NAMES_DATA}
+        own = OwnConfiguration(values, own.place)
     return load_arguments(arguments, program, own=own)
 
 

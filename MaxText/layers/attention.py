@@ -78,8 +78,8 @@ class Attention(nnx.Module):
             state = state.append(k_BTKH, v_BTKH, context.positions_BT)
             o_BTNH = attend_to_slots(
                 q_BTNH,
-                state.keys_BKSH,
-                state.values_BKSH,
+                state.keys,
+                state.values,
                 context.positions_BT,
                 soft_cap=section.attn_logits_soft_cap,
                 precision=self.precision,

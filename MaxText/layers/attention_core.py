@@ -71,8 +71,8 @@ def softmax_attention(
 
 def attend_to_slots(
     q_BTNH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     positions_BT: jax.Array,
     *,
     soft_cap: float = 0.0,
@@ -81,19 +81,21 @@ def attend_to_slots(
     """Causal attention of new tokens to keys and values that are kept by position.
 
     Args:
+      keys: [B, K, S, H], or [K, S, H] for one row (KeyValueCache).
+      values: as keys.
       positions_BT: place of each query; it attends to slots 0..place.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
     """
-    mask_BTS = positions_BT[:, :, None] >= jnp.arange(k_BKSH.shape[2])
-    return _attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS, soft_cap=soft_cap, precision=precision)
+    mask_BTS = positions_BT[:, :, None] >= jnp.arange(keys.shape[-2])
+    return _attend(q_BTNH, keys, values, mask_BTS, soft_cap=soft_cap, precision=precision)
 
 
 def _attend(
     q_BTNH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
     mask_BTS: jax.Array,
     *,
     soft_cap: float,
@@ -101,30 +103,34 @@ def _attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention where the mask allows it; the mask's first dimension may be 1."""
+    """Attention where the mask allows it; the mask's first dimension may be 1.
+
+    Inside, R are the rows of all query heads of a group, and a single sequence may lack B.
+    """
     batch, length, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BKSH.shape[1]
+    num_kv_heads = keys.shape[-3]
     group = num_heads // num_kv_heads
-    # Rows of all query heads of a group as one matrix: the products have plain shapes, which the
-    # CPU backend needs to be fast.
+    # One matrix for a group: its products have plain shapes, which make the CPU backend fast.
     q_BKRH = (
         (q_BTNH * head_dim**-0.5)
         .reshape(batch, length, num_kv_heads, group, head_dim)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(batch, num_kv_heads, group * length, head_dim)
+        .reshape(*keys.shape[:-2], group * length, head_dim)
     )
     scores_BKRS = jnp.einsum(
-        "bkrh,bksh->bkrs",
+        "...rh,...sh->...rs",
         q_BKRH,
-        k_BKSH,
+        keys,
         preferred_element_type=jnp.float32,
         precision=precision,
     )
     if soft_cap:
         scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
     mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
+    if keys.ndim == 3:
+        mask_BKRS = mask_BKRS[0]
     probabilities = jax.nn.softmax(jnp.where(mask_BKRS, scores_BKRS, -jnp.inf), axis=-1)
-    probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(v_BKSH.dtype)
-    o_BKRH = jnp.einsum("bkrs,bksh->bkrh", probabilities, v_BKSH, precision=precision)
+    probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(values.dtype)
+    o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=precision)
     o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)

@@ -4,7 +4,6 @@ What may be refused is looked at before weights are read; all but the data befor
 """
 
 import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.configuration.loading import Loaded
@@ -45,7 +44,9 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, show)
     if scoring.eval_tasks or scoring.harness_tasks:
-        tokenizer = open_tokenizer(config, trained.folder, trained.metadata)
+        tokenizer = open_tokenizer(
+            config, trained.folder, trained.metadata, typed=asked.names_tokenizer
+        )
         found |= _score_tasks(trained, tokenizer, config, show)
     whole = _described(trained) | found
     import jax  # which is loaded by now
@@ -99,18 +100,12 @@ def _open_data_set(asked: request.Request, weights: str, show: Show) -> _DataSet
     config, tokenizer = asked.config, None
     preparation = config.preparation
     try:
-        tokenizer = open_tokenizer(config, weights)
+        tokenizer = open_tokenizer(config, weights, typed=asked.names_tokenizer)
         of_model = tokenizer.tokenizer
     except UserError as error:
         if asked.names_tokenizer:
             raise
         of_model = error
-    typed = preparation.tokenizer_path
-    if asked.names_tokenizer and tokenizer and tokenizer.folder != Path(typed).expanduser():
-        raise UserError(
-            f"tokenizer_path={typed}: no such file or folder (seen from {Path.cwd()}), and "
-            f"{tokenizer.folder} has a tokenizer. Correct the path, or leave it out."
-        )
     if tokenizer is not None and not preparation.tokenizer_path:
         chosen = {
             "tokenizer_path": str(tokenizer.folder),

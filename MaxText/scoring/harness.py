@@ -98,10 +98,16 @@ class MaxTextLM(TemplateLM):
           UserError: mistakes in the arguments, or weights that cannot be opened.
         """
         words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
-        config = own_configuration.load(words).config
-        start_up.choose_platform(config.run.hardware)
-        trained = open_trained_model(config, show)
-        return cls(trained, open_tokenizer(config, trained.folder, trained.metadata), show)
+        loaded = own_configuration.load(words)
+        start_up.choose_platform(loaded.config.run.hardware)
+        trained = open_trained_model(loaded.config, show)
+        tokenizer = open_tokenizer(
+            loaded.config,
+            trained.folder,
+            trained.metadata,
+            typed=loaded.typed("tokenizer_path"),
+        )
+        return cls(trained, tokenizer, show)
 
     @classmethod
     def create_from_arg_string(

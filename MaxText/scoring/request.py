@@ -1,11 +1,10 @@
 """What a command line asks eval.py to score. Imports no jax."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from MaxText.configuration.loading import Layer, Loaded
 from MaxText.configuration.schema import Config
 
-_TYPED = (Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
 _NAMES_DATA = ("dataset_path", "grain_eval_files", "dataset_mix", "dataset_type", "eval_split")
 
 
@@ -27,20 +26,10 @@ class Request(NamedTuple):
 def read(loaded: Loaded) -> Request:
     """Tells what was typed from what the weights' own configuration brought along."""
     config, origins = loaded.config, loaded.origins
-    typed = any(origins[name].layer in _TYPED for name in _NAMES_DATA)
+    typed = any(map(loaded.typed, _NAMES_DATA))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness_tasks)
-    evaluation: dict[str, Any] = {}
-    data: dict[str, Any] = {}
     if origins["eval_steps"].layer is Layer.SAVED_CONFIG and config.data.dataset_type == "grain":
         # A run evaluates on a part while it trains, to save time.
-        evaluation["eval_steps"] = -1
-    chosen, beaten = origins["dataset_path"].layer, origins["grain_eval_files"].layer
-    if chosen in _TYPED and beaten is Layer.SAVED_CONFIG:
-        data["grain_eval_files"] = ""
-    config = config.model_copy(
-        update={
-            "evaluation": config.evaluation.model_copy(update=evaluation),
-            "data": config.data.model_copy(update=data),
-        }
-    )
-    return Request(config, scores_data, origins["tokenizer_path"].layer in _TYPED)
+        evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
+        config = config.model_copy(update={"evaluation": evaluation})
+    return Request(config, scores_data, loaded.typed("tokenizer_path"))

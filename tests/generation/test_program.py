@@ -32,8 +32,7 @@ def start(arguments, cwd, environment):
 
 def run(folder, *arguments):
     pieces = []
-    config = load([f"load_parameters_path={folder}", "jax_cache_dir=", *arguments]).config
-    decode(config, pieces.append)
+    decode(load([f"load_parameters_path={folder}", "jax_cache_dir=", *arguments]), pieces.append)
     return "".join(pieces)
 
 

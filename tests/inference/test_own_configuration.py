@@ -1,6 +1,7 @@
 """Weights that bring their own configuration and tokenizer."""
 
 import json
+import shutil
 
 import pytest
 
@@ -103,3 +104,29 @@ def test_a_plain_tokenizer_puts_nothing_before_a_text(tmp_path):
     settings = {"eos_token": END, "bos_token": END, "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert open_tokenizer(config, str(folder)).prefix == (256,)
+
+
+def test_a_typed_tokenizer_and_no_other(tmp_path):
+    folder = llama_folder(tmp_path / "hf")
+    loaded = load([f"load_parameters_path={folder}", "tokenizer_path=bytes", "vocab_size=300"])
+    assert loaded.typed("tokenizer_path")
+    tokenizer = open_tokenizer(loaded.config, str(folder), typed=True)
+    assert tokenizer.tokenizer.entry.origin != "file tokenizer.json"
+    config = load([f"load_parameters_path={folder}", "tokenizer_path=gone/tokenizer.json"]).config
+    with pytest.raises(UserError, match=r"tokenizer_path=gone/tokenizer.json: no such file"):
+        open_tokenizer(config, str(folder), typed=True)
+    # From a file, which may name a hub's id, it comes after what lies here.
+    assert open_tokenizer(config, str(folder)).folder == folder
+
+
+def test_typed_data_replace_those_of_the_training(tmp_path, folders):
+    shutil.copytree(folders / "run", tmp_path / "run")
+    (metadata,) = (tmp_path / "run").glob("checkpoints/0/metadata/metadata")
+    contents = json.loads(metadata.read_text())
+    contents["config"] |= {"dataset_mix": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
+    metadata.write_text(json.dumps(contents))
+    path = f"load_parameters_path={tmp_path / 'run'}"
+    data = load([path]).config.data
+    assert (len(data.dataset_mix), data.grain_eval_files) == (2, "c")
+    data = load([path, "dataset_path=other"]).config.data
+    assert (data.dataset_mix, data.grain_eval_files, data.dataset_path) == ((), "", "other")
