@@ -13,7 +13,7 @@ from MaxText.conversion import request
 from MaxText.errors import UserError
 
 USAGE = """
-usage: convert.py [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
+usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
 
 Converts weights between this program, Hugging Face and MaxText. docs/convert.md lists families.
 
@@ -21,6 +21,7 @@ Converts weights between this program, Hugging Face and MaxText. docs/convert.md
   python MaxText/convert.py from=maxtext_output/first to=hf:exported         a run to a folder
   python MaxText/convert.py model_name=llama2-7b from=maxtext:gs://bucket/run to=maxtext_output/l2
   python MaxText/convert.py from=maxtext_output/first export=stablehlo to=forward.stablehlo
+  python MaxText/convert.py grow from=maxtext_output/small to=maxtext_output/large slot_num=2140
 
 SOURCE: hf:FOLDER or hf:HUB_ID (what its cache holds; nothing is downloaded), a run of this program
 (its newest checkpoint, or checkpoints/STEP), or maxtext:FOLDER. TARGET: hf:FOLDER, a run folder, or
@@ -33,6 +34,8 @@ a file. Keys are those of train.py. Besides:
   max_shard_size=5GB    larger exports are several files with an index
   tokenizer=FOLDER      to export; by default that of the run's data set
   query_scaling=WHERE   of a checkpoint of MaxText: weights or model; docs/convert.md explains it
+  grow                  make a larger model of the same kind: docs/growth.md; growth_mode=...,
+                        slot_num=..., base_num_decoder_layers=...
   length=N              tokens of export=stablehlo, by default max_target_length
 """
 

@@ -1,6 +1,5 @@
 """Generates text: python MaxText/decode.py load_parameters_path=RUN prompt=..."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
-from MaxText.inference import own_configuration
+from MaxText.inference import own_configuration, terminal
 from MaxText.parallelism import start_up
 
 USAGE = """Continues prompts with trained weights.
@@ -29,20 +28,12 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
-
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
     try:
         from MaxText.generation.decoding import decode
 
-        decode(loaded, write)
+        decode(loaded, terminal.writer())
     except UserError as error:
         command_line.fail(error)
-    except BrokenPipeError:
-        # Whoever read the text (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130

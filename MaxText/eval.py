@@ -1,6 +1,5 @@
 """Scores trained weights: python MaxText/eval.py load_parameters_path=RUN"""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
-from MaxText.inference import own_configuration
+from MaxText.inference import own_configuration, terminal
 from MaxText.parallelism import start_up
 
 USAGE = """Scores trained weights: loss, perplexity and bits per byte of a data set, and tasks.
@@ -32,12 +31,10 @@ def main() -> int:
     try:
         from MaxText.scoring.evaluating import evaluate
 
-        evaluate(loaded, lambda line: print(line, flush=True))
+        write = terminal.writer()
+        evaluate(loaded, lambda line: write(line + "\n"))
     except UserError as error:
         command_line.fail(error)
-    except BrokenPipeError:
-        # Whoever read the lines (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
         return 130

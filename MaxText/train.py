@@ -45,14 +45,12 @@ def train(config, launched: float) -> int:
     """
     # --- Output folder and text: what may be refused, before anything slow ----------------------
     from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
-    from MaxText.configuration.saved import flat, resolved_yaml
+    from MaxText.configuration.saved import flat
 
     run, evaluation, monitoring = config.run, config.evaluation, config.monitoring
-    config_flat = flat(config)
     if run.log_config:
-        print(
-            "\n".join(f"Config param {name}: {config_flat[name]}" for name in sorted(config_flat))
-        )
+        for name, value in sorted(flat(config).items()):
+            print(f"Config param {name}: {value}")
     run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = Checkpoints(run_folder / "checkpoints", config.checkpoint)
     if config.data.dataset_type == "grain" and config.preparation.prepare_source:
@@ -74,6 +72,8 @@ def train(config, launched: float) -> int:
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
+    from MaxText.checkpointing.growth.old_slots import slow_old_slots
+    from MaxText.checkpointing.growth.settling import settle
     from MaxText.layers.model import Model
     from MaxText.monitoring.tables import parameter_table
     from MaxText.training import backend_defaults
@@ -81,16 +81,23 @@ def train(config, launched: float) -> int:
     from MaxText.training.optimizer import make_optimizer
     from MaxText.training.schedule import learning_rate_schedule
 
+    settled = settle(config, [checkpoints.stored(step) for step in checkpoints.steps()])
+    config, config_flat = settled.config, flat(settled.config)
     model_section, choices = backend_defaults.resolve(config.model, devices[0].platform)
     model = Model(model_section)
     schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    optimizer = slow_old_slots(
+        make_optimizer(config.optimizer, schedule, model.parameters),
+        model.parameters,
+        settled.old_slots,
+        config.checkpoint.growth_old_slots_learning_rate,
+    )
     initialize = steps.make_initialize(model, optimizer)
     abstract_state = layout.abstract_state(initialize, model.parameters)
     whole = mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     print(parameter_table(model.parameters, layout.describe(model.parameters)))
     print(f"parameters that lie whole on every device: {whole:.2%}")
-    print("\n".join(choices))
+    print("\n".join([*choices, *settled.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.batch import batch_shapes
@@ -144,6 +151,8 @@ def train(config, launched: float) -> int:
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
+    from MaxText.checkpointing.run_files import write_run_files
+    from MaxText.checkpointing.starting_data import begin_data, complete
     from MaxText.checkpointing.starting_point import restore_or_initialize
 
     start = restore_or_initialize(
@@ -154,23 +163,14 @@ def train(config, launched: float) -> int:
             initialize, abstract_state, model_section.initialization.init_weights_seed
         ),
         config_flat,
+        settled=settled,
     )
     state = start.state
-    if start.position is None:
-        train_batches.seek(start.first_step)
-    else:
-        train_batches.resume(start.position)
-    # Where the data ends depends on the samples read so far.
-    num_steps = train_batches.num_steps
-    last_step = (run.steps if num_steps is None else min(run.steps, num_steps)) - 1
+    last_step = begin_data(start, train_batches, run.steps)
     if start.first_step > last_step:
-        limit = "steps" if last_step + 1 == run.steps else "num_epoch"
-        print(
-            f"The run is complete: {start.source}, steps={run.steps}, "
-            f"num_epoch={config.data.num_epoch}. Raise {limit} to go on."
-        )
+        print(complete(start, run.steps, last_step, config.data.num_epoch))
         return 0
-    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------

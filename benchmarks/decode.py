@@ -104,11 +104,10 @@ def ours(folder: str):
     from MaxText.generation.token_choice import Choice
     from MaxText.inference.own_configuration import load
     from MaxText.inference.trained_model import open_trained_model
-    from MaxText.layers.model import in_parts
 
     config = load([f"load_parameters_path=hf:{folder}", "dtype=float32", "hardware=cpu"]).config
     trained = open_trained_model(config)
-    params = in_parts(trained.params)
+    params = trained.model.in_parts(trained.params)
     engine = Engine(trained.model, params, trained.layout, Choice(temperature=0))
     # Of the position table a step reads one row per text.
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -159,7 +158,7 @@ def bandwidth(engine, num_bytes: int, rounds: int) -> None:
     weights = jnp.ones(num_bytes // 4, jnp.float32)
     read = jax.jit(jnp.sum)
     read(weights).block_until_ready()
-    sequences, _ = engine.start([[1] * PROMPT_LENGTH], [0], [0], seed=0, room=256)
+    sequences, _ = engine.start([[1] * PROMPT_LENGTH], [(0, 0)], [0], seed=0, room=256)
     sequences, drawn = engine.step(sequences)
     drawn.on_host()
     seconds: dict[str, list[float]] = {"step": [], "sum": []}

@@ -35,7 +35,11 @@ TINY = {
 
 def tiny_config(decoder_block: str = "llama2", **keys: Any) -> Config:
     """A configuration of three layers of width 32."""
-    return configure(**(TINY | {"decoder_block": decoder_block} | keys))
+    given = TINY | {"decoder_block": decoder_block} | keys
+    default = "pattention" if decoder_block.startswith("tokenformer") else "mlp"
+    if given.get("feed_forward_type", default) == "pattention":
+        del given["base_mlp_dim"]  # the number of slots takes its place
+    return configure(**given)
 
 
 def random_batch(config: Config, rows: int, seed: int = 0, documents: bool = False) -> Batch:

@@ -46,9 +46,14 @@ class Cast(NamedTuple):
 def leaves_by_path(tree: Any) -> dict[str, Leaf]:
     """Arrays of a tree by path, such as "opt_state/1/0/mu/decoder/wi"."""
     return {
-        "/".join(_name(part) for part in path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
+        path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The path of a leaf, as jax.tree_util gives it, in words: "decoder/wi"."""
+    return "/".join(_name(part) for part in path)
 
 
 def _name(part: Any) -> str:
@@ -97,7 +102,7 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
             else:
                 problems.append(f"other kind  {path}: stored {found}, wanted {leaf}")
     if problems:
-        raise UserError(_explain(problems, config_hint))
+        raise UserError(explain(problems, config_hint, _MOST_LINES))
     return casts
 
 
@@ -113,11 +118,19 @@ def describe_casts(casts: Sequence[Cast]) -> list[str]:
     ]
 
 
-def _explain(problems: list[str], hint: ConfigHint) -> str:
+def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = None) -> str:
+    """A message that lists what does not fit and the keys that are responsible.
+
+    Args:
+      problems: one line each.
+      hint: both configurations.
+      most_lines: problems to list; None lists all.
+    """
+    shown = problems[:most_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
-    lines += [f"  {problem}" for problem in problems[:_MOST_LINES]]
-    if len(problems) > _MOST_LINES:
-        lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
+    lines += [f"  {problem}" for problem in shown]
+    if len(problems) > len(shown):
+        lines.append(f"  ... and {len(problems) - len(shown)} more")
     if hint.stored is None:
         lines.append("  The checkpoint does not say which configuration it was made with.")
         return "\n".join(lines)

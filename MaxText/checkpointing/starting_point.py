@@ -10,6 +10,9 @@ import numpy as np
 
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.given_parameters import open_parameters, unreadable_is_user_error
+from MaxText.checkpointing.growth.placing import grown_moments, grown_parameters
+from MaxText.checkpointing.growth.record import Record
+from MaxText.checkpointing.growth.settling import Growth, Settled
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
@@ -26,11 +29,12 @@ class Start(NamedTuple):
       first_step: the update to do first, from 0.
       position: where the data pipeline stands, or None to begin with the data of `first_step`.
       source: one line for the record, such as "checkpoint of step 120".
-      how: "scratch", "resume", "full_state" or "parameters".
+      how: "scratch", "resume", "full_state", "parameters" or "growth".
       metadata: what the checkpoint says of itself (matching.checkpoint_metadata); empty if nothing.
       folder: of the checkpoint; empty for scratch.
       stored_step: the update after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)} of the configuration keys that differ.
+      growth: how the parameters grew on their way here; None if they did not.
     """
 
     state: Any
@@ -42,6 +46,7 @@ class Start(NamedTuple):
     folder: str = ""
     stored_step: int | None = None
     changes: Mapping[str, tuple[str, str]] = {}
+    growth: Record | None = None
 
 
 def restore_or_initialize(
@@ -51,6 +56,7 @@ def restore_or_initialize(
     initialize: Callable[[], Any],
     config_flat: Mapping[str, Any],
     show: Show = print,
+    settled: Settled | None = None,
 ) -> Start:
     """Own newest checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
@@ -60,6 +66,7 @@ def restore_or_initialize(
       initialize: makes a fresh state. Not called when a whole state is restored.
       config_flat: the current configuration by key.
       show: receives the numbered list, warnings, and every key that differs from the stored ones.
+      settled: what growth.settling.settle says; None if nothing can grow.
 
     Raises:
       UserError: a path has no checkpoint, a checkpoint does not fit, or this run has checkpoints
@@ -78,6 +85,8 @@ def restore_or_initialize(
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
+    elif settled and settled.growth:
+        start = _grow(settled.growth, abstract_state, initialize)
     elif section.load_parameters_path:
         start = _load_parameters(
             section.load_parameters_path, abstract_state, initialize, config_flat, show
@@ -91,7 +100,7 @@ def restore_or_initialize(
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():
             show(f"  {name}: {old} -> {new}")
-    return start._replace(changes=changes)
+    return start._replace(changes=changes, growth=settled.record if settled else None)
 
 
 def _show_order(
@@ -197,6 +206,19 @@ def _load_parameters(
     state = dataclasses.replace(state, params=given.read())
     return Start(
         state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
+    )
+
+
+def _grow(growth: Growth, abstract_state: Any, initialize: Callable[[], Any]) -> Start:
+    state, source = initialize(), growth.source
+    moments = state.opt_state
+    if growth.moments != "zeroed":
+        moments = grown_moments(growth, abstract_state.opt_state, moments)
+    params = grown_parameters(growth, abstract_state.params, state.params)
+    state = dataclasses.replace(state, params=params, opt_state=moments)
+    words = f"parameters grown from {source.folder}"
+    return Start(
+        state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
     )
 
 

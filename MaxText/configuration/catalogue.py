@@ -33,6 +33,7 @@ class Key:
       unit: for example "steps", or empty.
       bounds: pairs of "ge", "gt", "le" or "lt" and a number.
       only_if: other keys and the values under which this one has an effect.
+      only_if_any: more of them, of which one is enough.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Key:
     unit: str
     bounds: tuple[tuple[str, float], ...]
     only_if: dict[str, list[Any]]
+    only_if_any: dict[str, list[Any]]
 
     def out_of_bounds(self, value: Any) -> bool:
         """Whether a value of the right type lies outside the bounds."""
@@ -60,6 +62,12 @@ class Key:
     def choices(self) -> tuple[Any, ...]:
         """The values a Literal key, or an element of a list of Literals, may take."""
         return tuple(_choices(self.annotation))
+
+    @property
+    def conditions(self) -> tuple[dict[str, list[Any]], ...]:
+        """Other keys and values, one of which must hold in each group for an effect."""
+        groups = tuple({other: values} for other, values in self.only_if.items())
+        return (*groups, self.only_if_any) if self.only_if_any else groups
 
 
 def _choices(annotation: Any) -> Iterator[Any]:
@@ -89,6 +97,7 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
         unit=str(extra["unit"]),
         bounds=bounds,
         only_if=extra["only_if"],  # type: ignore[arg-type]
+        only_if_any=extra["only_if_any"],  # type: ignore[arg-type]
     )
 
 

@@ -131,9 +131,12 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         ("unit", key.unit),
         ("default", values.to_yaml(key.default)),
     ]
-    for other, effective in key.only_if.items():
-        wanted = " or ".join(values.to_yaml(value) for value in effective)
-        facts.append(("only if", f"{other}={wanted}"))
+    for group in key.conditions:
+        wanted = (
+            f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
+            for other, effective in group.items()
+        )
+        facts.append(("only if", ", or ".join(wanted)))
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
     try:
         loaded = load(remaining)

@@ -10,6 +10,7 @@ name is an ordinary config file, whose every line counts.
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from MaxText.configuration import config_files, layering, saved, values
 from MaxText.configuration.catalogue import Key, by_section
@@ -81,7 +82,7 @@ def _comment(key: Key) -> list[str]:
         facts.append(f"Choices: {', '.join(str(choice) or 'empty' for choice in key.choices)}.")
     facts += [f"Unit: {key.unit}."] if key.unit else []
     facts += [f"Bounds: {key.bounds_text}."] if key.bounds_text else []
-    facts += [f"Only if {_condition(key)}."] if key.only_if else []
+    facts += [f"Only if {_condition(key)}."] if key.conditions else []
     return textwrap.wrap(
         " ".join(facts),
         width=100,
@@ -93,10 +94,14 @@ def _comment(key: Key) -> list[str]:
 
 
 def _condition(key: Key) -> str:
-    return " and ".join(
-        f"{other} is {' or '.join(values.to_yaml(value) for value in effective)}"
-        for other, effective in key.only_if.items()
-    )
+    def one_of(group: dict[str, list[Any]]) -> str:
+        said = " or ".join(
+            f"{other} is {' or '.join(values.to_yaml(value) for value in effective)}"
+            for other, effective in group.items()
+        )
+        return f"either {said}" if len(group) > 1 else said
+
+    return " and ".join(map(one_of, key.conditions))
 
 
 def configuration_md() -> str:
@@ -119,7 +124,7 @@ def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
     default = default if len(default) < 60 else "see configs/base.yml"
     meaning = key.meaning + (f" Unit: {key.unit}." if key.unit else "")
-    meaning += f" Only if {_condition(key)}." if key.only_if else ""
+    meaning += f" Only if {_condition(key)}." if key.conditions else ""
     cells = [f"`{key.name}`", f"`{default}`", accepted(key), meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,4 +1,4 @@
-"""Keys about what is done with trained weights: generating text."""
+"""Keys about what is done with trained weights: generating text and scoring."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -71,4 +71,33 @@ class Decoding(Section):
     )
     autoregressive_decode_assert: str = key(
         "", "Text that must be generated; anything else ends in exit code 1. For tests."
+    )
+
+
+class Scoring(Section):
+    """What eval.py measures on trained weights, besides the keys of evaluation."""
+
+    eval_stride: int = key(
+        -1,
+        "Targets that a window adds to those before it; the rest of it is context. -1: windows "
+        "side by side, as train.py evaluates.",
+        unit="tokens",
+        ge=-1,
+    )
+    eval_output: str = key(
+        "", "File for the results (JSON). Empty: eval/<step>.json in the run, or the terminal only."
+    )
+    eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(
+        (), "Tasks to score, from the files that lambada_path and wikitext_path name."
+    )
+    lambada_path: str = key(
+        "", "LAMBADA: JSON lines with the field text, or text with a passage on each line."
+    )
+    wikitext_path: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
+    harness_tasks: tuple[str, ...] = key(
+        (), "Tasks of the lm-evaluation-harness to run; needs `pip install '.[lm-eval]'`."
+    )
+    harness_task_path: str = key("", "Folder of task files (YAML) besides the harness's own.")
+    harness_num_fewshot: int = key(
+        -1, "Examples before each question of the harness; -1 is what the task says.", ge=-1
     )

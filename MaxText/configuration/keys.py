@@ -24,6 +24,7 @@ def key(
     *,
     unit: str = "",
     only_if: dict[str, Iterable[Any]] | None = None,
+    only_if_any: dict[str, Iterable[Any]] | None = None,
     **bounds: float,
 ) -> Any:
     """Declares one key.
@@ -34,13 +35,16 @@ def key(
       unit: for example "steps", "tokens", "seconds".
       only_if: other keys and the values under which this one has an effect. A user who sets the
         key to a non-default value while one of them has another value gets an error.
+      only_if_any: the same for keys of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
-    conditions = {name: list(values) for name, values in (only_if or {}).items()}
+    facts: dict[str, Any] = {"unit": unit}
+    for name, given in (("only_if", only_if), ("only_if_any", only_if_any)):
+        facts[name] = {other: list(values) for other, values in (given or {}).items()}
     return Field(
         default,
         description=meaning,
-        json_schema_extra={"unit": unit, "only_if": conditions},  # type: ignore[arg-type]
+        json_schema_extra=facts,
         validate_default=True,
         **bounds,  # type: ignore[arg-type]
     )

@@ -238,17 +238,24 @@ def _without_effect(
         layer = origins[name].layer
         if layer not in deliberate or name in wrong or typed[name] == key.default:
             continue
-        for other, effective in key.only_if.items():
-            if other in wrong or typed[other] in effective:
+        for group in key.conditions:
+            if any(other in wrong or typed[other] in group[other] for other in group):
                 continue
-            chosen_by = origins[other].layer
-            if chosen_by is not Layer.DERIVED and chosen_by.rank > layer.rank:
+            chosen_by = [origins[other].layer for other in group]
+            if any(by is not Layer.DERIVED and by.rank > layer.rank for by in chosen_by):
                 continue
-            needed = " or ".join(values.to_yaml(value) for value in effective)
-            what = f"{name}: has no effect with {other}={values.to_yaml(typed[other])}"
+            as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
+            needed = (
+                f"{other}={' or '.join(values.to_yaml(value) for value in effective)}"
+                for other, effective in group.items()
+            )
+            what = f"{name}: has no effect with {as_it_is}"
             places = [last[name].place]
-            places.append(last[other].place if other in last else f"{other} is the default")
-            facts = (("needs", f"{other}={needed}"), ("default", values.to_yaml(key.default)))
+            for other in group:
+                places.append(last[other].place if other in last else f"{other} is the default")
+            facts = (
+                ("needs", ", or ".join(needed)), ("default", values.to_yaml(key.default)),
+            )  # fmt: skip
             problems.append(Problem(what, tuple(places), facts))
     return problems
 

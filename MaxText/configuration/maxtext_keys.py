@@ -62,6 +62,9 @@ UNAVAILABLE: dict[str, Absent] = {
     "rope_attention_scaling": Absent("always on with rope_type=yarn", "rope_type"),
     "mscale": Absent("with rope_type=yarn scores grow by rope_factor alone", "rope_factor"),
     "local_rope_max_timescale": Absent("all layers have the same angles", "rope_max_timescale"),
+    "use_untrainable_positional_embedding": Absent(
+        "sinusoidal positions are not available yet", "position_embedding"
+    ),
     "max_position_embeddings": Absent("windows decide the length", "max_target_length"),
     "use_iota_embed": Absent("the form of the token lookup is chosen by the program"),
     "num_experts": Absent(_MOE),
@@ -118,6 +121,8 @@ UNAVAILABLE: dict[str, Absent] = {
     "dataset_name": Absent(_NO_DOWNLOAD, "dataset_path"),
     "eval_dataset_name": Absent(_NO_DOWNLOAD, "grain_eval_files"),
     "hf_path": Absent(_NO_DOWNLOAD, "grain_train_files"),
+    "my_train_data": Absent(_FILES, "grain_train_files"),
+    "my_eval_data": Absent(_FILES, "grain_eval_files"),
     "hf_data_dir": Absent(_FILES, "grain_train_files"),
     "hf_train_files": Absent(_FILES, "grain_train_files"),
     "hf_eval_files": Absent(_FILES, "grain_eval_files"),
@@ -139,6 +144,7 @@ UNAVAILABLE: dict[str, Absent] = {
     ),
     "generate_padding_batch_train": Absent("not needed: all hosts have the same number of batches"),
     # Optimizer
+    "use_constant_lr": Absent("a schedule among others, constant", "lr_schedule_type"),
     "skip_step_on_spikes": Absent(_SPIKES, "abort_on_nan_loss"),
     "skip_step_interval": Absent(_SPIKES),
     "skip_step_scaling_factor": Absent(_SPIKES),

@@ -49,7 +49,10 @@ class Shape(Section):
     base_num_kv_heads: int = key(
         16, "Key/value heads before scaling; fewer than query heads is grouped-query.", ge=1
     )
-    base_mlp_dim: int = key(7168, "Hidden width of the feed-forward before scaling.", ge=1)
+    base_mlp_dim: int = key(
+        7168, "Hidden width of the feed-forward before scaling.", ge=1,
+        only_if={"feed_forward_type": ["mlp"]},
+    )  # fmt: skip
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1)
     head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1)
     vocab_size: int = key(32_000, "Rows of the token table, padding rows included.", ge=1)
@@ -105,6 +108,11 @@ class Block(Section):
         False,
         "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
         "weight decay pulls the norm to 1 instead of 0.",
+    )
+    block_norm_parametric: bool = key(
+        True,
+        "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
+        "The final norm always has.",
     )
 
 
@@ -180,6 +188,11 @@ class Position(Section):
 class Attention(Section):
     """The attention mixer."""
 
+    attention_projections: Literal["dense", "pattention"] = key(
+        "dense",
+        "What makes queries, keys, values and the output: matrices, or Pattention over slots "
+        "(TokenFormer).",
+    )
     attention: Literal["autoselected", "dot_product", "blocked"] = key(
         "autoselected",
         "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
@@ -203,12 +216,111 @@ class Attention(Section):
 class FeedForward(Section):
     """The feed-forward part."""
 
+    feed_forward_type: Literal["mlp", "pattention"] = key(
+        "mlp", "An MLP, plain or gated, or Pattention over slots (TokenFormer)."
+    )
     mlp_activations: tuple[Activation, ...] = key(
         ("silu", "linear"),
         'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
         "gelu is the tanh approximation, gelu_erf the exact one.",
+        only_if={"feed_forward_type": ["mlp"]},
     )
     ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
+
+
+_QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
+_FEED_FORWARD: dict[str, Iterable[Any]] = {"feed_forward_type": ["pattention"]}
+_ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
+_L2: dict[str, Iterable[Any]] = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
+
+SlotPlace = Literal["qkv", "proj", "ffn"]
+
+
+class Pattention(Section):
+    """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
+
+    slot_num: int = key(
+        -1,
+        "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
+        "times as many. -1 is emb_dim.",
+        only_if_any=_ANYWHERE,
+        ge=-1,
+    )
+    qkv_slot_num: int = key(
+        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    proj_slot_num: int = key(
+        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    ffn_slot_num: int = key(
+        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1
+    )
+    normalize_type: Literal[
+        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
+    ] = key(
+        "l2_norm_gelu",
+        "Theta, over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm takes "
+        "gelu first, l2_norm has none; softmax is n times softmax; gelu_layer_norm a LayerNorm of "
+        "gelu. n is the number of slots.",
+        only_if_any=_ANYWHERE,
+    )
+    gelu_approximate: bool = key(
+        True,
+        "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
+        only_if={
+            "normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]
+        },
+        only_if_any=_ANYWHERE,
+    )  # fmt: skip
+    score_norm_epsilon: float | None = key(
+        None,
+        "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
+        "TokenFormer's PyTorch code has 0.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+        ge=0,
+    )
+    zoom_dim: float = key(
+        0.0,
+        "Number that stands for n in sqrt(n), so that slots can be added without a change of "
+        "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+        ge=0,
+    )
+    qkv_zoom_dim: float = key(
+        -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    proj_zoom_dim: float = key(
+        -1.0, "That of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    ffn_zoom_dim: float = key(
+        -1.0, "That of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD | _L2, ge=-1
+    )
+    qkv_scale_factor: float = key(
+        1.0, "Multiplies Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
+    )
+    proj_scale_factor: float = key(
+        1.0, "Multiplies Theta in the output projection.", only_if=_QKV_AND_OUTPUT
+    )
+    ffn_scale_factor: float = key(
+        1.0, "Multiplies Theta in the feed-forward.", only_if=_FEED_FORWARD
+    )
+
+    def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
+        """Slots of one Pattention at a place, every -1 replaced."""
+        own: int = getattr(self, f"{place}_slot_num")
+        if own != -1:
+            return own
+        base = emb_dim if self.slot_num == -1 else self.slot_num
+        return 4 * base if place == "ffn" else base
+
+    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
+        """What stands for n in sqrt(n) at a place: fixed, or the number of slots there."""
+        own: float = getattr(self, f"{place}_zoom_dim")
+        if own == -1:
+            own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
+        return own or self.num_slots(place, emb_dim)
 
 
 class Head(Section):
@@ -240,7 +352,7 @@ class Objective(Section):
     )
 
 
-DROPOUT_PLACES = ("embedding", "attention", "residual")
+DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
 class Dropout(Section):
@@ -253,28 +365,46 @@ class Dropout(Section):
     residual_dropout_rate: float | None = key(
         None, "On what attention and feed-forward add to the residual stream.", ge=0, lt=1
     )
+    drop_path: float = key(
+        0.0,
+        "Probability that a sequence leaves out what a part of a layer adds to the residual "
+        "stream, each on its own (stochastic depth).",
+        ge=0,
+        lt=1,
+    )
+    drop_path_schedule: Literal["constant", "linear"] = key(
+        "constant", "linear: from 0 in the first layer to drop_path in the last."
+    )
 
     def rate(self, place: str) -> float:
         """The rate in force at one of DROPOUT_PLACES; 0 when dropout is switched off."""
+        if not self.enable_dropout:
+            return 0.0
+        if place == "path":
+            return self.drop_path
         own: float | None = getattr(self, f"{place}_dropout_rate")
-        return (self.dropout_rate if own is None else own) if self.enable_dropout else 0.0
+        return self.dropout_rate if own is None else own
 
 
 class Initialization(Section):
     """Starting values of the weights."""
 
-    weight_init: Literal["fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal"] = key(
+    weight_init: Literal[
+        "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang"
+    ] = key(
         "fan_in",
         "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
-        "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out).",
+        "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). "
+        "tokenformer: fan_in, not truncated in attention. wang: N(0, init_std), outputs and value "
+        "slots 2/(layers sqrt(d)).",
     )
     init_std: float = key(
-        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal"]}, gt=0
+        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal", "wang"]}, gt=0
     )
     embedding_init_std: float | None = key(
         None,
-        "Standard deviation of token and position tables; null: 1 with fan_in and xavier, "
-        "else that of weight_init.",
+        "Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and "
+        "xavier, else that of weight_init.",
         gt=0,
     )
     init_weights_seed: int = key(0, "Seed of the initial weights and of dropout.", ge=0)
@@ -317,6 +447,7 @@ class Model(Section):
     position: Position = Position()
     attention: Attention = Attention()
     feed_forward: FeedForward = FeedForward()
+    pattention: Pattention = Pattention()
     head: Head = Head()
     objective: Objective = Objective()
     dropout: Dropout = Dropout()

@@ -5,25 +5,12 @@ devices (batch sizes, mesh sizes) is checked where the devices are known.
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
+from MaxText.configuration.growth_rules import GROWTH_RULES
+from MaxText.configuration.model_rules import MODEL_RULES
+from MaxText.configuration.rule import Rule
 from MaxText.configuration.schema import Config
-
-
-class Rule(NamedTuple):
-    """One impossible combination.
-
-    Attributes:
-      keys: the keys to blame; messages name the place each was set.
-      check: gives what is wrong, or None; further lines say what to try instead.
-      programs: scripts (without .py) for which the rule holds; empty is all.
-    """
-
-    keys: tuple[str, ...]
-    check: Callable[[Config], str | None]
-    programs: tuple[str, ...] = ()
 
 
 def _not_zero(section: str, name: str, otherwise: str) -> Rule:
@@ -58,86 +45,6 @@ def _no_negative_factor(name: str) -> Rule:
         return None
 
     return Rule((name,), check)
-
-
-def _kv_heads(config: Config) -> str | None:
-    query, kv = config.model.shape.base_num_query_heads, config.model.shape.base_num_kv_heads
-    if query % kv:
-        return f"base_num_query_heads={query} is not a multiple of base_num_kv_heads={kv}"
-    return None
-
-
-def _head_dim(config: Config) -> str | None:
-    shape = config.model.shape
-    if shape.head_dim == 0:
-        return "head_dim: 0 is not possible; use 1 or more, or -1 for emb_dim / query heads"
-    emb, heads = shape.dimensions.emb_dim, shape.dimensions.num_query_heads
-    if shape.head_dim == -1 and emb % heads:
-        return (
-            f"head_dim=-1 divides the width by the query heads, but {emb} / {heads} is no integer"
-        )
-    return None
-
-
-def _rotary(config: Config) -> str | None:
-    position, dimensions = config.model.position, config.model.shape.dimensions
-    if position.position_embedding != "rotary" or dimensions.head_dim < 1:
-        return None
-    turned = int(dimensions.head_dim * position.rotary_pct)
-    if turned < 2 or turned % 2:
-        return (
-            f"rotary turns pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
-            f"{position.rotary_pct:g} gives {turned}, not an even number from 2"
-        )
-    return None
-
-
-def _rotary_bands(config: Config) -> str | None:
-    position = config.model.position
-    if position.position_embedding != "rotary":
-        return None
-    low, high = {
-        "llama3.1": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_slow", "beta_fast"),
-    }.get(position.rope_type, ("", ""))
-    if low and getattr(position, low) >= getattr(position, high):
-        return (
-            f"{low}={getattr(position, low):g} must be below {high}={getattr(position, high):g}: "
-            "frequencies between the two are divided in part"
-        )
-    return None
-
-
-def _scale(config: Config) -> str | None:
-    scale = config.model.shape.global_parameter_scale
-    if scale & (scale - 1):
-        return f"global_parameter_scale={scale} is not a power of two (1, 2, 4, ...)"
-    return None
-
-
-def _learned_positions(config: Config) -> str | None:
-    position, length = config.model.position, config.model.shape.max_target_length
-    rows = position.trainable_position_size
-    if position.position_embedding == "learned" and rows != -1 and rows < length:
-        return (
-            f"trainable_position_size={rows} has no row for every place of a window of "
-            f"max_target_length={length} tokens"
-        )
-    return None
-
-
-def _activations(config: Config) -> str | None:
-    if not config.model.feed_forward.mlp_activations:
-        return "mlp_activations: the list is empty; name at least one, for example [gelu]"
-    return None
-
-
-def _loss_chunks(config: Config) -> str | None:
-    chunks = config.model.objective.num_vocab_tiling
-    length = config.model.shape.max_target_length
-    if length % chunks:
-        return f"num_vocab_tiling={chunks} does not divide max_target_length={length}"
-    return None
 
 
 def _tokenizer_fits(config: Config) -> str | None:
@@ -407,6 +314,12 @@ def _prompt(config: Config) -> str | None:
     return None
 
 
+_FILTERS = {
+    "decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1, "decode_sampling_min_p": 0,
+    "decode_sampling_typical_p": 1, "decode_sampling_eta": 0, "decode_entmax_alpha": 1,
+}  # fmt: skip
+
+
 def _strategy(config: Config) -> str | None:
     decoding = config.decoding
     strategy = decoding.decode_sampling_strategy
@@ -417,6 +330,22 @@ def _strategy(config: Config) -> str | None:
             "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
             "probability to keep"
         )
+    return None
+
+
+def _nothing_to_filter(config: Config) -> str | None:
+    decoding = config.decoding
+    if decoding.decode_sampling_strategy == "greedy" or decoding.decode_sampling_temperature:
+        return None
+    on = [name for name, off in _FILTERS.items() if getattr(decoding, name) != off]
+    if on:
+        return f"{on[0]} has no effect with decode_sampling_temperature=0, the likeliest token"
+    return None
+
+
+def _stop_strings(config: Config) -> str | None:
+    if "" in config.decoding.decode_stop:
+        return "decode_stop: an empty string is everywhere; write the strings at which a text ends"
     return None
 
 
@@ -434,7 +363,10 @@ def _one_text_to_compare(config: Config) -> str | None:
 
 def _generates(config: Config) -> str | None:
     if not config.model.attention.causal:
-        return "causal=false: a model that sees later tokens cannot generate text one by one"
+        return (
+            "causal=false (which mlm_training=true means): a model that sees later tokens cannot "
+            "generate text token by token"
+        )
     return None
 
 
@@ -472,17 +404,7 @@ def _run_name(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(("base_num_query_heads", "base_num_kv_heads"), _kv_heads),
-    Rule(("head_dim", "base_emb_dim", "base_num_query_heads"), _head_dim),
-    Rule(("head_dim", "rotary_pct", "base_emb_dim", "base_num_query_heads"), _rotary),
-    Rule(
-        ("rope_type", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"),
-        _rotary_bands,
-    ),
-    Rule(("global_parameter_scale",), _scale),
-    Rule(("trainable_position_size", "max_target_length"), _learned_positions),
-    Rule(("mlp_activations",), _activations),
-    Rule(("num_vocab_tiling", "max_target_length"), _loss_chunks),
+    *MODEL_RULES,
     Rule(("tokenizer_vocab_size", "vocab_size"), _tokenizer_fits),
     _not_zero("run", "steps", "-1 for learning_rate_schedule_steps"),
     _not_zero("schedule", "learning_rate_schedule_steps", "-1 for steps"),
@@ -543,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("harness_tasks", "harness_task_path", "harness_num_fewshot"), _harness),
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
+    *GROWTH_RULES,
     Rule(_MESH_SIZES, _mesh),
     _not_zero("evaluation", "eval_interval", "-1 for never"),
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
@@ -557,7 +480,9 @@ RULES: tuple[Rule, ...] = (
         ("autoregressive_decode_assert", "prompt_file", "decode_num_samples"),
         _one_text_to_compare,
     ),
-    Rule(("causal",), _generates, ("decode",)),
+    Rule(("decode_sampling_temperature", *_FILTERS), _nothing_to_filter),
+    Rule(("decode_stop",), _stop_strings),
+    Rule(("causal", "mlm_training"), _generates, ("decode",)),
     Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile),
     Rule(("run_name", "base_output_directory"), _run_name),
     _compiles("optimizer", "adamw_mask"),

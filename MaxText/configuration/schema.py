@@ -25,7 +25,7 @@ class Config(Section):
     mesh: training_sections.Mesh = training_sections.Mesh()
     checkpoint: training_sections.Checkpoint = training_sections.Checkpoint()
     evaluation: training_sections.Evaluation = training_sections.Evaluation()
-    scoring: training_sections.Scoring = training_sections.Scoring()
+    scoring: inference_sections.Scoring = inference_sections.Scoring()
     decoding: inference_sections.Decoding = inference_sections.Decoding()
     monitoring: training_sections.Monitoring = training_sections.Monitoring()
     guard: training_sections.Guard = training_sections.Guard()

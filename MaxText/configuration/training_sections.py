@@ -136,6 +136,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_heads", ("tensor",)),
     ("activation_kv_heads", ("tensor",)),
     ("activation_mlp", ("tensor",)),
+    ("activation_slots", ("tensor",)),
     ("activation_vocab", ("tensor",)),
     ("activation_length", ()),
     ("activation_embed", ()),
@@ -143,6 +144,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vocab", ("tensor",)),
     ("embed", ("fsdp",)),
     ("mlp", ("tensor",)),
+    ("slots", ("tensor",)),
     ("q_heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     ("kv", ()),
@@ -159,7 +161,9 @@ class Mesh(Section):
     ici_fsdp_parallelism: int = key(
         -1, "Devices over which weights and batch are split; -1 fills.", ge=-1
     )
-    ici_tensor_parallelism: int = key(1, "Devices over which heads and MLP are split.", ge=-1)
+    ici_tensor_parallelism: int = key(
+        1, "Devices over which heads, MLP and slots are split.", ge=-1
+    )
     logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
         LOGICAL_AXIS_RULES,
         "Pairs [logical name, mesh axes]. Names given replace the base rules of those names.",
@@ -197,11 +201,42 @@ class Checkpoint(Section):
     load_parameters_path: str = key(
         "",
         "Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging "
-        "Face).",
+        "Face). Those of a model with fewer slots or layers grow (docs/growth.md).",
     )
     load_full_state_path: str = key(
         "", "Start from the parameters, optimizer state and step of another run."
     )
+    growth_mode: Literal["function_preserving", "random", "zero"] = key(
+        "function_preserving",
+        "What new slots begin with. function_preserving: keys of zero, fresh values, and the scale "
+        "of the stored slots. random: a fresh model's numbers. zero: nothing but zeros.",
+    )
+    growth_moments: Literal["zeroed", "reused", "warmed"] = key(
+        "zeroed",
+        "Optimizer moments when parameters grow: all zero; the stored ones, and zero for new "
+        "slots; or (warmed) the same with second moments of new slots at the stored slots' mean.",
+    )
+    growth_old_slots_learning_rate: float = key(
+        1.0, "Multiplies the learning rate of the slots that were stored; 0 freezes them.", ge=0
+    )
+    growth_data: Literal["restart", "continue"] = key(
+        "restart", "Begin the data anew, or go on where the smaller model stood."
+    )
+    growth_allow_shrinking: bool = key(
+        False, "Let a model with fewer slots or layers drop what finds no place."
+    )
+    load_parameters_path_slot_number: int = key(
+        -1,
+        "Slots of the stored model. They are read from the checkpoint; a number given here is only "
+        "compared with them.",
+        ge=-1,
+    )
+    load_parameters_zero_init: bool = key(False, "TokenFormer's name for growth_mode=zero.")
+
+    @property
+    def mode_of_growth(self) -> Literal["function_preserving", "random", "zero"]:
+        """growth_mode, or what TokenFormer's own key says."""
+        return "zero" if self.load_parameters_zero_init else self.growth_mode
 
 
 class Evaluation(Section):
@@ -215,35 +250,6 @@ class Evaluation(Section):
         0.0, "Sequences per device; 0 takes per_device_batch_size.", unit="sequences", ge=0
     )
     target_eval_loss: float = key(0.0, "Stop when the evaluation loss is below; 0 is never.", ge=0)
-
-
-class Scoring(Section):
-    """What eval.py measures on trained weights, besides the keys of evaluation."""
-
-    eval_stride: int = key(
-        -1,
-        "Targets that a window adds to those before it; the rest of it is context. -1: windows "
-        "side by side, as train.py evaluates.",
-        unit="tokens",
-        ge=-1,
-    )
-    eval_output: str = key(
-        "", "File for the results (JSON). Empty: eval/<step>.json in the run, or the terminal only."
-    )
-    eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(
-        (), "Tasks to score, from the files that lambada_path and wikitext_path name."
-    )
-    lambada_path: str = key(
-        "", "LAMBADA: JSON lines with the field text, or text with a passage on each line."
-    )
-    wikitext_path: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
-    harness_tasks: tuple[str, ...] = key(
-        (), "Tasks of the lm-evaluation-harness to run; needs `pip install '.[lm-eval]'`."
-    )
-    harness_task_path: str = key("", "Folder of task files (YAML) besides the harness's own.")
-    harness_num_fewshot: int = key(
-        -1, "Examples before each question of the harness; -1 is what the task says.", ge=-1
-    )
 
 
 class Monitoring(Section):

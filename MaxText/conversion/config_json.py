@@ -1,9 +1,10 @@
 """Our keys as config.json, and the family that a model of ours belongs to."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from MaxText.configuration.catalogue import flat
+from MaxText.configuration.model_sections import SlotPlace
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.family import REQUIRED, Family, Setting
@@ -40,7 +41,7 @@ def find_family(config: Config, asked: str) -> Family:
     what = (
         f"family={asked} has other parts than this model"
         if asked
-        else "no family of Hugging Face has the parts of this model, so transformers cannot run it"
+        else "no family that can be written has the parts of this model"
     )
     raise UserError(what + ":\n" + "\n".join(lines))
 
@@ -87,21 +88,32 @@ def our_values(config: Config) -> dict[str, Any]:
         values["trainable_position_size"] = values["max_target_length"]
     if values["position_embedding"] == "learned":
         values["max_target_length"] = values["trainable_position_size"]
-    return values
+    return values | _slots(config)
+
+
+def _slots(config: Config) -> dict[str, Any]:
+    """Numbers of slots with every -1 replaced, and zooms that differ from them, else -1."""
+    section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    values: dict[str, Any] = {"zoom_dim": 0.0}
+    for place in get_args(SlotPlace):
+        number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
+        values[f"{place}_slot_num"] = number
+        values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
+    # What query, key and value have is what the others follow unless they are set.
+    return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
 
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     """config.json of a model of ours that belongs to the family."""
     values = our_values(config)
-    result: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-    }
+    result: dict[str, Any] = {"architectures": [family.architecture]}
+    if family.in_transformers:
+        result["model_type"] = family.model_type
     for setting in family.settings:
         if setting.is_written and says_something(setting, values):
             *objects, name = setting.name.split(".")
             place = result.setdefault(objects[0], {}) if objects else result
-            place[name] = setting.theirs_of(values[setting.ours[0]])
+            place[name] = setting.theirs_of(values[setting.ours[0]] if setting.ours else None)
     if result.get(ROPE_SCALING) == {"rope_type": "default"}:
         del result[ROPE_SCALING]  # what silence means, also to versions that do not know the word
     if family.window:
@@ -136,5 +148,6 @@ def kept_window(
 def settled_names(family: Family) -> set[str]:
     """Keys of config.json that the table decides, older and newer names included."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
-    return names | {"rope_parameters", "rope_scaling", "architectures", "model_type",
+    return names | {"rope_parameters", "rope_scaling", "architectures",
+                    *(("model_type",) if family.in_transformers else ()),
                     *((family.window[0],) if family.window else ())}  # fmt: skip

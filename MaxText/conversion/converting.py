@@ -8,9 +8,9 @@ from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.layering import Layer
 from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.saved import flat
-from MaxText.conversion import exporting, run_folder, tokenizer_copy, verification
+from MaxText.conversion import exporting, growing, run_folder, tokenizer_copy, verification
 from MaxText.conversion.config_json import find_family
-from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import (
     GENERATION_CONFIG,
     find_folder,
@@ -22,7 +22,7 @@ from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
 from MaxText.conversion.run_checkpoint import RunWeights
-from MaxText.conversion.settings import with_effect
+from MaxText.conversion.settings import named_family, with_effect
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
@@ -42,8 +42,9 @@ def convert(request: Request, show: Show) -> None:
       UserError: the source or the target cannot be used; nothing is left behind.
     """
     run_folder.check_free(request.target)
-    if request.verify:
-        verification.check_installed()
+    if request.grow:
+        growing.grow(request, _show_memory, show)
+        return
     if request.source_kind == "hf":
         _from_folder(request, show)
         return
@@ -100,6 +101,8 @@ def _from_folder(request: Request, show: Show) -> None:
     source = find_folder(request.source, "from")
     given = {name: values.from_text(text) for name, text in request.keys.items()}
     weights = FolderWeights(source, given)
+    if request.verify:
+        verification.check_possible(weights.family)
     tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
     show(f"Reading {source}: {weights.family.architecture}, {_described(weights)}")
     if request.target_kind == "stablehlo":
@@ -121,18 +124,7 @@ def _from_folder(request: Request, show: Show) -> None:
         copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
         if request.verify:
             verification.verify(RunWeights(str(partial)), source, str(source), show)
-    _show_run(request.target, copied, show)
-
-
-def _show_run(target: Path, tokenizer: list[str], show: Show) -> None:
-    show(
-        f"Wrote {target}: {run_folder.CONFIG_YML}, checkpoints/0"
-        + (f", {tokenizer_copy.RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")
-    )
-    show(
-        f"Train from it: python MaxText/train.py {target / run_folder.CONFIG_YML} "
-        f"load_parameters_path={target} run_name=NAME dataset_path=FOLDER"
-    )
+    run_folder.show_run(request.target, copied, show)
 
 
 # --- From a checkpoint of MaxText -----------------------------------------------------------------
@@ -153,7 +145,7 @@ def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, s
     note = {"maxtext": {"path": request.source, "query_scaling": weights.query_scaling}}
     with run_folder.whole_or_nothing(request.target) as partial:
         run_folder.write_run(partial, weights, keys, comment, note)
-    _show_run(request.target, [], show)
+    run_folder.show_run(request.target, [], show)
 
 
 # --- To a folder of Hugging Face, and to a program ------------------------------------------------
@@ -162,7 +154,9 @@ def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, s
 def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
-    family = _family(weights, request.family, kept.get("model_type", ""))
+    family = _family(weights, request.family, named_family(kept))
+    if request.verify:
+        verification.check_possible(family)
     export = exporting.FolderExport(weights, family, request.dtype, note.get("formats"))
     tokenizer, absent = _tokenizer(request, weights)
     if tokenizer is not None:
@@ -173,16 +167,23 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
         config_json = export.config_json(kept, token_ids)
-        exporting.write_configs(partial, config_json, note.get("generation_config"))
+        generation = note.get("generation_config")
+        configs = exporting.write_configs(partial, config_json, generation, family)
         files = export.write(partial, request.max_shard_bytes)
         if request.verify:
             verification.verify(weights, partial, str(request.target), show, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
-    names = ["config.json", GENERATION_CONFIG, shards, *copied]
+    names = [*configs, shards, *copied]
     show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
         show(f"note: {absent}")
-    show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
+    if family.in_transformers:
+        show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
+    else:
+        show(
+            f"transformers has no {family.architecture}. Programs here read the folder with "
+            f"load_parameters_path=hf:{request.target}"
+        )
 
 
 def _tokenizer(request: Request, weights: RunWeights | MaxTextWeights) -> tuple[Path | None, str]:
@@ -198,11 +199,11 @@ def _tokenizer(request: Request, weights: RunWeights | MaxTextWeights) -> tuple[
     return tokenizer_copy.find_tokenizer(run, weights.config.data.dataset_path)
 
 
-def _family(weights: Weights, asked: str, imported_as: str):
+def _family(weights: Weights, asked: str, imported_as: Family | None) -> Family:
     """The family asked for, else the one it was imported as if it still fits, else the first."""
-    if not asked and imported_as in FAMILIES:
+    if not asked and imported_as is not None:
         try:
-            return find_family(weights.config, imported_as)
+            return find_family(weights.config, imported_as.model_type)
         except UserError:
             pass  # its parts were changed since; another family may have them
     return find_family(weights.config, asked)

@@ -1,4 +1,7 @@
-"""Weights of ours as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Weights of ours as a folder of Hugging Face.
+
+`AutoModelForCausalLM.from_pretrained` loads it if transformers has the family.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from MaxText.conversion.config_json import kept_window, settled_names, to_config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
+from MaxText.conversion.settings import named_family
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weights import Weights, num_bytes
 from MaxText.errors import UserError
@@ -39,7 +43,7 @@ class FolderExport:
           dtype: format of all tensors, or "" for the one that each array is stored in.
           formats: of tensors that an import made wider: without `dtype` they are that again.
         """
-        self.weights, self.family = weights, family
+        self.weights, self.family, self._dtype = weights, family, dtype
         self.map = TensorMap(family, weights.model)
         self.planned: dict[str, Planned] = {}
         for tensor in self.map.tensors:
@@ -96,17 +100,21 @@ class FolderExport:
         for planned in self.planned.values():
             name = planned.dtype.name
             sizes[name] = sizes.get(name, 0) + planned.num_bytes
-        settled = settled_names(self.family) | {"dtype", "torch_dtype", "transformers_version"}
-        same_family = kept.get("model_type") == self.family.model_type
+        same_family = named_family(kept) is self.family
+        settled = settled_names(self.family)
+        if self.family.in_transformers or self._dtype:
+            # Where it decides nothing it stays: published TokenFormers say float16, being float32.
+            settled |= {"dtype", "torch_dtype", "transformers_version"}
         rest = {name: value for name, value in kept.items() if name not in settled and same_family}
         written = to_config_json(self.family, self.weights.config)
         if same_family:
             written |= kept_window(self.family, kept, written)
+        # Without these the classes of transformers name ids of their own tokenizers.
+        named = _TOKEN_IDS if self.family.in_transformers else token_ids
         return {
             **written,
             "torch_dtype": max(sizes, key=lambda name: sizes[name]),
-            # Without these the classes of transformers name ids of their own tokenizers.
-            **{name: token_ids.get(name) for name in _TOKEN_IDS},
+            **{name: token_ids.get(name) for name in named},
             **rest,
         }
 
@@ -117,9 +125,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_configs(
-    folder: Path, config_json: Mapping[str, Any], generation: Mapping[str, Any] | None
-) -> None:
-    """config.json, and generation_config.json: the one of the import, or the ids of tokens."""
+    folder: Path,
+    config_json: Mapping[str, Any],
+    generation: Mapping[str, Any] | None,
+    family: Family,
+) -> list[str]:
+    """config.json, and generation_config.json: the one of the import, or the ids of tokens.
+
+    Returns:
+      The names of the files. Without transformers only an import brings the second.
+    """
     write_json(folder / CONFIG, config_json)
+    if not generation and not family.in_transformers:
+        return [CONFIG]
     ids = {name: config_json[name] for name in _TOKEN_IDS if config_json.get(name) is not None}
     write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
+    return [CONFIG, GENERATION_CONFIG]

@@ -5,6 +5,7 @@ another program.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,13 +13,17 @@ from MaxText.conversion.layouts import Layout
 
 REQUIRED = object()
 
+# What stands in the name of a tensor for a number.
+_NUMBER = re.compile(r"\{(layer|num_layers)(?:\+(\d+))?\}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays.
 
     Attributes:
-      theirs: its name.
+      theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
+        many there are; `{layer+2}` is 2 more.
       ours: the arrays of ours that it holds, in the order of J. The row applies where the model
         has the first of them: a model without biases has no row of biases.
       layout: how numbers are ordered.
@@ -29,6 +34,16 @@ class Row:
     ours: tuple[str, ...]
     layout: Layout
     older: tuple[str, ...] = ()
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether every layer has such a tensor."""
+        return any(match[1] == "layer" for match in _NUMBER.finditer(self.theirs))
+
+    def name(self, num_layers: int, layer: int = 0) -> str:
+        """The tensor's name in a model of so many layers, in one of them."""
+        numbers = {"layer": layer, "num_layers": num_layers}
+        return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), self.theirs)
 
 
 def row(
@@ -46,13 +61,14 @@ class Setting:
       theirs: its name, and older names of it that are read but not written. "a.b" is key b of the
         object a.
       ours: our keys, which all take the value. None where we have no choice: `values` then holds
-        what can be imported.
+        what can be imported, the first of which is written.
       default: what transformers takes where config.json is silent or says null, or a function of
         config.json that gives it; REQUIRED if it takes nothing.
       values: pairs of their value and ours; None for equal values. Where several of theirs mean the
         same, the first is written.
       is_written: whether config.json gets it. What is only computed there is only checked.
       remedy: added to the message about a value that cannot be imported.
+      implied: the value, by config.json, that our keys have anyway: an import leaves them out.
     """
 
     theirs: tuple[str, ...]
@@ -61,6 +77,7 @@ class Setting:
     values: tuple[tuple[Any, Any], ...] | None = None
     is_written: bool = True
     remedy: str = ""
+    implied: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -72,12 +89,11 @@ class Setting:
         found = [config[name] for name in self.theirs if name in config]
         if found:
             return found[-1]
-        if not callable(self.default):
-            return self.default
-        try:
-            return self.default(config)
-        except (KeyError, TypeError, ZeroDivisionError):
-            return REQUIRED  # the other key is missing or no size, which is said as well
+        return _computed(self.default, config) if callable(self.default) else self.default
+
+    def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
+        """Whether our keys have the value without being set."""
+        return self.implied is not None and _computed(self.implied, config) == value
 
     def ours_of(self, value: Any) -> Any:
         """Our value of one of theirs; REQUIRED if we have none."""
@@ -92,9 +108,18 @@ class Setting:
         return next((theirs for theirs, ours in self.values if ours == value), REQUIRED)
 
 
-def same(theirs: str, ours: str, default: Any = REQUIRED, values: Any = None) -> Setting:
+def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
+    try:
+        return value(config)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return REQUIRED  # the other key is missing or no size, which is said as well
+
+
+def same(
+    theirs: str, ours: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
+) -> Setting:
     """A setting both sides have; names are separated by blanks, the first of theirs is written."""
-    return Setting(tuple(theirs.split()), tuple(ours.split()), default, values)
+    return Setting(tuple(theirs.split()), tuple(ours.split()), default, values, implied=implied)
 
 
 def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
@@ -104,6 +129,11 @@ def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
     """
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
+
+
+def stated(theirs: str, value: Any, default: Any = REQUIRED) -> Setting:
+    """A setting whose one value says in config.json what the family's parts are; it is written."""
+    return Setting((theirs,), (), default, ((value, None),))
 
 
 def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
@@ -139,7 +169,7 @@ class Family:
 
     Attributes:
       model_type: as in config.json.
-      architecture: the class of transformers.
+      architecture: the class that `architectures` of config.json names.
       decoder_block: our bundle of part choices that comes nearest.
       parts: our keys with the values that every model of the family has.
       settings: config.json and our keys.
@@ -149,6 +179,8 @@ class Family:
       ignored: ends of names of tensors that are no weights.
       window: key of the number of tokens that a token sees at most, and its default; our models see
         all, which is the same up to that length.
+      in_transformers: whether transformers has the class. If not, config.json has no model_type and
+        is known by `architectures`, and `model_type` is only what the family is called here.
     """
 
     model_type: str
@@ -161,6 +193,7 @@ class Family:
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
     window: tuple[str, int] | None = None
+    in_transformers: bool = True
 
 
 # What no family of the tables varies. Keys that only say how the same numbers are computed
@@ -172,6 +205,9 @@ SHARED_PARTS: Mapping[str, Any] = {
     "normalize_embedding_logits": False,
     "normalization_zero_centered": False,
     "scale_embedding": False,
+    "block_norm_parametric": True,
+    "attention_projections": "dense",
+    "feed_forward_type": "mlp",
 }
 
 BOOLEANS = ((True, True), (False, False))

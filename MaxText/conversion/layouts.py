@@ -5,7 +5,8 @@ hold what is one dimension there, J numbers our arrays that share the tensor. Bo
 from the same pair and only move numbers, so that there and back gives every bit again.
 
 Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, P rows of
-the position table, J arrays of ours in one tensor of theirs.
+the position table, J arrays of ours in one tensor of theirs; slots of Pattention: Q of query, key
+and value each, O of the output projection, S of the feed-forward.
 """
 
 import dataclasses

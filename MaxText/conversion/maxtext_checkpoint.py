@@ -18,6 +18,8 @@ from MaxText.conversion.maxtext_names import (
     LAYER_NAMES,
     NAMES,
     PREFIX,
+    SHARED_SLOTS,
+    SLOT_NAMES,
 )
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.conversion.weights import model_of
@@ -54,7 +56,7 @@ class MaxTextWeights:
           UserError: no checkpoint there, arrays that the configuration does not have, or parts that
             MaxText stores in another form.
         """
-        _check_parts(config)
+        _check_parts(config, query_scaling)
         self.config = config
         self.model = model_of(config)
         self._layer_names = LAYER_NAMES[config.model.block.normalization_type]
@@ -89,12 +91,15 @@ class MaxTextWeights:
         for ours, info in self.model.parameters.items():
             in_layers = ours.startswith("layers/")
             theirs = NAMES.get(ours) or self._layer_name(ours)
+            # One layer of theirs.
+            shape = info.shape[1:]
+            if _slots_of(ours) in SHARED_SLOTS:
+                shape = (*shape[:-1], len(SHARED_SLOTS), shape[-1])
             if in_layers and layers:
                 paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
-                shape = info.shape[1:]
             elif in_layers:
                 paths = [f"{prefix}decoder/layers/{theirs}"]
-                shape = tuple(np.insert(info.shape[1:], LAYER_AXIS, info.shape[0]))
+                shape = tuple(np.insert(shape, LAYER_AXIS, info.shape[0]))
             else:
                 paths, shape = [prefix + theirs], info.shape
             for path in paths:
@@ -111,6 +116,7 @@ class MaxTextWeights:
             if path not in known
         ]
         if problems:
+            problems = list(dict.fromkeys(problems))  # arrays of ours may share one of theirs
             lines = [f"  {problem}" for problem in problems[:_MOST_LINES]]
             if len(problems) > _MOST_LINES:
                 lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
@@ -120,11 +126,13 @@ class MaxTextWeights:
                 + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
                 "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
                 "MaxText's llama2, mistral, gpt3 and qwen3 blocks, with separate projections "
-                "(fused_qkv and fused_mlp off)."
+                "(fused_qkv and fused_mlp off), and TokenFormer's."
             )
         return names
 
     def _layer_name(self, ours: str) -> str:
+        if slots := SLOT_NAMES.get(_slots_of(ours)):
+            return f"{slots}/{ours.rpartition('/')[2]}"
         part, _, rest = ours.removeprefix("layers/").partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
 
@@ -141,6 +149,8 @@ class MaxTextWeights:
             array = np.moveaxis(self._arrays.read(paths[0]), LAYER_AXIS, 0)
         else:
             array = self._arrays.read(paths[0])
+        if (place := SHARED_SLOTS.get(_slots_of(ours))) is not None:
+            array = array[..., place, :]
         if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
             # There dimension 2i pairs with 2i + 1, here i with i + H/2.
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
@@ -151,9 +161,26 @@ class MaxTextWeights:
         return np.ascontiguousarray(array, self.formats[ours])
 
 
-def _check_parts(config: Config) -> None:
+def _slots_of(ours: str) -> str:
+    """The name without its layer and without kernel or bias, as in SLOT_NAMES."""
+    return ours.removeprefix("layers/").rpartition("/")[0]
+
+
+def _check_parts(config: Config, query_scaling: str) -> None:
     """Refuses what MaxText stores as other numbers, or in an order that the tree does not tell."""
     section = config.model
+    if section.attention.attention_projections == "pattention":
+        if query_scaling == "weights":
+            raise UserError(
+                "query_scaling=weights: TokenFormer's JAX program divides the scores, and queries "
+                "from slots have no weights that could hold the factor. Leave query_scaling out."
+            )
+        if section.position.position_embedding == "rotary":
+            raise UserError(
+                "position_embedding=rotary: TokenFormer's JAX program has no rotary positions. "
+                "Name the configuration that the checkpoint was trained with, for example "
+                "decoder_block=tokenformer."
+            )
     block, centred = section.block, section.block.normalization_zero_centered
     if section.embedding.scale_embedding or (centred and block.normalization_type == "rms_norm"):
         raise UserError(

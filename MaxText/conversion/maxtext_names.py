@@ -1,6 +1,7 @@
 """Names of MaxText's checkpoints, and the words of the command line about them.
 
-Source: AI-Hypercomputer/maxtext, its layers and its checkpoint conversion.
+Source: AI-Hypercomputer/maxtext, its layers and its checkpoint conversion; for slots TokenFormer's
+JAX program, which was made from it.
 """
 
 PREFIX = "maxtext:"
@@ -24,6 +25,25 @@ LAYER_NAMES = {
         "pre_self_attention_layer_norm": "pre_self_attention_norm",
         "pre_mlp_layer_norm": "mlp/mlp_layer_norm",
     },
+}
+# Slots: ours -> theirs, without the kernel or bias at the end.
+SLOT_NAMES = {
+    "self_attention/query/keys": "self_attention/qkv_key_slot",
+    "self_attention/key/keys": "self_attention/qkv_key_slot",
+    "self_attention/value/keys": "self_attention/qkv_key_slot",
+    "self_attention/query/values": "self_attention/q_value_slot",
+    "self_attention/key/values": "self_attention/k_value_slot",
+    "self_attention/value/values": "self_attention/v_value_slot",
+    "self_attention/out/keys": "self_attention/proj_key_slot",
+    "self_attention/out/values": "self_attention/proj_value_slot",
+    "mlp/keys": "mlp/wi",
+    "mlp/values": "mlp/wo",
+}
+# Those that share an array, [D, 3, n], or [3, n] of biases: which of the three they are.
+SHARED_SLOTS = {
+    "self_attention/query/keys": 0,
+    "self_attention/key/keys": 1,
+    "self_attention/value/keys": 2,
 }
 # Dimension of the layer in arrays of scanned layers: param_scan_axis.
 LAYER_AXIS = 1

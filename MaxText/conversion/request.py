@@ -24,6 +24,9 @@ _OPTIONS = (
     "from", "to", "export", "family", "dtype", "max_shard_size", "query_scaling", "length",
     "tokenizer",
 )  # fmt: skip
+GROW = "grow"
+# Keys about the training that follows a growth.
+_OF_TRAINING = ("growth_moments", "growth_data", "growth_old_slots_learning_rate")
 
 
 @dataclasses.dataclass
@@ -42,6 +45,7 @@ class Request:
       length: tokens of an exported program; 0 for max_target_length.
       tokenizer: folder of the tokenizer to export; "" for that of the run or its data set.
       verify: compare with transformers before anything is left.
+      grow: make a larger model; the target is a run.
       config_file: a configuration named first, or "".
       keys: key=value arguments that are those of train.py.
     """
@@ -57,6 +61,7 @@ class Request:
     length: int = 0
     tokenizer: str = ""
     verify: bool = False
+    grow: bool = False
     config_file: str = ""
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -79,6 +84,8 @@ def read(arguments: Sequence[str]) -> Request:
         name, text = match.groups() if match else ("", "")
         if argument == "--verify":
             request.verify = True
+        elif argument == GROW:
+            request.grow = True
         elif name in _OPTIONS:
             if name in given and given[name] != text:
                 raise UserError(f"{name} is given twice: {given[name]} and {text}.")
@@ -98,7 +105,8 @@ def read(arguments: Sequence[str]) -> Request:
 
 
 def _spelled(names: Sequence[str]) -> str:
-    return " or ".join("--verify" if name == "verify" else f"{name}=..." for name in names)
+    words = {"verify": "--verify", GROW: GROW}
+    return " or ".join(words.get(name, f"{name}=...") for name in names)
 
 
 def _check_spelling(request: Request) -> None:
@@ -115,7 +123,7 @@ def _check_spelling(request: Request) -> None:
 
 
 def _unknown(argument: str) -> str:
-    close = nearest(argument.lstrip("-").partition("=")[0], [*_OPTIONS, "verify"])
+    close = nearest(argument.lstrip("-").partition("=")[0], [*_OPTIONS, "verify", GROW])
     meant = f" Did you mean {_spelled(close[:1])}?" if close else ""
     if not argument.startswith("-") and os.path.exists(local_path(argument)):
         meant = f" Write from={argument} or to={argument}."
@@ -176,6 +184,9 @@ def _take_places(request: Request, given: dict[str, str]) -> None:
 
 def _check_combination(request: Request, given: dict[str, str]) -> None:
     kinds = (request.source_kind, request.target_kind)
+    if request.grow:
+        _check_growth(request, given)
+        return
     if kinds == ("hf", "hf"):
         raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
     if request.source_kind == "run" and is_file(local_path(request.source)):
@@ -186,7 +197,8 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
     if kinds == ("run", "run"):
         raise UserError(
             f"from={request.source} is a run of this program already. To export it, write "
-            f"to=hf:{request.target}; MaxText's checkpoints are from=maxtext:..."
+            f"to=hf:{request.target}; MaxText's checkpoints are from=maxtext:...; convert.py grow "
+            "makes a larger model of it."
         )
     if request.verify and "hf" not in kinds:
         raise UserError(
@@ -214,3 +226,26 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
     }
     if wrong := [name for name, fits in meant_for.items() if name in given and not fits]:
         raise UserError(f"{wrong[0]}={given[wrong[0]]} has no effect on this conversion.")
+
+
+def _check_growth(request: Request, given: dict[str, str]) -> None:
+    if request.target_kind != "run" or request.source_kind == "maxtext":
+        raise UserError(
+            "grow makes a run of a run, or of a folder of Hugging Face: convert.py grow from=RUN "
+            "to=RUN slot_num=NUMBER. Convert other formats before or after it."
+        )
+    if wrong := [name for name in given if name not in ("from", "to")]:
+        raise UserError(f"{wrong[0]}={given[wrong[0]]} has no effect on grow.")
+    if request.verify:
+        raise UserError("--verify compares with transformers, which has no part in grow.")
+    _check_spelling(request)
+    if wrong := [name for name in _OF_TRAINING if name in request.keys]:
+        raise UserError(
+            f"{wrong[0]}={request.keys[wrong[0]]} is about the training that follows: give it to "
+            "train.py, with load_parameters_path naming the smaller run."
+        )
+    if not request.keys and not request.config_file:
+        raise UserError(
+            "grow: how large? Name what grows, for example slot_num=2140 or "
+            "base_num_decoder_layers=24."
+        )

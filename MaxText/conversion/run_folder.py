@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from MaxText.checkpointing import layout
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.saved import entry_lines, flat
+from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weights import Weights, nested, num_bytes
 from MaxText.errors import UserError
 
@@ -196,3 +197,20 @@ def config_yml(keys: Mapping[str, Any], comment: list[str]) -> str:
         if entries:
             lines += ["", f"# {'.'.join(section)}", *entries]
     return "\n".join(lines) + "\n"
+
+
+def show_run(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
+    """Tells what was written and how to train from it.
+
+    Args:
+      target: the run.
+      tokenizer: files that were copied.
+    """
+    show(
+        f"Wrote {target}: {CONFIG_YML}, checkpoints/0"
+        + (f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")
+    )
+    show(
+        f"Train from it: python MaxText/train.py {target / CONFIG_YML} "
+        f"load_parameters_path={target} run_name=NAME dataset_path=FOLDER"
+    )

@@ -17,18 +17,31 @@ _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
 _WORD = re.compile(r"[a-z]\w+")
 
 
+def named_family(config: Mapping[str, Any]) -> Family | None:
+    """The family that a config.json names, or None if it names none with a table."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if isinstance(model_type, str):
+        return FAMILIES.get(model_type)
+    alone = (family for family in FAMILIES.values() if not family.in_transformers)
+    return next((family for family in alone if architectures == [family.architecture]), None)
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json names.
 
     Raises:
       UserError: it names none, or one without a table.
     """
-    model_type = config.get("model_type")
+    family, model_type = named_family(config), config.get("model_type")
+    if family is not None:
+        return family
     known = ", ".join(FAMILIES)
     if not isinstance(model_type, str):
-        raise UserError(f"{where}: config.json has no model_type. Known here: {known}.")
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
+        alone = ", ".join(f.architecture for f in FAMILIES.values() if not f.in_transformers)
+        raise UserError(
+            f"{where}: config.json has no model_type. Known here: {known}. Only with "
+            f'"architectures": ["{alone}"] it needs none.'
+        )
     reason = WITHOUT_PARTS.get(model_type)
     because = f": {reason}" if reason else ""
     raise UserError(
@@ -70,7 +83,8 @@ def to_keys(
             problems.append(wrong)
         # Later defaults may be computed from this one.
         config.setdefault(setting.name, value)
-        keys |= dict.fromkeys(setting.ours, ours)
+        if not setting.is_implied(value, config):
+            keys |= dict.fromkeys(setting.ours, ours)
     if family.window and not problems:
         name, default = family.window
         window, length = config.get(name, default), keys["max_target_length"]
@@ -168,7 +182,8 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
 def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     schema = all_keys()
     return all(
-        values.get(other, schema[other].default) in wanted for other, wanted in key.only_if.items()
+        any(values.get(other, schema[other].default) in wanted for other, wanted in group.items())
+        for group in key.conditions
     )
 
 

@@ -27,6 +27,25 @@ class FolderStart(NamedTuple):
     read: Callable[[], Any]
 
 
+def open_weights(
+    path: str, key: str, config_flat: Mapping[str, Any]
+) -> tuple[FolderWeights, dict[str, Any]]:
+    """The weights of a folder, and the current configuration with what the folder says of them.
+
+    Args: as of open_folder.
+
+    Raises:
+      UserError: no such folder, or one that cannot be imported.
+    """
+    given = {}
+    if config_flat["position_embedding"] != "learned":
+        # A window that the run's texts do not exceed is no obstacle.
+        given["max_target_length"] = config_flat["max_target_length"]
+    weights = FolderWeights(find_folder(path, key), given)
+    theirs = flat(weights.config)
+    return weights, {**config_flat, **{name: theirs[name] for name in weights.keys}}
+
+
 def open_folder(
     path: str,
     key: str,
@@ -46,13 +65,7 @@ def open_folder(
     Raises:
       UserError: no such folder, one that cannot be imported, or one of another model.
     """
-    given = {}
-    if config_flat["position_embedding"] != "learned":
-        # A window that the run's texts do not exceed is no obstacle.
-        given["max_target_length"] = config_flat["max_target_length"]
-    weights = FolderWeights(find_folder(path, key), given)
-    theirs = flat(weights.config)
-    stored_flat = {**config_flat, **{name: theirs[name] for name in weights.keys}}
+    weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {
         name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
         for name, info in weights.model.parameters.items()

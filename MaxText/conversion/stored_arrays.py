@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ class StoredArrays:
 
         self.folder = folder
         with _damage_explained(folder):
-            tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+            tree = self._tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
         # Optimizer states hold entries without an array.
         arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
         self.leaves: dict[str, Leaf] = leaves_by_path(arrays)
@@ -42,10 +43,9 @@ class StoredArrays:
         """
         import orbax.checkpoint as ocp
 
-        wanted, arguments = 0, ocp.RestoreArgs(restore_type=np.ndarray)
         names = path.split("/")
-        for name in reversed(names):
-            wanted, arguments = {name: wanted}, {name: arguments}
+        wanted = _only(self._tree, names)
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
         with (
             _damage_explained(self.folder),
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
@@ -57,8 +57,23 @@ class StoredArrays:
                 ),
             )
         for name in names:
-            value = value[name]
+            value = value[int(name)] if isinstance(value, list | tuple) else value[name]
         return np.asarray(value)
+
+
+def _only(tree: Any, names: list[str]) -> Any:
+    """A tree with the one leaf that names lead to; entries of lists cannot be left out."""
+    import orbax.checkpoint as ocp
+
+    if not names:
+        return 0
+    first, rest = names[0], names[1:]
+    if not isinstance(tree, list | tuple):
+        return {first: _only(tree[first], rest)}
+    return [
+        _only(entry, rest) if str(i) == first else jax.tree.map(lambda _: ocp.PLACEHOLDER, entry)
+        for i, entry in enumerate(tree)
+    ]
 
 
 @contextlib.contextmanager

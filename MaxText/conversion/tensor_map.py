@@ -40,7 +40,7 @@ class TensorMap:
     """
 
     def __init__(self, family: Family, model: Model):
-        dimensions = model.section.shape.dimensions
+        dimensions, slots = model.section.shape.dimensions, model.section.pattention
         self.family, self.model = family, model
         self.sizes = {
             "D": dimensions.emb_dim,
@@ -49,6 +49,9 @@ class TensorMap:
             "H": dimensions.head_dim,
             "F": dimensions.mlp_dim,
             "V": dimensions.vocab_size,
+            "Q": slots.num_slots("qkv", dimensions.emb_dim),
+            "O": slots.num_slots("proj", dimensions.emb_dim),
+            "S": slots.num_slots("ffn", dimensions.emb_dim),
         }
         self.num_layers = dimensions.num_layers
         if table := model.parameters.get("position_embedder/embedding"):
@@ -60,11 +63,11 @@ class TensorMap:
     def tensors_of(self, row: Row) -> Iterator[Tensor]:
         """The tensors of one row, layer by layer."""
         shape = row.layout.shape(self.sizes, len(row.ours))
-        if "{layer}" not in row.theirs:
-            yield Tensor(row.theirs, shape, row, None, row.older)
+        if not row.in_layers:
+            yield Tensor(row.name(self.num_layers), shape, row, None, row.older)
             return
         for layer in range(self.num_layers):
-            yield Tensor(row.theirs.format(layer=layer), shape, row, layer, row.older)
+            yield Tensor(row.name(self.num_layers, layer), shape, row, layer, row.older)
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:

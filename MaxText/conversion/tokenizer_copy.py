@@ -8,7 +8,7 @@ from typing import Any
 
 from MaxText.conversion.hugging_face_folder import is_file
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
 
 RUN_FOLDER_NAME = "tokenizer"  # of a run that was imported, beside its checkpoints
@@ -97,6 +97,32 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
         if number is not None:
             ids[f"{name}_id"] = number
     return sorted({*names, CONFIG_NAME}), ids
+
+
+def keep_tokenizer(source: Path, run_folder: Any) -> None:
+    """Copies the tokenizer of a data set into a run, which can then be used from anywhere.
+
+    Its tokenizer_config.json says whether texts of the data set begin with the id for that, as the
+    manifest does there.
+
+    Args:
+      source: folder or file of the tokenizer.
+      run_folder: local or remote, an epath.Path.
+    """
+    folder = source if source.is_dir() else source.parent
+    names = {source.name, "special_tokens_map.json"}
+    if source.is_dir():
+        kinds = ("*.model", "*.tiktoken")
+        names = {*_FILES, *(path.name for kind in kinds for path in source.glob(kind))}
+    target = run_folder / RUN_FOLDER_NAME
+    target.mkdir(parents=True, exist_ok=True)
+    for name in sorted(names - {CONFIG_NAME}):
+        if (folder / name).is_file():
+            (target / name).write_bytes((folder / name).read_bytes())
+    settings = read_json(folder / CONFIG_NAME)
+    if (folder / MANIFEST_NAME).is_file():
+        settings["add_bos_token"] = bool(read_manifest(str(folder)).options.get("add_bos"))
+    (target / CONFIG_NAME).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from MaxText.conversion.family import Family
 from MaxText.conversion.weights import Weights, nested
 from MaxText.errors import UserError
 from MaxText.input_pipeline.batch import Batch
@@ -36,8 +37,17 @@ class Agreement(NamedTuple):
         return close and abs(self.our_loss - self.their_loss) <= LOSS_TOLERANCE * self.their_loss
 
 
-def check_installed() -> None:
-    """Raises a UserError where torch or transformers is not installed."""
+def check_possible(family: Family) -> None:
+    """Refuses a comparison before any work is done.
+
+    Raises:
+      UserError: transformers does not have the family, or it or torch is not installed.
+    """
+    if not family.in_transformers:
+        raise UserError(
+            f"--verify compares with transformers, which has no {family.architecture}. "
+            "Leave --verify out."
+        )
     try:
         import torch  # pyright: ignore[reportMissingImports]  # noqa: F401
         import transformers  # pyright: ignore[reportMissingImports]  # noqa: F401

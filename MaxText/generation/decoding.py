@@ -1,27 +1,29 @@
 """Generates text as decode.py is asked to: prompts in, texts on the terminal and in a file."""
 
-import contextlib
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from MaxText.configuration.inference_sections import Decoding
 from MaxText.configuration.loading import Loaded
 from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Completion, Limits, Timing, generate
+from MaxText.generation.output import Output
 from MaxText.generation.prompts import Prompt, read_prompts
 from MaxText.generation.token_choice import Choice
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.trained_model import TrainedModel, open_trained_model
-from MaxText.layers.model import in_parts
 from MaxText.parallelism.mesh import rows_of_batch
 
 # Writes to the terminal: text, and what ends it.
 Write = Callable[[str], None]
+
+
+_LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 
 class OtherText(UserError):
@@ -39,15 +41,18 @@ def decode(loaded: Loaded, write: Write) -> None:
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
-    with _output_file(section.decode_output) as output:
-        trained = open_trained_model(config, lambda line: write(line + "\n"))
-        tokenizer = open_tokenizer(
-            config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
-        )
-        rows = rows_of_batch(config.batch, trained.layout)
-        engine = make_engine(trained, choice_of(section), tokenizer)
-        # Only the engine's own arrays are kept.
-        del trained
+    output = Output(section.decode_output, section.prompt_file)
+    trained = open_trained_model(config, lambda line: write(line + "\n"))
+    tokenizer = open_tokenizer(
+        config, trained.folder, trained.metadata, typed=loaded.typed("tokenizer_path")
+    )
+    rows = rows_of_batch(config.batch, trained.layout)
+    if jax.process_index() > 0:  # all hosts have the same texts
+        write, output = lambda text: None, Output("", "")
+    engine = make_engine(trained, choice_of(section), tokenizer)
+    # Only the engine's own arrays are kept.
+    del trained
+    with output:
         texts = _generate(engine, tokenizer, prompts, section, rows, write, output)
     expected = section.autoregressive_decode_assert
     if expected and texts != [expected]:
@@ -76,7 +81,13 @@ def choice_of(section: Decoding) -> Choice:
 def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:
     """An engine of its own arrays; those of `trained` are given up to it."""
     num_ids = min(tokenizer.tokenizer.entry.vocab_size, trained.model.section.shape.vocab_size)
-    return Engine(trained.model, in_parts(trained.params), trained.layout, choice, num_ids=num_ids)
+    return Engine(
+        trained.model,
+        trained.model.in_parts(trained.params),
+        trained.layout,
+        choice,
+        num_ids=num_ids,
+    )
 
 
 def _generate(
@@ -86,7 +97,7 @@ def _generate(
     section: Decoding,
     rows: int,
     write: Write,
-    output: IO[str] | None,
+    output: Output,
 ) -> list[str]:
     """Texts in the order in which they were finished."""
     samples = section.decode_num_samples
@@ -104,7 +115,7 @@ def _generate(
     )
     streams = len(asked) == 1 and section.decode_stream
     if streams:
-        write(f"Input `{asked[0].text}` -> `")
+        write(f"Input `{_shown(asked[0])}` -> `")
     began, timing = time.perf_counter(), Timing()
     texts, num_tokens = [], 0
     for number, completion in generate(
@@ -113,6 +124,7 @@ def _generate(
         limits,
         rows=rows,
         seed=section.decode_seed,
+        names=[divmod(number, samples) for number in range(len(asked))],
         decode=tokenizer.decode,
         show_piece=(lambda number, piece: write(piece)) if streams else None,
         timing=timing,
@@ -121,32 +133,33 @@ def _generate(
         if streams:
             write("`\n")
         else:
-            write(f"Input `{prompt.text}` -> `{completion.text}`\n")
+            write(f"Input `{_shown(prompt)}` -> `{completion.text}`\n")
         if completion.num_dropped:
             write(
                 f"note: the model has a window of {engine.window} tokens; the first "
                 f"{completion.num_dropped} of the prompt's "
                 f"{completion.num_dropped + len(completion.prompt)} were not read\n"
             )
-        if output is not None:
-            row = _row(prompt, number // samples, number % samples, completion)
-            output.write(json.dumps(row, ensure_ascii=False) + "\n")
-            output.flush()
+        output.add(_row(prompt, number // samples, number % samples, completion))
         texts.append(completion.text)
         num_tokens += len(completion.tokens)
     seconds = time.perf_counter() - began
     write(
-        f"{num_tokens:,} tokens for {len(asked):,} prompts in {seconds:.1f} s; first tokens after "
-        f"{timing.prompts[0]:.2f} s, compilation included"
+        f"{num_tokens:,} tokens of {len(asked):,} text{'s' * (len(asked) > 1)} in {seconds:.1f} s; "
+        f"first tokens after {timing.prompts[0]:.2f} s, compilation included"
     )
     if timing.steps:
+        # The first step of a shape compiles it; rows that have ended count for nothing.
         median = statistics.median(timing.steps)
-        write(
-            f", then {median * 1e3:.1f} ms per step of up to {min(rows, len(asked))} texts: "
-            f"{min(rows, len(asked)) / median:,.1f} tokens per second"
-        )
+        per_step = (num_tokens - len(asked)) / len(timing.steps)
+        write(f"; then {median * 1e3:.1f} ms per step, {per_step / median:,.1f} tokens per second")
     write("\n")
     return texts
+
+
+def _shown(prompt: Prompt) -> str:
+    text = prompt.text
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dict[str, Any]:
@@ -162,19 +175,3 @@ def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dic
         "tokens": completion.tokens,
         "log_probabilities": completion.log_probabilities,
     }
-
-
-@contextlib.contextmanager
-def _output_file(name: str) -> Iterator[IO[str] | None]:
-    """The file to write to, opened before anything slow happens; None without a name."""
-    if not name:
-        yield None
-        return
-    path = Path(name).expanduser()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"decode_output={name} cannot be written: {error.strerror}.") from error
-    with file:
-        yield file

@@ -79,7 +79,7 @@ class Engine:
         """Compiles nothing yet.
 
         Args:
-          params: on the devices. In parts (layers.model.in_parts) a step is several times faster.
+          params: on the devices. In parts (Model.in_parts) a step is several times faster.
           choice: how tokens are chosen.
           num_ids: ids of the tokenizer; those from there on are never chosen. None for all.
         """
@@ -96,7 +96,7 @@ class Engine:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
+        names: Sequence[tuple[int, int]],
         num_drawn: Sequence[int],
         *,
         seed: int,
@@ -106,7 +106,7 @@ class Engine:
 
         Args:
           prompts: ids, from 1 up to `window` of them; as many prompts as row_multiple divides.
-          numbers: of the prompts; draws depend on the seed, this number and the tokens alone.
+          names: two numbers for each; draws depend on the seed, these and the tokens alone.
           num_drawn: tokens at the end of each prompt that were drawn for it before.
           seed: of all draws.
           room: tokens per sequence that will probably be needed; fewer or more cost time.
@@ -123,7 +123,7 @@ class Engine:
             self._params,
             tokens,
             np.asarray(lengths, np.int32),
-            np.asarray(numbers, np.uint32),
+            np.asarray(names, np.uint32),
             np.asarray(num_drawn, np.uint32),
             np.uint32(seed),
             capacity,
@@ -159,7 +159,7 @@ class Engine:
         params: Parameters,
         tokens_BT: jax.Array,
         lengths_B: jax.Array,
-        numbers_B: jax.Array,
+        names_B2: jax.Array,
         num_drawn_B: jax.Array,
         seed: jax.Array,
         capacity: int,
@@ -167,12 +167,12 @@ class Engine:
         decoder = self._model.merge(params)
         h_BTD, states = decoder.read_prompt(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        key = jax.random.key(seed)
+        key, fold = jax.random.key(seed), jax.random.fold_in
         sequences = Sequences(
             states=states,
             tokens_B=lengths_B,  # replaced by the drawn ones
             lengths_B=lengths_B,
-            keys_B=jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers_B),
+            keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
             num_drawn_B=num_drawn_B,
             seen_BV=self._seen(tokens_BT, lengths_B),
         )

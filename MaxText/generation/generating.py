@@ -1,10 +1,12 @@
 """Continues any number of prompts, in batches, until each has come to its end."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from MaxText.errors import UserError
 from MaxText.generation.engine import Drawn, Engine
 from MaxText.generation.text_stream import TextStream
 
@@ -77,33 +79,42 @@ def generate(
     *,
     rows: int,
     seed: int = 0,
+    names: Sequence[tuple[int, int]] | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     show_piece: ShowPiece | None = None,
     timing: Timing | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """Yields (number of the prompt, its completion), batch by batch, in order within a batch.
 
-    Prompts of like length share a batch. A completion depends on its prompt, its number and the
-    seed, and not on its batch, up to the rounding of products of another shape.
+    Prompts of like length share a batch, the longest first. A completion depends on its prompt, its
+    name and the seed, and not on its batch, up to the rounding of products of another shape.
 
     Args:
       prompts: ids, at least one each.
       rows: prompts of a batch; rounded up to what the devices split evenly.
       seed: of all draws.
+      names: two numbers from 0 for each prompt, by which its draws differ from those of others;
+        by default its number and 0.
       decode: ids -> text; gives the completions their text.
       show_piece: receives text as soon as it is certain.
       timing: receives how long it took.
+
+    Raises:
+      UserError: the model's numbers are not finite.
     """
     assert decode is not None or not limits.stops, "stop strings need text"
     num_rows = -(-min(rows, len(prompts)) // engine.row_multiple) * engine.row_multiple
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in range(0, len(order), num_rows):
         batch = []
         for number in sorted(order[first : first + num_rows]):
-            stream = None if decode is None else TextStream(decode, limits.stops)
+            name = (number, 0) if names is None else names[number]
+            stream = None
+            if decode is not None:
+                stream = TextStream(decode, limits.stops, prompts[number])
             kept, wanted = _fitting(prompts[number], limits.max_new_tokens, engine.window)
             completion = Completion(kept, len(prompts[number]) - len(kept))
-            batch.append(_Row(number, completion, wanted, stream, limits.ends, show_piece))
+            batch.append(_Row(number, name, completion, wanted, stream, limits.ends, show_piece))
         _run(engine, batch, num_rows, seed, timing or Timing())
         yield from ((row.number, row.completion) for row in batch)
 
@@ -113,21 +124,24 @@ def _fitting(prompt: Sequence[int], max_new_tokens: int, window: int) -> tuple[l
     room = window - len(prompt)
     if max_new_tokens == -1:
         max_new_tokens = room if room > 0 else window // 2
-    # A prompt that is too long keeps its end, and the window at least half for what follows.
-    keep = min(len(prompt), window - min(max_new_tokens, window // 2))
-    return list(prompt[len(prompt) - keep :]), max_new_tokens
+    if len(prompt) <= window:
+        return list(prompt), max_new_tokens
+    # A prompt that is too long keeps its end, and the window up to half for what follows.
+    return list(prompt[min(max_new_tokens, window // 2) - window :]), max_new_tokens
 
 
 @dataclasses.dataclass
 class _Row:
-    """A sequence on its way."""
+    """A sequence on its way; `dropped` counts its first ids that are not read any more."""
 
     number: int
+    name: tuple[int, int]
     completion: Completion
     wanted: int
     stream: TextStream | None
     ends: frozenset[int]
     show_piece: ShowPiece | None
+    dropped: int = 0
 
     @property
     def goes_on(self) -> bool:
@@ -136,9 +150,16 @@ class _Row:
     def context(self, window: int) -> list[int]:
         """What is read at a start: all, or the newer half of a window that is full."""
         ids = self.completion.prompt + self.completion.tokens
-        return ids if len(ids) <= window else ids[-(window // 2) :]
+        if len(ids) - self.dropped > window:
+            self.dropped = len(ids) - window // 2
+        return ids[self.dropped :]
 
     def take(self, token: int, log_probability: float) -> None:
+        if math.isnan(log_probability):
+            raise UserError(
+                "the model gives numbers that are not finite, so no token can be chosen: the "
+                "weights are damaged, or their training diverged. Take an earlier checkpoint."
+            )
         completion = self.completion
         completion.tokens.append(token)
         completion.log_probabilities.append(log_probability)
@@ -166,11 +187,11 @@ def _run(engine: Engine, batch: list[_Row], num_rows: int, seed: int, timing: Ti
     while going := [row for row in batch if row.goes_on]:
         contexts = [row.context(engine.window) if row.goes_on else [0] for row in batch]
         filling = num_rows - len(batch)
-        length = max(len(row.context(engine.window)) for row in going) + 1
+        length = max(map(len, contexts)) + 1
         began, seconds = time.perf_counter(), timing.prompts
         sequences, drawn = engine.start(
             contexts + [[0]] * filling,
-            [row.number for row in batch] + [0] * filling,
+            [row.name for row in batch] + [(0, 0)] * filling,
             [len(row.completion.tokens) for row in batch] + [0] * filling,
             seed=seed,
             room=length + min(max(row.wanted for row in going), _FORESEEN),

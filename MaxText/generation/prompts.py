@@ -6,6 +6,13 @@ from typing import Any, NamedTuple
 
 from MaxText.configuration.inference_sections import Decoding
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
+
+# What a line of the output adds to the fields of a prompt's line.
+ADDED_FIELDS = (
+    "index", "sample", "completion", "finish_reason", "num_prompt_tokens", "tokens",
+    "log_probabilities",
+)  # fmt: skip
 
 
 class Prompt(NamedTuple):
@@ -27,11 +34,11 @@ def read_prompts(section: Decoding) -> list[Prompt]:
       UserError: the file cannot be read, is empty, or a line of it has no prompt.
     """
     if not section.prompt_file:
-        return [Prompt(section.prompt, {})]
+        return [Prompt(without_surrogates(section.prompt), {})]
     path = Path(section.prompt_file).expanduser()
     try:
         # Only \n ends a line: a prompt may hold any other separator.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"prompt_file={path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -55,4 +62,9 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
             f'prompt_file={path}, line {number} has no text in the field "prompt". Write for '
             'example {"prompt": "I love to"}.'
         )
-    return Prompt(text, fields)
+    if taken := [name for name in ADDED_FIELDS if name in fields]:
+        raise UserError(
+            f"prompt_file={path}, line {number} has the field {taken[0]!r}, which the output needs "
+            "for what is generated. Give it another name."
+        )
+    return Prompt(without_surrogates(text), fields)

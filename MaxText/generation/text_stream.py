@@ -6,6 +6,8 @@ Imports no jax.
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
+_LONGEST_CHARACTER = 8  # tokens; more of them are no character that is still to be completed
+_KNOWN_OF_PROMPT = 16  # ids of the prompt that say how the first new one is written
 
 
 class TextStream:
@@ -20,17 +22,24 @@ class TextStream:
       stopped: whether a stop string has come.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ):
         """
         Args:
           decode: ids -> text.
           stops: strings at which the text ends.
+          prompt: ids before the text. A tokenizer may drop the space of what it believes to be the
+            first word.
         """
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
-        self._ids: list[int] = []
+        self._ids = list(prompt[-_KNOWN_OF_PROMPT:])
         # Ids from `_first` to `_known` are decoded again with each new one: their text is known.
-        self._first = self._known = 0
+        self._first, self._known = 0, len(self._ids)
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -40,7 +49,8 @@ class TextStream:
         self._ids.append(token)
         known = self._decode(self._ids[self._first : self._known])
         both = self._decode(self._ids[self._first :])
-        if both.endswith(_INCOMPLETE) or len(both) <= len(known):
+        waits = len(self._ids) - self._known < _LONGEST_CHARACTER
+        if (both.endswith(_INCOMPLETE) and waits) or len(both) <= len(known):
             return ""
         self._first, self._known = self._known, len(self._ids)
         return self._show(both[len(known) :], final=False)

@@ -96,9 +96,10 @@ def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> Model
         )
     where = Path(path).expanduser()
     beside = where if where.is_dir() else where.parent
-    begins = config.preparation.add_bos or _begins_with_bos(beside)
-    prefix = _post_processed(beside)
-    if not prefix and begins and tokenizer.entry.bos_id is not None:
+    begins = _begins_with_bos(beside)
+    # What is said in so many words counts; else what a tokenizer.json puts before a text.
+    prefix = _post_processed(beside) if begins is None else ()
+    if (begins or config.preparation.add_bos) and not prefix and tokenizer.entry.bos_id is not None:
         prefix = (tokenizer.entry.bos_id,)
     own = tokenizer.entry.eos_id
     return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
@@ -124,17 +125,21 @@ def _find(config: Config, weights: str) -> Path | None:
     return None
 
 
-def _begins_with_bos(folder: Path) -> bool:
-    """Whether documents of the data set there, or texts of the tokenizer there, begin with it."""
+def _begins_with_bos(folder: Path) -> bool | None:
+    """Whether documents of the data set there, or texts of the tokenizer there, begin with it.
+
+    None where nothing says so.
+    """
     if (folder / MANIFEST_NAME).is_file():
         return bool(read_manifest(str(folder)).options.get("add_bos"))
-    return read_json(folder / CONFIG_NAME).get("add_bos_token") is True
+    said = read_json(folder / CONFIG_NAME).get("add_bos_token")
+    return said if isinstance(said, bool) else None
 
 
 def _post_processed(folder: Path) -> tuple[int, ...]:
-    """Ids that a tokenizer.json puts before every text. A prepared data set has its own rule."""
+    """Ids that a tokenizer.json puts before every text."""
     path = folder / TOKENIZER_NAME
-    if not path.is_file() or (folder / MANIFEST_NAME).is_file():
+    if not path.is_file():
         return ()
     import tokenizers
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from MaxText.configuration.saved import flat
+from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.parallelism import start_up
@@ -55,9 +55,10 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     start_up.use_compilation_cache(run.jax_cache_dir)
     devices = start_up.find_devices(run.hardware)
     layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    path, key = weights_path(config)
+    config = with_stored_zoom(config, path, key)
     section, _ = backend_defaults.resolve(config.model, devices[0].platform)
     model = Model(section)
-    path, key = weights_path(config)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
     given = open_parameters(path, key, abstract, flat(config), show)
@@ -68,6 +69,23 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
         f"{devices[0].device_kind}"
     )
     return TrainedModel(config, model, layout, params, given.source, given.folder, given.metadata)
+
+
+def with_stored_zoom(config: Config, path: str, key: str) -> Config:
+    """The configuration with the zoom that slots were trained with, where growth has fixed it.
+
+    Weights that bring their own configuration have it already; a config file may lack it, and
+    nothing in names and shapes would tell.
+    """
+    from MaxText.checkpointing import description, layout
+    from MaxText.checkpointing.growth import zoom
+    from MaxText.conversion.hugging_face_folder import is_folder
+
+    if is_folder(path):
+        return config
+    metadata = description.metadata_if_any(layout.find(path, key))
+    keys = zoom.inherited(zoom.stored_config(metadata), config)
+    return build(flat(config) | keys) if keys else config
 
 
 def weights_path(config: Config) -> tuple[str, str]:

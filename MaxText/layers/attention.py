@@ -8,13 +8,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.model_sections import Attention as AttentionSection
+from MaxText.configuration.model_sections import Pattention as PattentionSection
+from MaxText.configuration.model_sections import SlotPlace
 from MaxText.layers.attention_core import attend_to_slots, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.key_value_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.pattention import PattentionProjection
 from MaxText.layers.rotary import rotate
+from MaxText.layers.weights import Initializer, Shape
 from MaxText.parallelism.constraints import constrain
 
 Scalars = dict[str, jax.Array]
@@ -26,6 +30,7 @@ class Attention(nnx.Module):
     def __init__(
         self,
         section: AttentionSection,
+        slots: PattentionSection,
         epsilon: float,
         dropout_rate: float,
         building: Building,
@@ -36,15 +41,24 @@ class Attention(nnx.Module):
         self.section = section
         self.dropout_rate = dropout_rate
         self.precision = building.precision
-        bias = {"use_bias": section.qkv_bias}
+        bias = section.qkv_bias
+
+        def projection(
+            inputs: Shape, outputs: Shape, axes: Axes, init: Initializer, place: SlotPlace,
+            use_bias: bool,
+        ) -> Dense | PattentionProjection:  # fmt: skip
+            if section.attention_projections == "dense":
+                return Dense(inputs, outputs, axes, init, building, rngs, use_bias=use_bias)
+            return PattentionProjection(
+                slots, place, inputs, outputs, building, rngs, use_bias=use_bias
+            )
+
         q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
-        self.query = Dense((D,), (N, H), q_axes, init.kernel, building, rngs, **bias)
-        self.key = Dense((D,), (K, H), kv_axes, init.kernel, building, rngs, **bias)
-        self.value = Dense((D,), (K, H), kv_axes, init.kernel, building, rngs, **bias)
-        self.out = Dense(
-            (N, H), (D,), ("q_heads", "kv", "embed"), init.output, building, rngs,
-            use_bias=section.proj_bias,
-        )  # fmt: skip
+        self.query = projection((D,), (N, H), q_axes, init.kernel, "qkv", bias)
+        self.key = projection((D,), (K, H), kv_axes, init.kernel, "qkv", bias)
+        self.value = projection((D,), (K, H), kv_axes, init.kernel, "qkv", bias)
+        out_axes = ("q_heads", "kv", "embed")
+        self.out = projection((N, H), (D,), out_axes, init.output, "proj", section.proj_bias)
         norm = section.use_qk_norm
         self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None

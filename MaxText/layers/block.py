@@ -12,10 +12,21 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.attention import Attention, Scalars
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
-from MaxText.layers.dropout import dropout
+from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
 from MaxText.layers.normalization import normalization
+from MaxText.layers.pattention import PattentionFeedForward
 from MaxText.parallelism.constraints import constrain
+
+
+def feed_forward(
+    section: ModelSection, building: Building, rngs: nnx.Rngs
+) -> MLP | PattentionFeedForward:
+    """The feed-forward that the configuration chooses."""
+    own = section.feed_forward
+    if own.feed_forward_type == "pattention":
+        return PattentionFeedForward(section.pattention, own.ffn_bias, building, rngs)
+    return MLP(own, building, rngs)
 
 
 class Block(nnx.Module):
@@ -29,13 +40,21 @@ class Block(nnx.Module):
         epsilon = section.block.normalization_layer_epsilon
         self.arrangement = section.block.block_arrangement
         self.dropout_rate = section.dropout.rate("residual")
+        self.path_rate = section.dropout.rate("path")
+        self.path_ramps = section.dropout.drop_path_schedule == "linear"
+        self.num_layers = building.dimensions.num_layers
         attention_dropout = section.dropout.rate("attention")
-        self.pre_self_attention_layer_norm = normalization(section.block, building, rngs)
-        self.self_attention = Attention(
-            section.attention, epsilon, attention_dropout, building, rngs
+        parametric = section.block.block_norm_parametric
+        self.pre_self_attention_layer_norm = normalization(
+            section.block, building, rngs, parametric=parametric
         )
-        self.pre_mlp_layer_norm = normalization(section.block, building, rngs)
-        self.mlp = MLP(section.feed_forward, building, rngs)
+        self.self_attention = Attention(
+            section.attention, section.pattention, epsilon, attention_dropout, building, rngs
+        )
+        self.pre_mlp_layer_norm = normalization(
+            section.block, building, rngs, parametric=parametric
+        )
+        self.mlp = feed_forward(section, building, rngs)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, state: Any = None
@@ -44,12 +63,24 @@ class Block(nnx.Module):
         attention_out, scalars, state = self.self_attention(
             self.pre_self_attention_layer_norm(x_BTD), context, state
         )
-        attention_out = dropout(attention_out, self.dropout_rate, context.key_for(1))
+        attention_out = self._dropped(attention_out, context, 1)
         h_BTD = x_BTD + attention_out
         mlp_input = h_BTD if self.arrangement == "sequential" else x_BTD
         mlp_out, mlp_scalars = self.mlp(self.pre_mlp_layer_norm(mlp_input))
-        mlp_out = dropout(mlp_out, self.dropout_rate, context.key_for(2))
+        mlp_out = self._dropped(mlp_out, context, 2)
         y_BTD = constrain(
             h_BTD + mlp_out, "activation_batch", "activation_length", "activation_embed"
         )
         return y_BTD, scalars | mlp_scalars, state
+
+    def _dropped(self, x_BTD: jax.Array, context: Context, branch: int) -> jax.Array:
+        """What branch 1 or 2 adds to the stream, after dropout and drop path."""
+        x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(branch))
+        key = context.key_for(branch + 2)
+        if self.path_rate == 0.0 or key is None:
+            return x_BTD
+        rate = self.path_rate
+        if self.path_ramps:
+            assert context.layer is not None
+            rate = rate * context.layer / max(self.num_layers - 1, 1)
+        return drop_path(x_BTD, rate, key)

@@ -16,6 +16,7 @@ class Context:
       segments_BT: document number of each token, 0 is padding; None means one document.
       rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
       dropout_key: None switches dropout off.
+      layer: number of the layer that reads this, from 0; None outside of layers.
       capacity: tokens that the state of each mixer shall have room for, while a prompt is read
         whose continuation will be generated; None in training and scoring, which keep no state.
       lengths_B: tokens of each row of such a prompt; what stands behind them is filling.
@@ -25,15 +26,17 @@ class Context:
     segments_BT: jax.Array | None = None
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout_key: jax.Array | None = None
+    layer: jax.Array | int | None = None
     capacity: int | None = None
     lengths_B: jax.Array | None = None
     positions_BT: jax.Array | None = None
 
     def for_layer(self, index: jax.Array | int) -> "Context":
-        """This context with the random key of layer `index`."""
-        if self.dropout_key is None:
-            return self
-        return dataclasses.replace(self, dropout_key=jax.random.fold_in(self.dropout_key, index))
+        """This context with the number and the random key of layer `index`."""
+        key = self.dropout_key
+        if key is not None:
+            key = jax.random.fold_in(key, index)
+        return dataclasses.replace(self, dropout_key=key, layer=index)
 
     def key_for(self, place: int) -> jax.Array | None:
         """The random key of one place within a layer; places are numbered by the caller."""

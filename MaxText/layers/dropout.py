@@ -1,4 +1,7 @@
-"""Dropout (Srivastava et al. 2014), scaled at training time."""
+"""Dropout (Srivastava et al. 2014) and drop path, both scaled at training time.
+
+Legend: B sequences, T tokens, D emb_dim.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,3 +16,13 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def drop_path(x_BTD: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
+    """Zeroes whole sequences with probability `rate` and scales the rest by 1 / (1 - rate).
+
+    What a part adds to the residual stream is left out for these sequences (stochastic depth; Huang
+    et al. 2016).
+    """
+    keep_B11 = jax.random.bernoulli(key, 1.0 - rate, (x_BTD.shape[0], 1, 1))
+    return jnp.where(keep_B11, x_BTD / (1.0 - rate), 0).astype(x_BTD.dtype)

@@ -4,7 +4,10 @@ Modules declare the weights; from here on parameters are a plain nested dict of 
 module is merged inside the trace. Host dispatch is that of a dict.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
@@ -55,10 +58,26 @@ class Model:
             parameters = parameters | {"layers": joined(layers)}
         return nnx.merge(self._graphdef, parameters)
 
+    def in_parts(self, parameters: Parameters) -> Parameters:
+        """Parameters for programs that generate text, which read all of them for each token.
 
-def in_parts(parameters: Parameters) -> Parameters:
-    """Parameters whose layers are arrays of their own, for programs that generate text.
+        Layers are arrays of their own, and matrices that are multiplied in a narrower format have
+        it already, so that a step does not convert them. The arguments' arrays are given up one by
+        one: there is never a second copy of all.
+        """
+        numerics, head = self.section.numerics, self.section.head
+        dtype = jnp.dtype(numerics.dtype)
+        whole = ("token_embedder", "logits_dense") if head.logits_dot_in_fp32 else ()
 
-    The stacked arrays are given up one by one, so that there is never a second copy of all.
-    """
-    return parameters | {"layers": keep_layers_apart(parameters["layers"])}
+        def converted(path: Any, leaf: jax.Array) -> jax.Array:
+            name = "/".join(entry.key for entry in path)
+            is_product = self.parameters[name].num_in_dims > 0 or "embedder" in name
+            narrower = dtype.itemsize < leaf.dtype.itemsize
+            if not (is_product and narrower) or name.startswith(whole):
+                return leaf
+            new = jax.block_until_ready(leaf.astype(dtype))
+            leaf.delete()
+            return new
+
+        parameters = jax.tree_util.tree_map_with_path(converted, parameters)
+        return parameters | {"layers": keep_layers_apart(parameters["layers"])}

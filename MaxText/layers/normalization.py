@@ -3,7 +3,8 @@
 The parameter `scale` holds the factor itself, or its difference from 1 where norms are
 zero-centred (normalization_zero_centered). Both start at a factor of 1. Weight decay pulls the
 parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_mask that exempts
-`scale`, which keeps factors from 0 otherwise, has nothing to prevent there.
+`scale`, which keeps factors from 0 otherwise, has nothing to prevent there. A norm without
+parameters has factor 1 and no bias.
 """
 
 import jax
@@ -25,30 +26,46 @@ class RMSNorm(nnx.Module):
         building: Building,
         rngs: nnx.Rngs,
         logical_axis: str = "norm",
+        *,
+        parametric: bool = True,
     ):
         self.epsilon = epsilon
         self.zero_centered = building.zero_centered_norms
         initial = zeros if self.zero_centered else ones
-        self.scale = weight(rngs, (size,), (logical_axis,), initial, dtype=building.weight_dtype)
+        self.scale = (
+            weight(rngs, (size,), (logical_axis,), initial, dtype=building.weight_dtype)
+            if parametric
+            else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
         y = x_float * jax.lax.rsqrt(mean_square + self.epsilon)
-        return (y * _factor(self.scale, self.zero_centered)).astype(x.dtype)
+        if self.scale is not None:
+            y = y * _factor(self.scale, self.zero_centered)
+        return y.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + eps) * scale + bias (Ba et al. 2016)."""
 
     def __init__(
-        self, size: int, epsilon: float, use_bias: bool, building: Building, rngs: nnx.Rngs
+        self,
+        size: int,
+        epsilon: float,
+        use_bias: bool,
+        building: Building,
+        rngs: nnx.Rngs,
+        *,
+        parametric: bool = True,
     ):
         self.epsilon = epsilon
         self.zero_centered = building.zero_centered_norms
         dtype, initial = building.weight_dtype, zeros if self.zero_centered else ones
-        self.scale = weight(rngs, (size,), ("norm",), initial, dtype=dtype)
-        self.bias = weight(rngs, (size,), ("norm",), zeros, dtype=dtype) if use_bias else None
+        self.scale = weight(rngs, (size,), ("norm",), initial, dtype=dtype) if parametric else None
+        has_bias = use_bias and parametric
+        self.bias = weight(rngs, (size,), ("norm",), zeros, dtype=dtype) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float = x.astype(jnp.float32)
@@ -56,7 +73,8 @@ class LayerNorm(nnx.Module):
         centred = x_float - mean
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.epsilon)
-        y = y * _factor(self.scale, self.zero_centered)
+        if self.scale is not None:
+            y = y * _factor(self.scale, self.zero_centered)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
@@ -68,9 +86,13 @@ def _factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
     return 1.0 + stored if zero_centered else stored
 
 
-def normalization(section: Block, building: Building, rngs: nnx.Rngs) -> nnx.Module:
+def normalization(
+    section: Block, building: Building, rngs: nnx.Rngs, *, parametric: bool = True
+) -> nnx.Module:
     """The norm that the configuration chooses, over the residual stream."""
     size, epsilon = building.dimensions.emb_dim, section.normalization_layer_epsilon
     if section.normalization_type == "rms_norm":
-        return RMSNorm(size, epsilon, building, rngs)
-    return LayerNorm(size, epsilon, section.normalization_bias, building, rngs)
+        return RMSNorm(size, epsilon, building, rngs, parametric=parametric)
+    return LayerNorm(
+        size, epsilon, section.normalization_bias, building, rngs, parametric=parametric
+    )

@@ -13,17 +13,18 @@ from flax import nnx
 from MaxText.configuration.model_sections import RematPolicy
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
+_PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
 # Policy -> names of intermediate values (checkpoint_name in the parts) that are kept.
 _SAVED: dict[str, tuple[str, ...]] = {
-    "minimal": (*_PROJECTIONS, "out_proj", "mlpwi", "mlpwo"),
-    "minimal_with_context": (*_PROJECTIONS, "context", "out_proj", "mlpwi", "mlpwo"),
-    "save_dot_except_mlp": (*_PROJECTIONS, "out_proj"),
-    "save_dot_except_mlpwi": (*_PROJECTIONS, "out_proj", "mlpwo"),
+    "minimal": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
+    "minimal_with_context": (*_PRODUCTS_OF_ATTENTION, "context", "mlpwi", "mlpwo"),
+    "save_dot_except_mlp": _PRODUCTS_OF_ATTENTION,
+    "save_dot_except_mlpwi": (*_PRODUCTS_OF_ATTENTION, "mlpwo"),
     "save_qkv_proj": _PROJECTIONS,
     "save_out_proj": ("out_proj",),
 }
 _OFFLOADED: dict[str, tuple[str, ...]] = {
-    "minimal_offloaded": (*_PROJECTIONS, "out_proj", "mlpwi", "mlpwo"),
+    "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
 }
 

@@ -75,6 +75,11 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
 
 
+def _normal_fan_in(key, shape, num_in_dims, dtype):
+    fan_in, _ = _fans(shape, num_in_dims)
+    return _normal(1.0 / math.sqrt(fan_in))(key, shape, num_in_dims, dtype)
+
+
 def _xavier(uniform: bool) -> Initializer:
     def initialize(key, shape, num_in_dims, dtype):
         fan_in, fan_out = _fans(shape, num_in_dims)
@@ -87,12 +92,21 @@ def _xavier(uniform: bool) -> Initializer:
     return initialize
 
 
+class SlotInitializers(NamedTuple):
+    """Of a Pattention."""
+
+    keys: Initializer
+    values: Initializer
+
+
 class Initializers(NamedTuple):
     """The initialisers that parts ask for by role."""
 
     kernel: Initializer  # into a part: query, key, value, feed-forward in, head
     output: Initializer  # out of a part, back to the residual stream
     embedding: Initializer  # token and position tables
+    attention_slots: SlotInitializers
+    feed_forward_slots: SlotInitializers
 
 
 def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
@@ -100,7 +114,9 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
 
     gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual
     additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs
-    of Wang and Komatsuzaki 2021).
+    of Wang and Komatsuzaki 2021). tokenformer: that paper's JAX program, where the slots of
+    attention are not truncated. wang: its PyTorch program. Key slots are drawn as kernels and value
+    slots as outputs otherwise.
     """
     depth, width = dimensions.num_layers, dimensions.emb_dim
     if section.weight_init == "gpt2":
@@ -112,11 +128,19 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
     elif section.weight_init == "normal":
         kernel = output = _normal(section.init_std)
         table = section.init_std
-    elif section.weight_init == "fan_in":
+    elif section.weight_init == "wang":
+        kernel, output = _normal(section.init_std), _normal(2 / (depth * math.sqrt(width)))
+        table = section.init_std
+    elif section.weight_init in ("fan_in", "tokenformer"):
         kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
     else:
         kernel = output = _xavier(uniform=section.weight_init == "xavier_uniform")
         table = 1.0
     if section.embedding_init_std is not None:
         table = section.embedding_init_std
-    return Initializers(kernel, output, _normal(table))
+    slots = in_attention = SlotInitializers(kernel, output)
+    if section.weight_init == "tokenformer":
+        in_attention = SlotInitializers(_normal_fan_in, _normal_fan_in)
+    return Initializers(
+        kernel, output, _normal(table), attention_slots=in_attention, feed_forward_slots=slots
+    )

@@ -14,6 +14,13 @@ forward:
     norms                0
     head                 2 D V                 tied or not
 
+With Pattention these depend on the slots, n of the projections and m of the feed-forward. Where
+N H = K H = D and m = 4 n, a layer has 16 D n weights.
+
+    query, key, value    2 L n (3 D + N H + 2 K H)
+    attention output     2 L n (N H + D)
+    feed-forward         4 L D m
+
 Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With
 P weights that a token is multiplied with, that is 6 P + 12 L N H S.
 
@@ -58,8 +65,8 @@ _PARTS: tuple[tuple[str, str | None], ...] = (
 # Products whose results only the residual stream takes: nothing in the backward pass of their
 # layer reads them, so remat_policy=full does not compute them again.
 _NOT_AGAIN = {
-    "sequential": r"/mlp/wo/",
-    "parallel": r"/mlp/wo/|/self_attention/out/",
+    "sequential": r"/mlp/(wo|values)/",
+    "parallel": r"/mlp/(wo|values)/|/self_attention/out/(kernel|values)",
 }
 
 

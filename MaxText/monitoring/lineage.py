@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from MaxText.checkpointing.growth.record import Record
 from MaxText.checkpointing.starting_point import Start
 from MaxText.monitoring.quantities import Quantities
 
@@ -34,9 +35,10 @@ class Ancestor(NamedTuple):
       run_name: of the run that wrote it, if it says so.
       folder: of the checkpoint.
       step: the update after which it was saved, if known.
-      how: what was taken from it: "parameters" or "full_state".
+      how: what was taken from it: "parameters", "full_state", or "growth": parameters that grew.
       tokens: seen until then, those of its own ancestors included; None if it does not say.
       flops: the same for operations.
+      growth: how its parameters grew (checkpointing/growth/record.py); None if they did not.
     """
 
     run_name: str | None
@@ -45,6 +47,7 @@ class Ancestor(NamedTuple):
     how: str
     tokens: float | None
     flops: float | None
+    growth: Record | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +69,13 @@ class Lineage:
     @classmethod
     def of(cls, start: Start, quantities: Quantities) -> "Lineage":
         """The lineage of a run from its starting point."""
-        ancestors = tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
-        stored = start.metadata.get("spent")
         if start.how == "scratch":
             return cls(quantities)
         if start.how == "resume":
-            first = start.first_step
+            first, stored = start.first_step, start.metadata.get("spent")
             spent = Spent(**stored) if stored else _by_plan(quantities, 0, first)
-            return cls(quantities, ancestors, first, spent)
-        before = ancestors[-1] if ancestors else None
-        parent = Ancestor(
-            run_name=(start.metadata.get("config") or {}).get("run_name"),
-            folder=start.folder,
-            step=start.stored_step,
-            how=start.how,
-            tokens=_total(stored, before, "tokens"),
-            flops=_total(stored, before, "flops"),
-        )
-        return cls(quantities, (*ancestors, parent), start.first_step)
+            return cls(quantities, _ancestors(start), first, spent)
+        return cls(quantities, line_of(start), start.first_step)
 
     def spent_before(self, step: int) -> Spent:
         """What this run, without its ancestors, has used before an update."""
@@ -102,6 +94,26 @@ class Lineage:
     def metadata(self, step: int) -> dict[str, Any]:
         """What a checkpoint saved after an update keeps of it."""
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
+
+
+def _ancestors(start: Start) -> tuple[Ancestor, ...]:
+    return tuple(Ancestor(**entry) for entry in start.metadata.get("lineage", ()))
+
+
+def line_of(start: Start) -> tuple[Ancestor, ...]:
+    """The checkpoint that another run's start names, behind its own ancestors."""
+    ancestors, stored = _ancestors(start), start.metadata.get("spent")
+    before = ancestors[-1] if ancestors else None
+    parent = Ancestor(
+        run_name=(start.metadata.get("config") or {}).get("run_name"),
+        folder=start.folder,
+        step=start.stored_step,
+        how=start.how,
+        tokens=_total(stored, before, "tokens"),
+        flops=_total(stored, before, "flops"),
+        growth=start.growth,
+    )
+    return (*ancestors, parent)
 
 
 def _by_plan(quantities: Quantities, first: int, end: int) -> Spent:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from MaxText.checkpointing.growth.record import event_facts
 from MaxText.checkpointing.starting_point import Start
 from MaxText.input_pipeline.loader import BatchIterator
 from MaxText.monitoring.cost import ModelCost
@@ -56,7 +57,7 @@ def emit_start(
 ) -> None:
     """Opens an attempt: "resume" from the run's own checkpoint, else "start".
 
-    A configuration that differs from the checkpoint's is an event of its own.
+    A configuration that differs from the checkpoint's is an event of its own, and so is a growth.
 
     Args:
       events: of the run.
@@ -75,3 +76,6 @@ def emit_start(
     if start.changes:
         changes = {name: list(values) for name, values in start.changes.items()}
         events.emit("config_change", step=start.first_step, changes=changes)
+    if start.how == "growth":
+        assert start.growth is not None
+        events.emit("growth", step=start.first_step, **event_facts(start.growth, start.folder))

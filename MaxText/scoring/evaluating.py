@@ -4,8 +4,10 @@ What may be refused is looked at before weights are read; all but the data befor
 """
 
 import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from MaxText.configuration.inference_sections import Scoring
 from MaxText.configuration.loading import Loaded
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
@@ -33,6 +35,7 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
     config, scoring = asked.config, asked.config.scoring
     weights = _find_weights(config)
     results.output_path(scoring.eval_output, weights)  # raises where nothing could be written
+    _check_output_is_new(scoring)
     if scoring.harness_tasks:
         check_harness(config)
     read_tasks(config)
@@ -56,6 +59,18 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
     if output is not None and jax.process_index() == 0:
         results.write(output, whole, show)
     return whole
+
+
+def _check_output_is_new(scoring: Scoring) -> None:
+    """Refuses to write the scores over what is scored."""
+    output = Path(scoring.eval_output).expanduser().absolute()
+    for name in ("lambada_path", "wikitext_path"):
+        read = getattr(scoring, name)
+        if scoring.eval_output and read and output == Path(read).expanduser().absolute():
+            raise UserError(
+                f"eval_output={scoring.eval_output} is the file of {name}, which would be lost. "
+                "Name another."
+            )
 
 
 class _DataSet(NamedTuple):

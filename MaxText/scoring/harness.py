@@ -238,11 +238,10 @@ class MaxTextLM(TemplateLM):
         import jax.numpy as jnp
 
         from MaxText.generation.engine import Engine
-        from MaxText.layers.model import in_parts
 
         trained = self._trained
         # A copy, because `in_parts` gives its argument up, and what is scored needs the weights.
-        parts = in_parts(jax.tree.map(jnp.copy, trained.params))
+        parts = trained.model.in_parts(jax.tree.map(jnp.copy, trained.params))
 
         @functools.cache
         def engine_for(choice: "Choice") -> Engine:

@@ -15,6 +15,9 @@ from MaxText.layers.weights import ParameterInfo
 
 Names = Mapping[str, ParameterInfo]
 
+# Link of the chain whose state holds what was learned of the gradients: moments and their counts.
+DIRECTION = 1
+
 
 def make_optimizer(
     section: Optimizer, schedule: optax.Schedule, parameters: Names
@@ -41,7 +44,8 @@ def make_optimizer(
     multiplier_of = per_parameter(
         trained, lambda name: _first_match(section.learning_rate_overrides, name, 1.0)
     )
-    # Always the same number of links: their places are part of the names in a checkpoint.
+    # Always the same number of links: their places are part of the names in a checkpoint, and
+    # DIRECTION is one of them.
     optimizer = optax.chain(
         _clipping(section),
         _direction(section, trained),

@@ -54,6 +54,7 @@ def test_every_key_is_documented():
     for key in all_keys().values():
         assert key.meaning, key.name
         assert key.meaning.endswith("."), key.name
-        for other, effective in key.only_if.items():
-            assert other in all_keys(), f"{key.name} depends on the unknown key {other}"
-            assert effective, key.name
+        for group in key.conditions:
+            for other, effective in group.items():
+                assert other in all_keys(), f"{key.name} depends on the unknown key {other}"
+                assert effective, key.name

@@ -125,6 +125,25 @@ class TestKeysWithoutEffect:
         ):
             load(["muon_beta=0.9"])
 
+    def test_one_of_several_conditions_is_enough(self):
+        load(["attention_projections=pattention", "slot_num=8"])
+        load(["feed_forward_type=pattention", "normalize_type=gelu", "gelu_approximate=false"])
+        with pytest.raises(ConfigurationError) as caught:
+            load(["slot_num=8"])
+        message = str(caught.value)
+        assert "no effect with attention_projections=dense and feed_forward_type=mlp" in message
+        assert "attention_projections=pattention, or feed_forward_type=pattention" in message
+        # Here the other condition fails.
+        with pytest.raises(ConfigurationError, match="zoom_dim: has no effect with normalize_ty"):
+            load(["feed_forward_type=pattention", "normalize_type=gelu", "zoom_dim=4"])
+
+    def test_keys_of_a_part_that_slots_replace(self):
+        with pytest.raises(ConfigurationError) as caught:
+            load(["tokenformer.yml", "base_mlp_dim=3072", "mlp_activations=[silu]"])
+        assert len(caught.value.problems) == 2
+        with pytest.raises(ConfigurationError, match="ffn_slot_num: has no effect with feed_forw"):
+            load(["attention_projections=pattention", "ffn_slot_num=64"])
+
     def test_the_default_value_is_no_mistake(self):
         load(["rotary_pct=1", "position_embedding=none"])
 
@@ -152,6 +171,14 @@ BROKEN = [
     ("decoder_block=gpt2 trainable_position_size=10", "no row for every place"),
     ("mlp_activations=[]", "the list is empty"),
     ("num_vocab_tiling=3", "does not divide"),
+    ("decoder_block=tokenformer slot_num=0", "slot_num: 0 is not possible"),
+    ("decoder_block=tokenformer ffn_slot_num=0", "or -1 for what slot_num says"),
+    ("decoder_block=tokenformer ffn_zoom_dim=-0.5", "ffn_zoom_dim=-0.5 has no root"),
+    (
+        "decoder_block=tokenformer head_dim=64 base_emb_dim=768",
+        "16 query heads of 64 are 1024 dimensions, and the width is 768",
+    ),
+    ("drop_path_schedule=linear", "nothing to ramp up to with drop_path=0"),
     ("prepare_source=x tokenizer_vocab_size=50000", "no row for"),
     ("steps=0", "steps: 0 is not possible"),
     ("learning_rate_schedule_steps=0", "learning_rate_schedule_steps: 0"),
@@ -159,6 +186,16 @@ BROKEN = [
     ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "more than 1"),
     ("num_epoch=0", "num_epoch: 0"),
     ("load_parameters_path=a load_full_state_path=b", "only one"),
+    ("growth_mode=zero", "growth_mode: has no effect without load_parameters_path"),
+    ("load_parameters_path=a load_parameters_path_slot_number=0", "slot_number: 0 is not possible"),
+    (
+        "load_parameters_path=a load_parameters_zero_init=true growth_mode=random",
+        "but growth_mode=random is set",
+    ),
+    (
+        "load_parameters_path=a growth_moments=warmed opt_type=lion",
+        "Adam's second moments, which opt_type=lion has not",
+    ),
     ("ici_data_parallelism=-1", "only one of ici_data_parallelism and ici_fsdp_parallelism"),
     ("ici_tensor_parallelism=0", "ici_tensor_parallelism: 0"),
     ("eval_interval=0", "eval_interval: 0"),
@@ -204,6 +241,11 @@ BROKEN = [
     ("decode_sampling_strategy=topk", "needs decode_sampling_top_k"),
     ("decode_sampling_strategy=nucleus", "needs decode_sampling_nucleus_p"),
     ("autoregressive_decode_assert=a decode_num_samples=2", "compares one text"),
+    (
+        "decode_sampling_temperature=0 decode_sampling_min_p=0.1",
+        "decode_sampling_min_p has no effect with decode_sampling_temperature=0",
+    ),
+    ('decode_stop=["a",""]', "an empty string is everywhere"),
     ("causal=false", "lets each token see"),
     ("causal=true mlm_training=true", "hides one of them"),
     (

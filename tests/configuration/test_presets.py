@@ -12,13 +12,32 @@ import pytest
 
 from MaxText.configuration import config_files
 from MaxText.configuration.catalogue import flat
-from MaxText.configuration.loading import configure
+from MaxText.configuration.loading import configure, load
 from MaxText.configuration.saved import entry_lines
 from MaxText.configuration.schema import Config
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
 BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
+
+_RUN = (
+    "base_output_directory=gs://BUCKET dataset_type=grain grain_train_files=DIR/train* "
+    "tokenizer_path=EleutherAI/gpt-neox-20b grain_worker_count=8 eval_interval=10000 "
+    "grain_eval_files=DIR/validation* enable_checkpointing=True per_device_batch_size=32 "
+    "eval_per_device_batch_size=32 logits_via_embedding=True normalize_embedding_logits=True "
+    "init_weights_seed=42"
+)
+# As TokenFormer's README gives them; the one that grows a model is tested with growth.
+PUBLISHED_COMMANDS = {
+    "TokenFormer 124M": (
+        "MaxText/configs/tokenformer.yml run_name=tokenformer124_steps600k steps=600000 "
+        f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}"
+    ),
+    "Transformer 124M": (
+        "MaxText/configs/gpt2.yml run_name=transformer124_steps600k steps=600000 "
+        f"checkpoint_period=2000 {_RUN}"
+    ),
+}
 
 
 def changed(config: Config) -> str:
@@ -56,8 +75,23 @@ def test_gpt2_yml():
     assert count(config) == 123_689_472 + 50_304 * 768
 
 
+def test_tokenformer_yml():
+    config = configure("tokenformer.yml", run_name="r")
+    check("tokenformer", config)
+    tied = {"logits_via_embedding": True, "normalize_embedding_logits": True}
+    for slot_num, parameters in ((576, 123_569_664), (2140, 354_190_848)):
+        assert count(configure("tokenformer.yml", slot_num=slot_num, **tied)) == parameters
+
+
+@pytest.mark.parametrize("line", PUBLISHED_COMMANDS.values(), ids=PUBLISHED_COMMANDS)
+def test_published_commands_of_tokenformer(line):
+    loaded = load(line.split(), "MaxText/train.py")
+    assert loaded.config.model.head.normalize_embedding_logits
+    assert loaded.config.model.dropout.rate("path") == 0
+
+
 def test_nothing_recorded_is_stale():
-    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES), "gpt2"}
+    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES), "gpt2", "tokenformer"}
     assert {path.stem for path in RESOLVED.glob("*.yml")} == known
 
 
@@ -72,9 +106,21 @@ def count(config: Config) -> int:
     norm = 2 if model.block.normalization_type == "layer_norm" else 1
     q, kv = size.num_query_heads * size.head_dim, size.num_kv_heads * size.head_dim
     activations = len(model.feed_forward.mlp_activations)
-    layer = size.emb_dim * (2 * q + 2 * kv + (activations + 1) * size.mlp_dim + 2 * norm)
-    layer += (q + 2 * kv) * model.attention.qkv_bias + size.emb_dim * model.attention.proj_bias
-    layer += (activations * size.mlp_dim + size.emb_dim) * model.feed_forward.ffn_bias
+    if model.attention.attention_projections == "pattention":
+        # Each of the three has keys as wide as the model and values as wide as its heads.
+        n = model.pattention.num_slots("qkv", size.emb_dim)
+        layer = n * (3 * size.emb_dim + q + 2 * kv)
+        layer += model.pattention.num_slots("proj", size.emb_dim) * (q + size.emb_dim)
+    else:
+        layer = size.emb_dim * (2 * q + 2 * kv)
+        layer += (q + 2 * kv) * model.attention.qkv_bias
+        layer += size.emb_dim * model.attention.proj_bias
+    if model.feed_forward.feed_forward_type == "pattention":
+        layer += 2 * size.emb_dim * model.pattention.num_slots("ffn", size.emb_dim)
+    else:
+        layer += size.emb_dim * (activations + 1) * size.mlp_dim
+        layer += (activations * size.mlp_dim + size.emb_dim) * model.feed_forward.ffn_bias
+    layer += 2 * norm * size.emb_dim * model.block.block_norm_parametric
     tables = size.vocab_size * (1 if model.head.logits_via_embedding else 2)
     if model.position.position_embedding == "learned":
         rows = model.position.trainable_position_size

@@ -84,6 +84,52 @@ def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.
     return config, tensors
 
 
+def tokenformer(
+    dtype: str = "float32", *, slots: tuple[int, int, int] = (10, 14, 22), layers: int = 3
+) -> tuple[dict, dict[str, np.ndarray]]:
+    """(config.json, random tensors) with the fields and names of the published TokenFormers.
+
+    Args:
+      slots: of query, key and value each, of the output projection, of the feed-forward.
+    """
+    qkv, proj, ffn = slots
+    config = {
+        "architectures": ["TokenFormerForCausalLM"],
+        "num_layers": layers,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "qkv_slot_num": qkv,
+        "proj_slot_num": proj,
+        "ffn_slot_num": ffn,
+        "seq_length": 32,
+        "max_position_embeddings": 32,
+        "pos_emb": "rotary",
+        "rotary_pct": 0.25,
+        "no_weight_tying": False,
+        "norm": "layernorm_nonparam",
+        "final_norm": "layernorm",
+        "norm_activation_type": "l2_norm_gelu",
+        "torch_dtype": "float16",
+    }
+    parts = {f"attention.{name}": qkv for name in ("query", "key", "value")}
+    parts |= {"attention.proj": proj, "mlp": ffn}
+    shapes = {
+        f"sequential.{layer + 2}.{part}.{kind}_param_tokens": (number, 16)
+        for layer in range(layers)
+        for part, number in parts.items()
+        for kind in ("key", "value")
+    }
+    shapes |= {f"sequential.{layers + 3}.norm.{name}": (16,) for name in ("weight", "bias")}
+    shapes["sequential.0.word_embeddings.weight"] = (50_304, 16)
+    generator = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    tensors = {
+        name: generator.standard_normal(shape, np.float32).astype(kind)
+        for name, shape in shapes.items()
+    }
+    return config, tensors
+
+
 def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     """Writes config.json and model.safetensors; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def test_one_conversion_and_one_mistake(tmp_path, users_environment):
 def test_help(tmp_path, users_environment):
     done = start(["--help"], tmp_path, users_environment)
     assert done.returncode == 0
-    assert done.stdout.startswith("usage: convert.py [CONFIG.yml] from=SOURCE to=TARGET")
+    assert done.stdout.startswith("usage: convert.py [grow] [CONFIG.yml] from=SOURCE")
 
 
 @pytest.mark.parametrize(

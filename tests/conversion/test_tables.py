@@ -17,11 +17,12 @@ from tests.conversion.small_folders import (
     golden,
     random,
     same_bits,
+    tokenformer,
     write,
 )
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5}
+SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 8, "S": 9}
 
 
 def exported(weights: FolderWeights) -> dict[str, np.ndarray]:
@@ -88,7 +89,7 @@ def test_every_key_of_the_model_is_decided(model_type):
     only_how = {"attention", "attention_block_size", "logits_dot_in_fp32"}
     family = FAMILIES[model_type]
     settled = {*family.parts, *(name for setting in family.settings for name in setting.ours)}
-    parts = {"embedding", "block", "position", "attention", "feed_forward", "head"}
+    parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention", "head"}
     wanted = {
         key.name
         for key in all_keys().values()
@@ -101,12 +102,24 @@ def test_every_key_of_the_model_is_decided(model_type):
         switched_off = {"trainable_position_size"}
     if family.parts["normalization_type"] == "rms_norm":
         switched_off |= {"normalization_bias"}
+    if family.parts["attention_projections"] == "dense":
+        switched_off |= {
+            key.name for key in all_keys().values() if key.section[1:] == ("pattention",)
+        }
+    else:
+        # Numbers of slots follow slot_num, and rope_type=default has no other keys.
+        switched_off |= {"mlp_activations", "qkv_slot_num", "rope_factor", "low_freq_factor",
+                         "high_freq_factor", "beta_fast", "beta_slow",
+                         "original_max_position_embeddings"}  # fmt: skip
     assert wanted - settled - only_how <= switched_off
 
 
-@pytest.mark.parametrize("name", dict.fromkeys([*GOLDEN_FAMILIES, *DESCENDANTS]))
+@pytest.mark.parametrize("name", dict.fromkeys([*GOLDEN_FAMILIES, *DESCENDANTS, "tokenformer"]))
 def test_config_json_there_and_back(name):
-    config = random(name)[0] if name in DESCENDANTS else golden(name)[0]
+    if name == "tokenformer":
+        config = tokenformer()[0]
+    else:
+        config = random(name)[0] if name in DESCENDANTS else golden(name)[0]
     family = family_of(config, "here")
     ours = configure(**to_keys(family, config, "here", {}))
     written = to_config_json(family, ours)

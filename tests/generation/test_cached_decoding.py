@@ -11,7 +11,7 @@ import pytest
 from MaxText.generation.engine import Engine
 from MaxText.generation.token_choice import Choice
 from MaxText.input_pipeline.batch import Batch
-from MaxText.layers.model import Model, in_parts
+from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
 from tests.small_models import tiny_config
 
@@ -35,6 +35,8 @@ CASES = {
     "dropout is off": ("llama2", {"dropout_rate": 0.5}),
     "gemma": ("gemma", {"base_num_kv_heads": 1}),
     "llama3.1 rotary": ("llama2", {"rope_type": "llama3.1"}),
+    "tokenformer": ("tokenformer", ALL_HEADS | {"slot_num": 24, "drop_path": 0.5}),
+    "tokenformer_pytorch": ("tokenformer_pytorch", {"ffn_slot_num": 40}),
 }
 WINDOW = 32
 
@@ -77,7 +79,7 @@ def test_cached_decoding_equals_the_whole_forward_pass(name):
         return decoder.logits(h_BTD), states
 
     expected = whole_logits(model, params, tokens)
-    apart = in_parts(jax.tree.map(jnp.copy, params))
+    apart = model.in_parts(jax.tree.map(jnp.copy, params))
     padded = np.where(np.arange(17) < lengths[:, None], tokens[:, :17], 63)
     got, states = prompt(apart, padded, lengths)
     for row, length in enumerate(lengths):
@@ -113,7 +115,9 @@ def test_states_that_grow_go_on_where_they_stood(monkeypatch):
     engine = Engine(model, params, one_device_layout(config), Choice(temperature=0))
 
     def run(room):
-        sequences, drawn = engine.start([[1, 2, 3], [4]], [0, 1], [0, 0], seed=0, room=room)
+        sequences, drawn = engine.start(
+            [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, room=room
+        )
         tokens = [drawn.on_host().tokens_B]
         capacities = {sequences.states[0].capacity}
         for length in range(4, 40):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, Timing, generate
 from MaxText.generation.token_choice import Choice
@@ -57,11 +58,32 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
 
 
 @pytest.mark.parametrize("choice", [GREEDY, DRAWN])
-def test_a_completion_does_not_depend_on_its_batch(small, choice):
+@pytest.mark.parametrize("new_tokens", [8, 3 * WINDOW])
+def test_a_completion_does_not_depend_on_its_batch(small, choice, new_tokens):
     engine = small[2](choice)
-    together = completions(engine, Limits(8), rows=4, seed=3)
-    alone = completions(engine, Limits(8), rows=1, seed=3)
+    together = completions(engine, Limits(new_tokens), rows=4, seed=3)
+    alone = completions(engine, Limits(new_tokens), rows=1, seed=3)
     assert [c.tokens for c in together] == [c.tokens for c in alone]
+
+
+def test_a_name_decides_the_draws(small):
+    engine = small[2](DRAWN)
+    names = [(7, 1), (0, 0), (3, 2), (7, 0)]
+    prompts = [PROMPTS[0]] * 4
+    named = completions(engine, Limits(8), prompts=prompts, names=names)
+    (alone,) = completions(engine, Limits(8), prompts=prompts[:1], names=names[2:3])
+    assert named[2].tokens == alone.tokens
+    assert len({tuple(c.tokens) for c in named}) == 4
+
+
+def test_numbers_that_are_not_finite_end_in_a_message(small):
+    model, params, _ = small
+    damaged = jax.tree.map(lambda x: x * jnp.nan, params)
+    config = tiny_config("llama2", max_target_length=WINDOW)
+    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    for choice in (GREEDY, DRAWN):
+        with pytest.raises(UserError, match="not finite"):
+            completions(Engine(model, damaged, layout, choice), Limits(3))
 
 
 def test_the_seed_and_the_number_of_a_prompt_decide_the_draws(small):
@@ -130,6 +152,14 @@ def test_a_prompt_that_is_too_long_keeps_its_end(small):
     assert completion.prompt == long[-(WINDOW - 4) :]
     assert completion.num_dropped == 59 - (WINDOW - 4)
     assert len(completion.tokens) == 4
+
+
+@pytest.mark.parametrize("length", [WINDOW - 3, WINDOW])
+def test_a_prompt_that_fits_is_read_whole(small, length):
+    prompt = list(range(1, length + 1))
+    (completion,) = completions(small[2](GREEDY), Limits(10), prompts=[prompt])
+    assert (completion.prompt, completion.num_dropped) == (prompt, 0)
+    assert len(completion.tokens) == 10
 
 
 def test_times_are_taken_of_prompts_and_steps(small):

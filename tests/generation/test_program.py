@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from MaxText.configuration.inference_sections import Decoding
 from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
 from MaxText.generation.decoding import OtherText, choice_of, decode
 from MaxText.generation.token_choice import Choice
 from MaxText.inference.own_configuration import load
+from MaxText.inference.trained_model import open_trained_model
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
 
@@ -74,6 +78,47 @@ def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
         return {(row["index"], row["sample"]): row["tokens"] for row in rows}
 
     assert texts(again) == texts(rows)
+
+
+def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text('{"prompt": "before"}\n')
+    with pytest.raises(UserError, match="no such file"):
+        run(folder, f"decode_output={kept}", "tokenizer_path=gone/tokenizer.json")
+    assert kept.read_text() == '{"prompt": "before"}\n'
+    with pytest.raises(UserError, match="is the file of the prompts"):
+        run(folder, f"decode_output={kept}", f"prompt_file={kept}")
+    assert kept.read_text() == '{"prompt": "before"}\n'
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        run(folder, f"decode_output={tmp_path}")
+
+
+def test_a_reader_who_leaves_does_not_end_the_work(folder, tmp_path, users_environment):
+    program = f"{sys.executable} {REPOSITORY / 'MaxText' / 'decode.py'}"
+    line = (
+        f"{program} load_parameters_path={folder} max_new_tokens=3 decode_num_samples=40 "
+        "per_device_batch_size=4 decode_ignore_end=true decode_output=out.jsonl | head -1"
+    )
+    environment = users_environment | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 40
+
+
+def test_matrices_have_the_format_that_they_are_multiplied_in(folder):
+    config = load([f"load_parameters_path={folder}", "dtype=bfloat16"]).config
+    trained = open_trained_model(config, lambda line: None)
+    model, tokens = trained.model, jnp.asarray([[5, 6, 7]])
+    read = jax.jit(lambda params: model.merge(params).read_prompt(tokens, jnp.array([3]), 8)[0])
+    expected = read(trained.params)
+    parts = model.in_parts(jax.tree.map(jnp.copy, trained.params))
+    formats = {str(leaf.dtype) for leaf in jax.tree.leaves(parts)}
+    assert formats == {"bfloat16", "float32"}
+    assert parts["layers"][0]["mlp"]["wo"]["kernel"].dtype == jnp.bfloat16
+    assert parts["layers"][0]["pre_mlp_layer_norm"]["scale"].dtype == jnp.float32
+    assert (read(parts) == expected).all()
 
 
 def test_the_expected_text(folder):

@@ -22,6 +22,18 @@ def test_lines_of_a_text_file(tmp_path):
     assert [p.text for p in read(prompt_file=str(path))] == ["one", "  two \u2028 same line"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\n")
+    assert [p.text for p in read(prompt_file=str(path))] == ["one"]
+
+
+def test_half_a_character_becomes_the_replacement(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "\\ud83d x"}\n')
+    assert [p.text for p in read(prompt_file=str(path))] == ["\ufffd x"]
+
+
 def test_json_lines_keep_their_fields(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a\\nb", "id": 7}\n')
@@ -34,6 +46,7 @@ def test_json_lines_keep_their_fields(tmp_path):
     ("name", "text", "message"),
     [
         ("a.txt", "\n \n", "no line with text"),
+        ("a.jsonl", '{"prompt": "a", "tokens": []}', "has the field 'tokens'"),
         ("a.jsonl", '{"prompt": 1}', 'line 1 has no text in the field "prompt"'),
         ("a.jsonl", '{"prompt": "a"}\n[', "line 2 is not JSON"),
         ("missing/a.txt", None, "cannot be read: No such file"),

@@ -60,3 +60,22 @@ def test_equals_decoding_at_once(text):
     ids = tokenizer.encode([text])[0].tolist()
     stream = TextStream(tokenizer.decode)
     assert "".join(itertools.chain(map(stream.add, ids), [stream.finish()])) == text
+
+
+def test_the_space_of_the_first_word_is_kept():
+    # As tokenizers do that put a space before a text and take it away again.
+    words = ["I", " love", " to", " eat", " apples"]
+
+    def stripping(ids):
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    stream = TextStream(stripping, ["apples"], prompt=[0, 1, 2])
+    assert [stream.add(3), stream.add(4)] == [" eat", " "]
+    assert (stream.text, stream.stopped) == (" eat ", True)
+
+
+def test_bytes_that_never_make_a_character_are_shown():
+    stream = TextStream(decode)
+    pieces = [stream.add(0x80) for _ in range(20)]
+    assert any(pieces)
+    assert "".join([*pieces, stream.finish()]) == "\ufffd" * 20

@@ -4,14 +4,23 @@ import json
 import shutil
 
 import pytest
+from etils import epath
 
+from MaxText.checkpointing.run_files import write_run_files
 from MaxText.configuration.command_line import why
+from MaxText.configuration.loading import configure
+from MaxText.configuration.saved import flat
 from MaxText.conversion.converting import convert
 from MaxText.conversion.request import read
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.own_configuration import load
-from MaxText.inference.trained_model import open_trained_model, weights_path
+from MaxText.inference.trained_model import (
+    open_trained_model,
+    weights_path,
+    with_stored_zoom,
+)
+from MaxText.input_pipeline.preparation.preparing import prepare
 from tests.inference.small_models import END, llama_folder
 
 
@@ -130,3 +139,39 @@ def test_typed_data_replace_those_of_the_training(tmp_path, folders):
     assert (len(data.dataset_mix), data.grain_eval_files) == (2, "c")
     data = load([path, "dataset_path=other"]).config.data
     assert (data.dataset_mix, data.grain_eval_files, data.dataset_path) == ((), "", "other")
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_run_keeps_the_tokenizer_of_its_data(tmp_path, add_bos):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("some text of a few words\n" * 20)
+    folder = llama_folder(tmp_path / "hf", with_bos=True)
+    keys = {"dataset_path": str(tmp_path / "data"), "prepare_source": str(texts)}
+    keys |= {"tokenizer_path": str(folder), "add_bos": add_bos, "prepare_num_workers": 1}
+    prepare(configure(**keys).preparation, keys["dataset_path"], show=lambda line: None)
+    (tmp_path / "run").mkdir()
+    write_run_files(epath.Path(tmp_path / "run"), configure(), tmp_path / "data")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    # How the data begin counts, whatever the tokenizer.json puts before a text.
+    config = configure(vocab_size=260)
+    tokenizer = open_tokenizer(config, str(tmp_path / "run" / "checkpoints" / "7"))
+    assert tokenizer.prefix == ((256,) if add_bos else ())
+    assert tokenizer.folder == tmp_path / "run" / "tokenizer"
+    assert (tmp_path / "run" / "config.yml").read_text().startswith("schema_version")
+
+
+def test_slots_keep_the_zoom_that_growth_has_fixed(tmp_path):
+    tiny = {"decoder_block": "tokenformer", "base_emb_dim": 16, "base_num_query_heads": 2}
+    tiny |= {"base_num_kv_heads": 2, "base_num_decoder_layers": 1, "vocab_size": 32, "head_dim": 8}
+    tiny |= {"max_target_length": 8, "slot_num": 12}
+    step = tmp_path / "run" / "checkpoints" / "4"
+    (step / "items").mkdir(parents=True)
+    (step / "items" / "_METADATA").write_text("{}")
+    (step / "metadata").mkdir()
+    stored = flat(configure(**tiny, zoom_dim=8))
+    (step / "metadata" / "metadata").write_text(json.dumps({"config": stored}))
+    path = (str(tmp_path / "run"), "load_parameters_path")
+    assert with_stored_zoom(configure(**tiny), *path).model.pattention.zoom("ffn", 16) == 32
+    typed = with_stored_zoom(configure(**tiny, zoom_dim=6), *path)
+    assert typed.model.pattention.zoom("qkv", 16) == 6

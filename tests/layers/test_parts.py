@@ -202,6 +202,14 @@ PARAMETERS = {
     "pythia-1.4b": 1_414_647_808,
     "pythia-2.8b": 2_775_208_960,
     "transformer_pp-405m": 411_616_256,
+    "tokenformer-124m": 123_569_664,
+    "tokenformer-354m": 354_190_848,
+    "tokenformer-150m": 151_881_216,
+    "tokenformer-757m": 757_040_640,
+    "tokenformer-1.4b": 1_399_948_800,
+    "tokenformer-450m": 454_166_528,
+    "tokenformer-900m": 903_252_480,
+    "tokenformer-1.5b": 1_587_219_456,
 }
 
 

@@ -37,6 +37,19 @@ CASES = {
     "gpt_neox": {"decoder_block": "gpt_neox"},  # parallel arrangement
     "gemma": {"decoder_block": "gemma", "base_num_kv_heads": 1},  # scaled, zero-centred norms
     "gpt3": {"decoder_block": "gpt3", "logits_via_embedding": True},  # no positions
+    "tokenformer": {"decoder_block": "tokenformer", "slot_num": 96},
+    "tokenformer, grouped queries": {
+        "decoder_block": "tokenformer_pytorch",
+        "base_num_kv_heads": 2,
+        "proj_slot_num": 160,
+        "gelu_approximate": True,  # erf is over 20 operations to XLA
+    },
+    "tokenformer, full": {"decoder_block": "tokenformer", "remat_policy": "full"},
+    "tokenformer, parallel, full": {
+        "decoder_block": "tokenformer",
+        "block_arrangement": "parallel",
+        "remat_policy": "full",
+    },
     "llama2, full": {"base_num_kv_heads": 2, "remat_policy": "full"},
     "gpt_neox, full": {"decoder_block": "gpt_neox", "remat_policy": "full"},
 }
@@ -116,6 +129,35 @@ def test_the_rule_differs_from_what_is_executed_by_the_masked_half_only():
     both = count_flops(Model(tiny_config(mlm_training=True).model), 16)
     assert both.executed_per_token == both.per_token == causal.executed_per_token
     assert both.attention == 2 * causal.attention
+
+
+@pytest.mark.parametrize("case", ["llama2", "tokenformer"])
+def test_policy_minimal_computes_only_attention_between_tokens_again(case):
+    _, _, loss_and_gradient, arguments, tokens = built(CASES[case])
+    count, _, minimal, _, _ = built(CASES[case] | {"remat_policy": "minimal"})
+    again = sum(part.executed for part in count.parts if part.name.startswith("attention "))
+    again -= next(part.executed for part in count.parts if part.name == "attention output")
+    more = products(jax.make_jaxpr(minimal)(*arguments).jaxpr) - products(
+        jax.make_jaxpr(loss_and_gradient)(*arguments).jaxpr
+    )
+    assert more == again * tokens
+
+
+def test_slots_by_hand():
+    # 12 layers of 16 x 768 x 576 and the tied head of 50304 x 768. Attention: 12 layers x 2
+    # products x 2 x 768 x 512 keys = 18,874,368.
+    config = configure(
+        model_name="tokenformer-124m", dtype="float32", scan_layers=True, remat_policy="none"
+    )
+    count = count_flops(Model(config.model), 1024)
+    assert count.matmul_parameters == 12 * 16 * 768 * 576 + 50_304 * 768
+    assert count.forward == 2 * count.matmul_parameters + 18_874_368
+    parts = {part.name: part.flops / (2 * 12 * 768 * 576) for part in count.parts}
+    assert [parts[name] for name in ("query, key, value", "attention output", "feed-forward")] == [
+        6,
+        2,
+        8,
+    ]
 
 
 @pytest.mark.parametrize(

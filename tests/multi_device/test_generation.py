@@ -7,7 +7,7 @@ from MaxText.configuration.loading import configure
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
-from MaxText.layers.model import Model, in_parts
+from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
 from tests.small_models import TINY
 
@@ -38,7 +38,7 @@ def texts(devices, **mesh):
         jax.jit(model.initialize)(jax.random.key(0)), jax.tree.map(lambda x: x.sharding, abstract)
     )
     choice = Choice(temperature=0.7, top_k=10, repetition_penalty=1.1)
-    engine = Engine(model, in_parts(params), layout, choice)
+    engine = Engine(model, model.in_parts(params), layout, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
     found = dict(generate(engine, PROMPTS, Limits(50), rows=4, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]

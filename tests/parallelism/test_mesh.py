@@ -46,7 +46,7 @@ def test_an_unknown_name_is_an_error():
 
 def test_every_name_of_the_models_has_a_rule():
     known = {name for name, _ in LOGICAL_AXIS_RULES}
-    for family in ("llama2", "gpt2", "gpt_neox", "gpt3"):
+    for family in ("llama2", "gpt2", "gpt_neox", "gpt3", "tokenformer"):
         config = tiny_config(family, base_num_kv_heads=4, use_qk_norm=True)
         for info in Model(config.model).parameters.values():
             assert set(info.logical_axes) <= known

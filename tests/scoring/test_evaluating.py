@@ -170,6 +170,10 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
         (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
         (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
         (["eval_output=pyproject.toml/a.json"], "is a file"),
+        (
+            ["eval_tasks=[lambada]", "lambada_path=README.md", "eval_output=./README.md"],
+            "is the file of lambada_path",
+        ),
         (["harness_tasks=[a]", "harness_task_path=nowhere"], "harness"),
     ],
 )

@@ -6,11 +6,13 @@ from MaxText.conversion.families.gpt_neox import GPT_NEOX
 from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mistral import MISTRAL
 from MaxText.conversion.families.qwen import QWEN2, QWEN3
+from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
 # In the order in which an export without `family=` tries them.
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA)
+    family.model_type: family
+    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, TOKENFORMER)
 }
 
 # model_type -> what our parts lack.

@@ -1,0 +1,244 @@
+"""What becomes of each parameter when a model changes its slots or its depth; no number is read.
+
+Only the logical axes say what may change. `slots` is the axis of the parameter tokens of
+Pattention (Wang et al. 2024), `layers` that of the stack; every other size must agree.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from MaxText.checkpointing.matching import Leaf
+from MaxText.layers.weights import ParameterInfo
+
+SLOTS = "slots"
+LAYERS = "layers"
+
+Mode = Literal["function_preserving", "random", "zero"]
+Role = Literal["key", "value", "bias"]
+
+
+class AxisSizes(NamedTuple):
+    """One axis of an array: its size as stored and as wanted."""
+
+    axis: int
+    old: int
+    new: int
+
+    @property
+    def differ(self) -> bool:
+        """Whether the two sizes do."""
+        return self.old != self.new
+
+
+class LeafPlan(NamedTuple):
+    """How one parameter comes about.
+
+    Attributes:
+      name: of the parameter.
+      old: shape and format as stored.
+      new: shape and format wanted.
+      slots: sizes along the slots; None if it has no such axis.
+      layers: the same along the layers.
+      role: what the slots are to the product: "key" if it makes them, "value" if it sums over
+        them, "bias" if it is added to them; None without slots.
+    """
+
+    name: str
+    old: Leaf
+    new: Leaf
+    slots: AxisSizes | None
+    layers: AxisSizes | None
+    role: Role | None
+
+    @property
+    def copied(self) -> bool:
+        """Whether every number is taken as it is."""
+        return not any(sizes and sizes.differ for sizes in (self.slots, self.layers))
+
+    def takes_fresh(self, mode: Mode) -> bool:
+        """Whether the new slots get the numbers of a fresh model, and not zero."""
+        if self.slots is None or self.slots.new <= self.slots.old:
+            return False
+        return mode == "random" or (mode == "function_preserving" and self.role == "value")
+
+    def __str__(self) -> str:
+        words = [
+            f"{name} {sizes.old} -> {sizes.new}"
+            for name, sizes in ((SLOTS, self.slots), (LAYERS, self.layers))
+            if sizes and sizes.differ
+        ]
+        return f"{self.name}: {', '.join(words) or 'copied'}"
+
+
+class GrowthPlan(NamedTuple):
+    """The plan of a model: parameter name -> LeafPlan, in the order of the model."""
+
+    leaves: Mapping[str, LeafPlan]
+
+    @property
+    def slots(self) -> dict[str, tuple[int, int]]:
+        """Parameter name -> (slots stored, slots now) where the two differ."""
+        return {
+            name: (leaf.slots.old, leaf.slots.new)
+            for name, leaf in self.leaves.items()
+            if leaf.slots and leaf.slots.differ
+        }
+
+    @property
+    def stored_slots(self) -> list[int]:
+        """All numbers of slots that are stored, ascending."""
+        return sorted({leaf.slots.old for leaf in self.leaves.values() if leaf.slots})
+
+    @property
+    def layers(self) -> tuple[int, int] | None:
+        """(layers stored, layers now) if the two differ."""
+        stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
+        return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
+
+    @property
+    def changes(self) -> bool:
+        """Whether any shape does."""
+        return bool(self.slots or self.layers)
+
+    @property
+    def adds_slots(self) -> bool:
+        """Whether any array has more slots than are stored."""
+        return any(new > old for old, new in self.slots.values())
+
+    @property
+    def drops(self) -> list[str]:
+        """What is stored and finds no place, in words."""
+        pairs = {(SLOTS, *pair) for pair in self.slots.values()}
+        pairs |= {(LAYERS, *self.layers)} if self.layers else set()
+        return [f"{name} {old} -> {new}" for name, old, new in sorted(pairs) if new < old]
+
+
+class Misfits(Exception):
+    """The stored parameters are not those of a smaller or larger model of this kind.
+
+    Attributes:
+      problems: one line for each parameter that does not fit.
+    """
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
+    """Compares what is stored with the parameters of a model.
+
+    Args:
+      stored: parameter name -> shape and format.
+      wanted: parameter name -> facts, with logical axes.
+
+    Raises:
+      Misfits: parameters are missing or extra, or differ in another axis than slots and layers.
+    """
+    problems = [f"missing     {name}: wanted {_leaf(wanted[name])}" for name in wanted
+                if name not in stored]  # fmt: skip
+    problems += [f"extra       {name}: stored {stored[name]}" for name in stored
+                 if name not in wanted]  # fmt: skip
+    leaves = {}
+    for name, info in wanted.items():
+        if name not in stored:
+            continue
+        old, new = stored[name], _leaf(info)
+        other = _other_change(old, info)
+        if other is not None:
+            problems.append(f"other shape {name}: stored {old}, wanted {new}{other}")
+        elif old.dtype != new.dtype and not (_is_floating(old) and _is_floating(new)):
+            problems.append(f"other kind  {name}: stored {old}, wanted {new}")
+        else:
+            leaves[name] = LeafPlan(
+                name, old, new, _sizes(SLOTS, old, info), _sizes(LAYERS, old, info), _role(info)
+            )
+    if problems:
+        raise Misfits(problems)
+    return GrowthPlan(leaves)
+
+
+def _leaf(info: ParameterInfo) -> Leaf:
+    return Leaf(tuple(info.shape), np.dtype(info.dtype))
+
+
+def _is_floating(leaf: Leaf) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
+    """The sizes that may not differ and do, in words; None if there are none."""
+    if len(old.shape) != len(info.shape):
+        return ""
+    changed = [
+        f"{axis or 'unnamed'} {before} -> {after}"
+        for axis, before, after in zip(info.logical_axes, old.shape, info.shape, strict=True)
+        if before != after and axis not in (SLOTS, LAYERS)
+    ]
+    return f" ({', '.join(changed)})" if changed else None
+
+
+def _sizes(name: str, old: Leaf, info: ParameterInfo) -> AxisSizes | None:
+    if name not in info.logical_axes:
+        return None
+    axis = info.logical_axes.index(name)
+    return AxisSizes(axis, old.shape[axis], info.shape[axis])
+
+
+def _role(info: ParameterInfo) -> Role | None:
+    axes = [axis for axis in info.logical_axes if axis != LAYERS]
+    if SLOTS not in axes:
+        return None
+    assert axes.count(SLOTS) == 1, axes
+    if info.num_in_dims == 0:
+        return "bias"
+    return "value" if axes.index(SLOTS) < info.num_in_dims else "key"
+
+
+Index = tuple[slice, ...]
+
+
+def new_part(
+    leaf: LeafPlan,
+    stored: np.ndarray,
+    index: Index | None = None,
+    fresh: np.ndarray | float = 0.0,
+) -> np.ndarray:
+    """A part of a new array: stored numbers in the leading slots, `fresh` ones behind them.
+
+    Layer j of the new model is layer floor(j * old / new) of the old one, so that a deeper model
+    repeats layers evenly and a shallower one leaves out evenly.
+
+    Args:
+      stored: the whole stored array.
+      index: which part of the new array, one slice per axis; None for all of it.
+      fresh: numbers of the new slots: an array like the part, or one number.
+
+    Returns:
+      An array of its own, in the new format.
+    """
+    shape = leaf.new.shape
+    index = (slice(None),) * len(shape) if index is None else index
+    spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
+    part = np.empty([stop - start for start, stop in spans], leaf.new.dtype)
+    source: list[slice] = [slice(*span) for span in spans]
+    place: list[slice] = [slice(None)] * len(shape)
+    if leaf.slots:
+        start, stop = spans[leaf.slots.axis]
+        count = max(0, min(stop, leaf.slots.old) - start)
+        source[leaf.slots.axis] = slice(start, start + count)
+        place[leaf.slots.axis] = slice(count)
+        behind = list(place)
+        behind[leaf.slots.axis] = slice(count, None)
+        part[tuple(behind)] = fresh[tuple(behind)] if isinstance(fresh, np.ndarray) else fresh
+    if leaf.layers and leaf.layers.differ:
+        axis, old, new = leaf.layers
+        layers = [layer * old // new for layer in range(*spans[axis])]
+        source[axis] = slice(None)
+        part[tuple(place)] = np.take(stored[tuple(source)], layers, axis)
+    else:
+        part[tuple(place)] = stored[tuple(source)]
+    return part

@@ -1,0 +1,219 @@
+"""What growth decides before a model is built: which parameters grow, and how scores are scaled."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any
+from MaxText.checkpointing.growth import zoom
+from MaxText.checkpointing.growth.plan import GrowthPlan, Mode
+from MaxText.checkpointing.growth.record import Record, latest, make_record, sizes
+from MaxText.checkpointing.growth.source import Source, open_source
+from MaxText.configuration.catalogue import build, flat
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+
+
+class Growth(NamedTuple):
+    """Parameters that are to grow.
+
+    Attributes:
+      source: the smaller model.
+      plan: what becomes of each of its parameters.
+      mode: what new slots begin with.
+      moments: what the optimizer knows of the parameters: "zeroed", "reused" or "warmed".
+      position: where the data pipeline goes on, or None to begin anew.
+    """
+
+    source: Source
+    plan: GrowthPlan
+    mode: Mode
+    moments: str
+    position: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A configuration whose scale of scores is fixed, and what there is to grow.
+
+    Attributes:
+      config: the configuration to build a model of.
+      growth: what is to be done at the start of this run, or None.
+      record: how the run's parameters grew, now or at its first start; None if they did not.
+        Kept with each checkpoint (monitoring/lineage.py), as the source may be gone by then.
+      lines: what to tell the user.
+    """
+
+    config: Config
+    growth: Growth | None = None
+    record: Record | None = None
+    lines: Sequence[str] = ()
+
+    @property
+    def old_slots(self) -> dict[str, int]:
+        """Parameter name -> slots it had before it grew; they lead along its slots."""
+        slots = (self.record or {}).get("slots", {})
+        return {name: old for name, (old, new) in slots.items() if old < new}
+
+
+def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
+    """Fixes what a run's starting point decides; reads sizes and JSON, no arrays.
+
+    Args:
+      config: as the user wrote it.
+      own: checkpoints of this run, oldest first; the newest that can be read decides.
+
+    Raises:
+      UserError: the stored parameters do not fit, or cannot become the model in this way.
+    """
+    if own:
+        return _as_recorded(config, own)
+    if config.checkpoint.load_full_state_path:
+        path = config.checkpoint.load_full_state_path
+        return _as_recorded(config, [layout.find(path, "load_full_state_path")])
+    if not config.checkpoint.load_parameters_path:
+        return Settled(config)
+    return settle_source(config, open_source(config.checkpoint.load_parameters_path, flat(config)))
+
+
+def _as_recorded(config: Config, checkpoints: Sequence[layout.Stored]) -> Settled:
+    """For a run that goes on with a whole state."""
+    metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
+    record = latest(metadata)
+    keys = (record or {}).get("zoom") or {}
+    if zoom.is_fixed(config):
+        keys = {}  # the user's own; restoring says where they differ
+    lines = [f"{_words(keys)}: fixed when {checkpoints[-1]} began by growing"] if keys else []
+    return Settled(_with(config, keys), None, record, lines)
+
+
+def settle_source(config: Config, source: Source) -> Settled:
+    """As `settle`, for a run without checkpoints of its own.
+
+    Args:
+      source: what load_parameters_path names.
+    """
+    from MaxText.conversion.weights import model_of
+
+    section = config.checkpoint
+    growth = source.plan(model_of(config).parameters, flat(config))
+    _check_slot_number(section.load_parameters_path_slot_number, growth, source)
+    mode = section.mode_of_growth
+    if growth.changes:
+        _check_possible(config, growth, mode, source)
+    keys = _zoom_keys(config, growth, mode, source)
+    lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
+    if not growth.changes:
+        return _settled_without_change(config, source, keys, lines)
+    record = make_record(growth, section, keys)
+    position = None
+    if section.growth_data == "continue":
+        position = {**source.position(), "step": 0}
+    asked = Growth(source, growth, mode, section.growth_moments, position)
+    changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
+    told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
+    if growth.drops:
+        told.append(f"What is dropped changes the function: {', '.join(growth.drops)}")
+    return Settled(_with(config, keys), asked, record, [*told, *lines])
+
+
+def _settled_without_change(
+    config: Config, source: Source, keys: Mapping[str, float], lines: Sequence[str]
+) -> Settled:
+    section = config.checkpoint
+    for name, value, unasked in (
+        ("growth_moments", section.growth_moments, "zeroed"),
+        ("growth_data", section.growth_data, "restart"),
+    ):
+        if value != unasked:
+            raise UserError(
+                f"{name}={value}: {source.folder} has the slots and layers of this model, so "
+                "nothing grows. load_full_state_path takes optimizer state and data position, too."
+            )
+    # What convert.py grew is trained for the first time here.
+    grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
+    record = latest(source.metadata) if grown_by_itself else None
+    if section.growth_old_slots_learning_rate != 1 and not record:
+        raise UserError(
+            f"growth_old_slots_learning_rate={section.growth_old_slots_learning_rate:g}: "
+            f"{source.folder} has the slots of this model, so none of them is new. "
+            "learning_rate_overrides sets rates by name."
+        )
+    if keys:
+        record = {**(record or make_record(GrowthPlan({}), section, keys)), "zoom": dict(keys)}
+    return Settled(_with(config, keys), None, record, lines)
+
+
+def _with(config: Config, keys: Mapping[str, Any]) -> Config:
+    return build(flat(config) | dict(keys)) if keys else config
+
+
+def _words(keys: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in keys.items())
+
+
+def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
+    stored = growth.stored_slots
+    if number == -1 or (number in stored and set(stored) <= {number, 4 * number}):
+        return
+    found = ", ".join(map(str, stored)) or "no"
+    raise UserError(
+        f"load_parameters_path_slot_number={number}: {source.folder} holds parameters of {found} "
+        "slots. The number is read from the checkpoint; leave the key out."
+    )
+
+
+def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> None:
+    section = config.checkpoint
+    if growth.drops and not section.growth_allow_shrinking:
+        raise UserError(
+            f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
+            "last slots, or layers evenly, set growth_allow_shrinking=true."
+        )
+    if section.growth_old_slots_learning_rate != 1 and not growth.adds_slots:
+        raise UserError(
+            f"growth_old_slots_learning_rate={section.growth_old_slots_learning_rate:g}: no slots "
+            "are added, so there are none to keep apart from them."
+        )
+    if mode != "function_preserving":
+        return
+    if growth.layers:
+        old, new = growth.layers
+        raise UserError(
+            f"growth_mode=function_preserving: a model of {new} layers made of one of {old} "
+            f"({source.folder}) computes something else, as layer j becomes a copy of layer "
+            "floor(j * old / new).\n  Set growth_mode=random to do so, or base_num_decoder_layers "
+            f"back to {old}."
+        )
+    normalize_type = config.model.pattention.normalize_type
+    if growth.adds_slots and normalize_type not in zoom.PRESERVING:
+        raise UserError(
+            f"growth_mode=function_preserving: with normalize_type={normalize_type} every new "
+            "slot takes part in the normalisation of the others, whatever its key is, so the "
+            "function changes.\n  Set growth_mode=random. The function can be kept with "
+            f"{', '.join(zoom.PRESERVING)}."
+        )
+    if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
+        raise UserError(
+            f"growth_mode=function_preserving: {source.folder} was trained with other scores: "
+            f"{'; '.join(changed)}.\n  Set them back, or set growth_mode=random."
+        )
+
+
+def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> dict[str, float]:
+    """The keys that keep the scale of the stored slots; empty where it follows their number."""
+    stored = zoom.stored_config(source.metadata)
+    if growth.slots and mode != "function_preserving":
+        return {}  # as TokenFormer's JAX code, which leaves the scale to the user
+    if not growth.adds_slots:
+        return zoom.inherited(stored, config)
+    if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
+        return {}
+    zooms = zoom.trained_with(stored, growth, config)
+    if wrong := zoom.conflicts(zooms, config):
+        raise UserError(
+            "growth_mode=function_preserving keeps the zoom that the stored slots were trained "
+            f"with: {'; '.join(wrong)}.\n  Leave zoom_dim out, or set growth_mode=random."
+        )
+    return zoom.keys_for(zooms, config)

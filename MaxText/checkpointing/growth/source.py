@@ -1,0 +1,137 @@
+"""The smaller model that a run grows from: sizes first, then one array at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.description import metadata_if_any, read_position
+from MaxText.checkpointing.growth.plan import GrowthPlan, Misfits, plan
+from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
+from MaxText.errors import UserError
+from MaxText.layers.weights import ParameterInfo
+
+KEY = "load_parameters_path"
+_PARAMS = "params/"
+
+
+class Source(NamedTuple):
+    """Stored parameters, not yet read.
+
+    Attributes:
+      folder: where they lie.
+      step: the update after which they were saved, if known.
+      metadata: what they say of themselves (matching.checkpoint_metadata); empty if nothing.
+      parameters: name -> shape and format.
+      read: gives a parameter by name.
+      others: path -> shape and format of the rest of a train state, such as moments.
+      read_other: gives an array of the rest by path.
+      stored: the checkpoint; None for a folder of Hugging Face.
+    """
+
+    folder: str
+    step: int | None
+    metadata: Mapping[str, Any]
+    parameters: Mapping[str, Leaf]
+    read: Callable[[str], np.ndarray]
+    others: Mapping[str, Leaf]
+    read_other: Callable[[str], np.ndarray]
+    stored: layout.Stored | None
+
+    def plan(
+        self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
+    ) -> GrowthPlan:
+        """What becomes of each parameter.
+
+        Args:
+          parameters: of the model that is wanted.
+          config_flat: its configuration by key, to name what differs.
+
+        Raises:
+          UserError: lists every parameter that does not fit.
+        """
+        try:
+            return plan(self.parameters, parameters)
+        except Misfits as error:
+            hint = ConfigHint(self.metadata.get("config"), config_flat)
+            lines = [f"{self.folder}: {explain(error.problems, hint)}"]
+            if self.stored is None:
+                command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
+                lines.append(f"  {command} writes a config.yml with these keys.")
+            raise UserError("\n".join(lines)) from None
+
+    def position(self) -> dict[str, Any]:
+        """Where the data pipeline stood.
+
+        Raises:
+          UserError: it is not stored.
+        """
+        position = None
+        if self.stored and (self.stored.folder / layout.POSITION).exists():
+            position = read_position(self.stored)
+        if not position:
+            raise UserError(
+                f"growth_data=continue: {self.folder} does not say where its data stood. Name a "
+                "checkpoint of a run, or begin the data anew with growth_data=restart."
+            )
+        return position
+
+
+def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
+    """Finds the parameters that load_parameters_path names; reads no numbers.
+
+    Args:
+      path: a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+      config_flat: the current configuration by key.
+
+    Raises:
+      UserError: nothing there, or it cannot be read.
+    """
+    from MaxText.conversion.hugging_face_folder import is_folder
+
+    return _folder(path, config_flat) if is_folder(path) else _run(path)
+
+
+def _run(path: str) -> Source:
+    from MaxText.conversion.stored_arrays import StoredArrays
+
+    stored = layout.find(path, KEY)
+    arrays = StoredArrays(stored.items)
+    return Source(
+        folder=str(stored),
+        step=stored.step,
+        metadata=metadata_if_any(stored),
+        parameters={
+            name.removeprefix(_PARAMS): leaf
+            for name, leaf in arrays.leaves.items()
+            if name.startswith(_PARAMS)
+        },
+        read=lambda name: arrays.read(_PARAMS + name),
+        others={name: leaf for name, leaf in arrays.leaves.items() if not name.startswith(_PARAMS)},
+        read_other=arrays.read,
+        stored=stored,
+    )
+
+
+def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
+    from MaxText.conversion.starting_weights import open_weights
+
+    weights, theirs = open_weights(path, KEY, config_flat)
+
+    def no_others(path: str) -> np.ndarray:
+        raise KeyError(path)
+
+    return Source(
+        folder=str(weights.folder),
+        step=None,
+        metadata={"config": theirs},
+        parameters={
+            name: Leaf(tuple(info.shape), weights.formats[name])
+            for name, info in weights.model.parameters.items()
+        },
+        read=weights.read,
+        others={},
+        read_other=no_others,
+        stored=None,
+    )

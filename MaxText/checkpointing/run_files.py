@@ -1,0 +1,21 @@
+"""What a run folder says about itself besides its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+from MaxText.configuration.saved import resolved_yaml
+from MaxText.configuration.schema import Config
+
+
+def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
+    """Writes config.yml, and the tokenizer, so that the run can be used without its data set.
+
+    Args:
+      run_folder: local or remote, an epath.Path.
+      tokenizer: folder or file of the data set's tokenizer; None where it has none.
+    """
+    from MaxText.conversion.tokenizer_copy import keep_tokenizer
+
+    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, run_folder)

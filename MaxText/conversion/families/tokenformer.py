@@ -1,0 +1,108 @@
+"""TokenFormer (Wang et al. 2024, arXiv 2410.23168) as its PyTorch program stores it.
+
+So are the published models of the Pile, TokenFormer-150M to 1.5B. The program numbers the parts of
+a pipeline: 0 is the token table, 1 and the one after the layers reshape, then comes the final norm.
+Norms in layers have no parameters, and the head is the token table. Key slots are rows there and
+columns here; value slots are rows in both.
+"""
+
+from MaxText.conversion.family import (
+    SHARED_PARTS,
+    Family,
+    Row,
+    computed,
+    like,
+    multiple,
+    only,
+    ratio,
+    row,
+    same,
+    stated,
+)
+
+_LAYER = "sequential.{layer+2}."
+_NORM = "sequential.{num_layers+3}.norm."
+
+
+def _slots(theirs: str, ours: str, letter: str) -> tuple[Row, ...]:
+    """Key and value slots in one place; a letter for their number."""
+    return (
+        row(f"{_LAYER}{theirs}.key_param_tokens", f"layers/{ours}/keys/kernel",
+            f"{letter} D", f"D {letter}"),
+        row(f"{_LAYER}{theirs}.value_param_tokens", f"layers/{ours}/values/kernel",
+            f"{letter} D", f"{letter} D"),
+    )  # fmt: skip
+
+
+ROWS = (
+    row("sequential.0.word_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
+    *_slots("attention.query", "self_attention/query", "Q"),
+    *_slots("attention.key", "self_attention/key", "Q"),
+    *_slots("attention.value", "self_attention/value", "Q"),
+    *_slots("attention.proj", "self_attention/out", "O"),
+    *_slots("mlp", "mlp", "S"),
+    row(_NORM + "weight", "decoder_norm/scale", "D", "D"),
+    row(_NORM + "bias", "decoder_norm/bias", "D", "D"),
+)
+
+TOKENFORMER = Family(
+    model_type="tokenformer",
+    architecture="TokenFormerForCausalLM",
+    decoder_block="tokenformer_pytorch",
+    parts={
+        **SHARED_PARTS,
+        "attention_projections": "pattention",
+        "feed_forward_type": "pattention",
+        "block_arrangement": "sequential",
+        "normalization_type": "layer_norm",
+        "block_norm_parametric": False,
+        "normalization_bias": True,
+        "gelu_approximate": False,
+        "score_norm_epsilon": 0.0,
+        # Scores are multiplied by the root of the number of slots, whatever it is.
+        "zoom_dim": 0.0,
+        "qkv_zoom_dim": -1.0,
+        "proj_zoom_dim": -1.0,
+        "ffn_zoom_dim": -1.0,
+        "qkv_scale_factor": 1.0,
+        "proj_scale_factor": 1.0,
+        "ffn_scale_factor": 1.0,
+        "qkv_bias": False,
+        "proj_bias": False,
+        "ffn_bias": False,
+        "use_qk_norm": False,
+        "position_embedding": "rotary",
+        "rope_type": "default",
+        "logits_via_embedding": True,
+    },
+    settings=(
+        # The published files do not say it: GPT-NeoX-20B's tokenizer, up to a multiple of 128.
+        same("vocab_size padded_vocab_size", "vocab_size", default=50_304),
+        same("num_layers", "base_num_decoder_layers"),
+        same("hidden_size", "base_emb_dim"),
+        same("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        computed("head_dim", ratio("hidden_size", "num_attention_heads")),
+        same("qkv_slot_num", "slot_num"),
+        same("proj_slot_num", "proj_slot_num", implied=like("qkv_slot_num")),
+        same("ffn_slot_num", "ffn_slot_num", implied=multiple(4, "qkv_slot_num")),
+        same(
+            "norm_activation_type",
+            "normalize_type",
+            values=tuple((name, name) for name in ("l2_norm_gelu", "gelu_l2_norm", "softmax")),
+        ),
+        same("max_position_embeddings", "max_target_length", default=like("seq_length")),
+        same("seq_length", "max_target_length", default=like("max_position_embeddings")),
+        stated("pos_emb", "rotary"),
+        same("rotary_pct", "rotary_pct"),
+        same("rotary_emb_base", "rope_max_timescale", default=10_000.0),
+        stated("norm", "layernorm_nonparam"),
+        stated("final_norm", "layernorm"),
+        same("layernorm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        stated("no_weight_tying", False, default=False),
+        only("sliding_window_width", None),
+        only("use_mup", False),
+    ),
+    rows=ROWS,
+    prefix="sequential.",
+    in_transformers=False,
+)

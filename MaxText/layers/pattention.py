@@ -1,0 +1,196 @@
+"""Pattention: attention from tokens to learned slots, which takes the place of matrices.
+
+Source: TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its two programs, whose
+constants differ. More slots make a larger model of the same width.
+Legend: B sequences, T tokens, D emb_dim, n slots.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText.configuration.model_sections import Pattention as PattentionSection
+from MaxText.configuration.model_sections import SlotPlace
+from MaxText.layers.building import Building
+from MaxText.layers.dense import Dense
+from MaxText.layers.feed_forward import Scalars
+from MaxText.layers.weights import Shape, SlotInitializers
+from MaxText.parallelism.constraints import constrain
+
+# Of flax, whose LayerNorm the JAX program uses.
+_LAYER_NORM_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Theta:
+    """What a Pattention does with its scores.
+
+    Attributes:
+      kind: a value of normalize_type.
+      root: sqrt of the zoom, by which normalised scores are multiplied.
+      epsilon: added to the norm, outside its root.
+      approximate: gelu by tanh.
+      factor: multiplies the result.
+    """
+
+    kind: str
+    root: float
+    epsilon: float
+    approximate: bool
+    factor: float
+
+    def __call__(self, scores: jax.Array) -> jax.Array:
+        """Weights of the slots, from scores [..., n].
+
+        Sums over slots and all that depends on them are float32; the result has the scores' format.
+        """
+        a = scores.astype(jnp.float32)
+        gelu = functools.partial(jax.nn.gelu, approximate=self.approximate)
+        if self.kind == "l2_norm_gelu":
+            y = gelu(self._normalised(a))
+        elif self.kind == "gelu_l2_norm":
+            y = self._normalised(gelu(a))
+        elif self.kind == "l2_norm":
+            y = self._normalised(a)
+        elif self.kind == "softmax":
+            y = jax.nn.softmax(a, axis=-1) * a.shape[-1]
+        elif self.kind == "gelu":
+            y = gelu(a)
+        else:
+            y = _layer_norm(gelu(a))
+        return (y * self.factor).astype(scores.dtype)
+
+    def _normalised(self, a: jax.Array) -> jax.Array:
+        """root * a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        square = jnp.sum(jnp.square(a), axis=-1, keepdims=True)
+        # The root has no gradient at 0, and below the smallest normal number 1 / |a|^2 overflows.
+        # Both branches of `where` are differentiated, so the root must not see a zero at all.
+        is_zero = square < jnp.finfo(jnp.float32).tiny
+        norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
+        if self.epsilon == 0:
+            norm = jnp.where(is_zero, 1.0, norm)
+        return a / (norm + self.epsilon) * self.root
+
+
+def _layer_norm(x: jax.Array) -> jax.Array:
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + _LAYER_NORM_EPSILON)
+
+
+def theta(section: PattentionSection, place: SlotPlace, emb_dim: int) -> Theta:
+    """The normalisation of scores at a place, as the configuration says."""
+    epsilon = section.score_norm_epsilon
+    if epsilon is None:
+        epsilon = 1e-5 if section.normalize_type == "l2_norm_gelu" else 1e-8
+    return Theta(
+        kind=section.normalize_type,
+        root=math.sqrt(section.zoom(place, emb_dim)),
+        epsilon=epsilon,
+        approximate=section.gelu_approximate,
+        factor=getattr(section, f"{place}_scale_factor"),
+    )
+
+
+class Pattention(nnx.Module):
+    """y = Theta(x K) V, with n key slots K [inputs, n] and n value slots V [n, outputs].
+
+    Scores are not divided by the root of the width. Biases, if any, are added to both products.
+    """
+
+    def __init__(
+        self,
+        section: PattentionSection,
+        place: SlotPlace,
+        inputs: int,
+        outputs: int,
+        initializers: SlotInitializers,
+        building: Building,
+        rngs: nnx.Rngs,
+        *,
+        use_bias: bool,
+        scores_name: str = "slot_scores",
+    ):
+        """`scores_name` is what policies of rematerialisation call the scores."""
+        emb_dim = building.dimensions.emb_dim
+        n = section.num_slots(place, emb_dim)
+        self.theta = theta(section, place, emb_dim)
+        self.scores_name = scores_name
+        # Inputs and outputs are as wide as the residual stream, or as all heads together, and are
+        # split as the stream is.
+        self.keys = Dense(
+            (inputs,), (n,), ("embed", "slots"), initializers.keys, building, rngs,
+            use_bias=use_bias,
+        )  # fmt: skip
+        self.values = Dense(
+            (n,), (outputs,), ("slots", "embed"), initializers.values, building, rngs,
+            use_bias=use_bias,
+        )  # fmt: skip
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """From [B, T, inputs] to [B, T, outputs]."""
+        scores = checkpoint_name(self.keys(x), self.scores_name)
+        scores = constrain(scores, "activation_batch", "activation_length", "activation_slots")
+        return self.values(self.theta(scores))
+
+
+class PattentionProjection(Pattention):
+    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads."""
+
+    def __init__(
+        self,
+        section: PattentionSection,
+        place: SlotPlace,
+        inputs: Shape,
+        outputs: Shape,
+        building: Building,
+        rngs: nnx.Rngs,
+        *,
+        use_bias: bool,
+    ):
+        """Heads lie side by side in the weights: dimension h of head n is number n * H + h."""
+        super().__init__(
+            section,
+            place,
+            math.prod(inputs),
+            math.prod(outputs),
+            building.initializers.attention_slots,
+            building,
+            rngs,
+            use_bias=use_bias,
+        )
+        self.num_in_dims, self.outputs = len(inputs), outputs
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """From [B, T, *inputs] to [B, T, *outputs]."""
+        leading = x.shape[: x.ndim - self.num_in_dims]
+        return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
+
+
+class PattentionFeedForward(Pattention):
+    """A Pattention in the place of the MLP."""
+
+    def __init__(
+        self, section: PattentionSection, use_bias: bool, building: Building, rngs: nnx.Rngs
+    ):
+        D = building.dimensions.emb_dim
+        super().__init__(
+            section,
+            "ffn",
+            D,
+            D,
+            building.initializers.feed_forward_slots,
+            building,
+            rngs,
+            use_bias=use_bias,
+            scores_name="mlpwi",
+        )
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Scalars]:
+        """Returns y_BTD and scalars to be summed over layers (none here)."""
+        return checkpoint_name(self.attend(x_BTD), "mlpwo"), {}

@@ -1,0 +1,162 @@
+"""A small TokenFormer that was trained for some steps, and runs that grow from it."""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from MaxText.checkpointing import layout
+from MaxText.checkpointing.growth.old_slots import slow_old_slots
+from MaxText.checkpointing.growth.settling import Settled, settle
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.matching import checkpoint_metadata
+from MaxText.checkpointing.starting_point import Start, restore_or_initialize
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+from MaxText.configuration.training_sections import Optimizer, Schedule
+from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.model import Model
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.state import TrainState
+from MaxText.training.step import make_initialize, make_train_step
+from tests.small_models import random_batch, tiny_config
+
+SMALL = {
+    "base_num_kv_heads": 4,
+    "slot_num": 6,
+    "logits_via_embedding": True,
+    "base_num_decoder_layers": 2,
+    "max_target_length": 8,
+}
+
+
+def config_of(**keys: Any) -> Config:
+    """A TokenFormer of 2 layers, width 32 and 6 slots (24 in the feed-forward)."""
+    return tiny_config("tokenformer", **(SMALL | keys))
+
+
+class Program(NamedTuple):
+    """What train.py makes of a configuration."""
+
+    model: Model
+    state: TrainState
+    step: Any
+
+    def abstract(self) -> TrainState:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+
+
+def program(config: Config, settled: Settled | None = None) -> Program:
+    """The model, a fresh state and the compiled step."""
+    old_slots = settled.old_slots if settled else {}
+    factor = config.checkpoint.growth_old_slots_learning_rate
+    return _program(
+        config.model, config.optimizer, config.schedule, tuple(old_slots.items()), factor
+    )
+
+
+@functools.cache  # tests grow to few models in many ways
+def _program(
+    section: ModelSection,
+    optimizer_section: Optimizer,
+    schedule_section: Schedule,
+    old_slots: tuple[tuple[str, int], ...],
+    factor: float,
+) -> Program:
+    model = Model(section)
+    schedule = learning_rate_schedule(schedule_section)
+    optimizer = make_optimizer(optimizer_section, schedule, model.parameters)
+    optimizer = slow_old_slots(optimizer, model.parameters, dict(old_slots), factor)
+    key = jax.random.key(section.initialization.init_weights_seed)
+    state = jax.jit(make_initialize(model, optimizer))(key)
+    step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
+    return Program(model, state, jax.jit(step))
+
+
+def save(folder: Path, config: Config, state: TrainState, extra: dict | None = None) -> Path:
+    """Saves a state as a run's checkpoint; returns the run."""
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    metadata = checkpoint_metadata(flat(config), state.params) | (extra or {})
+    step = int(state.step) - 1
+    checkpoints.save(step, state, {"step": step + 1, "samples": 4 * (step + 1)}, metadata)
+    checkpoints.close()
+    return folder
+
+
+def trained(config: Config, steps: int = 2, seed: int = 0) -> TrainState:
+    """A state after some updates on random batches."""
+    _, state, step = program(config)
+    for index in range(steps):
+        state, _ = step(state, random_batch(config, 4, seed=seed + index))
+    return state
+
+
+class Grown(NamedTuple):
+    """A run that has just grown."""
+
+    settled: Settled
+    program: Program
+    start: Start
+    lines: list[str]
+
+    @property
+    def params(self) -> dict[str, np.ndarray]:
+        return by_name(self.start.state.params)
+
+
+def grow(folder: Path, source: Path, **keys: Any) -> Grown:
+    """Starts a run as train.py does."""
+    return grow_by(folder, config_of(load_parameters_path=str(source), **keys))
+
+
+def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Grown:
+    """The same for any configuration; `fresh` is the state that initialising gives."""
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    settled = settle(config, [checkpoints.stored(step) for step in checkpoints.steps()])
+    made = program(settled.config, settled)
+    lines: list[str] = list(settled.lines)
+    start = restore_or_initialize(
+        checkpoints,
+        settled.config.checkpoint,
+        made.abstract(),
+        lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
+        flat(settled.config),
+        lines.append,
+        settled,
+    )
+    return Grown(settled, made, start, lines)
+
+
+def by_name(tree: Any) -> dict[str, np.ndarray]:
+    """Arrays of nested dicts by name, on the host."""
+    return {
+        "/".join(entry.key for entry in path): np.array(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
+    """What a model says of a batch."""
+
+    @jax.jit
+    def run(params, batch):
+        decoder = model.merge(params)
+        return decoder.logits(decoder.hidden(batch)[0])
+
+    return np.asarray(run(params, batch))
+
+
+def logits(config: Config, params: Any, seed: int = 9) -> np.ndarray:
+    """What the model of a configuration says of a random batch."""
+    return logits_of(Model(config.model), params, random_batch(config, 4, seed=seed))
+
+
+def stored_in(run: Path) -> layout.Stored:
+    """The newest checkpoint of a run."""
+    return layout.find(str(run), "test")
