@@ -98,7 +98,7 @@ def test_a_run_grows_and_goes_on(place, train):
 
     shutil.rmtree(place / "out" / "small")
     text = train("large", *growing, "steps=5")
-    assert f"zoom_dim=24: fixed when {stored_in(large).folder.parent / '2'} began by gr" in text
+    assert f"zoom_dim=24, with which {stored_in(large).folder.parent / '2'} was trained" in text
     assert len(losses(large)) == 5
     assert len(events(large, "growth")) == 1
     assert latest(json.loads(

@@ -165,7 +165,7 @@ def test_a_resumed_run_keeps_its_zoom_although_the_source_is_gone(small, tmp_pat
     assert again.config.model.pattention.zoom_dim == 6
     assert again.growth is None
     assert again.old_slots == grown.settled.old_slots
-    assert again.lines == [f"zoom_dim=6: fixed when {stored_in(run)} began by growing"]
+    assert again.lines == [f"zoom_dim=6, with which {stored_in(run)} was trained"]
     # The same for a run that goes on with the whole state.
     forked = settle(config_of(slot_num=8, load_full_state_path=str(run)), [])
     assert forked.config.model.pattention.zoom_dim == 6
@@ -182,3 +182,15 @@ def test_parameters_without_optimizer_state(tmp_path):
     run = save(tmp_path / "small", config, TrainState(state.step, state.params, ()))
     with pytest.raises(UserError, match=r"(?s)missing     opt_state/1/count.*=zeroed"):
         grow(tmp_path / "large", run, slot_num=8, growth_moments="reused")
+
+
+def test_a_run_goes_on_with_a_zoom_that_its_user_fixed(tmp_path):
+    # By an argument or a config file of the first start, which the second may lack.
+    config = config_of(zoom_dim=9)
+    run = save(tmp_path / "run", config, first_state(config))
+    again = settle(config_of(), [stored_in(run)])
+    assert again.config.model.pattention.zoom_dim == 9
+    assert again.lines == [f"zoom_dim=9, with which {stored_in(run)} was trained"]
+    full = settle(config_of(load_full_state_path=str(run)), [])
+    assert full.config.model.pattention.zoom_dim == 9
+    assert settle(config_of(zoom_dim=5), [stored_in(run)]).config.model.pattention.zoom_dim == 5

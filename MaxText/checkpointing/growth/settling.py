@@ -81,10 +81,10 @@ def _as_recorded(config: Config, checkpoints: Sequence[layout.Stored]) -> Settle
     """For a run that goes on with a whole state."""
     metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
     record = latest(metadata)
-    keys = (record or {}).get("zoom") or {}
-    if zoom.is_fixed(config):
-        keys = {}  # the user's own; restoring says where they differ
-    lines = [f"{_words(keys)}: fixed when {checkpoints[-1]} began by growing"] if keys else []
+    # Whether growth fixed it, the user, or a config file of the first start: it is trained with it.
+    # The user's own is left alone; restoring says where it differs.
+    keys = zoom.inherited(zoom.stored_config(metadata), config)
+    lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
     return Settled(_with(config, keys), None, record, lines)
 
 
@@ -114,7 +114,7 @@ def settle_source(config: Config, source: Source) -> Settled:
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
     told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
     if growth.drops:
-        told.append(f"What is dropped changes the function: {', '.join(growth.drops)}")
+        told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
     return Settled(_with(config, keys), asked, record, [*told, *lines])
 
 
@@ -134,6 +134,8 @@ def _settled_without_change(
     # What convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
     record = latest(source.metadata) if grown_by_itself else None
+    if record:
+        record = {**record, "old_slots_learning_rate": section.growth_old_slots_learning_rate}
     if section.growth_old_slots_learning_rate != 1 and not record:
         raise UserError(
             f"growth_old_slots_learning_rate={section.growth_old_slots_learning_rate:g}: "
