@@ -26,13 +26,13 @@ laid over every configuration. Besides:
 
   match=WHAT      what is made equal: params (the default), flops, tokens, or time of training
   budget=AMOUNT   how much: 10M, 1e15, for time 10m or 1h; by default what the first file has
-  free=KEY        what is changed for it: width, depth, steps or a whole-number key; one for all, or
-                  [one,for,each]. By default width for params, steps for the others
+  free=KEY        what is changed for it: width, depth, slots, steps or a whole-number key; one for
+                  all, or [one,for,each]. By default width for params, steps for the others
   tolerance=0.02  largest deviation from the budget
   seeds=1         runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names
                   them
   sweep=...       {key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a
-                  YAML file as `sweep:`
+                  YAML file as `sweep:`. `stages:` there is a chain of runs (docs/compare.md)
   launch=print    print one line per run instead of running, and the line that gathers the results
   num_devices=N   devices a run is made for, by default those of this machine
   output=FOLDER   by default maxtext_output/compare_<names>_<match>

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from MaxText.comparison import child_processes, running
-from MaxText.comparison.plan import Plan, Question, Run, open_plan, runs_of
+from MaxText.comparison.plan import Chain, Plan, Question, Run, chains_of, open_plan
 from MaxText.comparison.request import KEY_OF, STEPS, Request, default_free
 from MaxText.comparison.variants import Variant, expand, other_differences
 from MaxText.configuration.problems import ConfigurationError, Problem
@@ -60,12 +60,13 @@ def compare(
             if request.match == "time":
                 measure(plan, variants, descriptor, _commented(show, request))
             solve_plan(plan, variants, request)
-        runs = runs_of(plan, variants)
+        chains = chains_of(plan, variants)
+        runs = [run for chain in chains for run in chain]
         for run in runs:
             if broken := broken_rules(run.config):
                 raise UserError(f"{run.name}: {broken[0]}")
         plan.save()
-        waiting = [run for run in runs if not _is_finished(run)]
+        waiting = [run for run in runs if not _is_over(run)]
 
         say = _commented(show, request) if waiting else show
         for line in plan_lines(plan, variants):
@@ -78,13 +79,14 @@ def compare(
         if waiting and request.launch == "print":
             for run in waiting:
                 running.write_config(run)
-            for line in launch_lines([run.config_path for run in waiting], command):
+            left = [[run.config_path for run in chain if run in waiting] for chain in chains]
+            for line in launch_lines([configs for configs in left if configs], command):
                 show(line)
         elif waiting:
             _run_all(runs, descriptor, folder, show)
         else:
             show(f"All {len(runs)} runs in {folder} had finished before; none is run again.")
-        _gather(plan, variants, runs, unasked, say)
+        _gather(plan, variants, chains, unasked, say)
 
 
 def _num_devices(request: Request, hardware: str) -> int:
@@ -156,13 +158,21 @@ def free_by_label(request: Request, variants: Sequence[Variant]) -> dict[str, st
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
 
 
-def launch_lines(configs: Sequence[Path], command: Sequence[str]) -> list[str]:
-    """Shell lines that run the configurations, and the one that gathers what they gave."""
+def launch_lines(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
+    """Shell lines that run the configurations, and the one that gathers what they gave.
+
+    Args:
+      chains: configurations; those of one chain run one after another, on one line.
+      command: the program and its arguments.
+    """
     variables = child_processes.key_variables(os.environ)
     # Whoever starts the lines may have the same variables set; the files hold what they gave.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
-    commands = [child_processes.train_command(config) for config in configs]
-    lines = [shlex.join([*without, *map(_short, one)]) for one in commands]
+
+    def line(config: Path) -> str:
+        return shlex.join([*without, *map(_short, child_processes.train_command(config))])
+
+    lines = [" && ".join(map(line, configs)) for configs in chains]
     return [*lines, shlex.join([_short(sys.executable), *command])]
 
 
@@ -172,24 +182,26 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _is_finished(run: Run) -> bool:
-    from MaxText.comparison.outcome import FINISHED, record_of
+def _is_over(run: Run) -> bool:
+    from MaxText.comparison.outcome import is_over
 
-    record = record_of(run)
-    return record is not None and record.state in FINISHED
+    return is_over(run)
 
 
 def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> None:
-    from MaxText.comparison.outcome import DIVERGED, FINISHED, record_of
+    from MaxText.comparison.outcome import DIVERGED, FINISHED, is_over, record_of
     from MaxText.comparison.set_progress import SetProgress
     from MaxText.monitoring.report.wording import loss
     from MaxText.monitoring.run_record import read_run
 
-    finished = [run for run in runs if _is_finished(run)]
+    finished = [run for run in runs if is_over(run)]
     show(f"{len(runs)} runs in {folder}, {len(finished)} finished before")
     with SetProgress(runs, finished, show) as progress:
         for run in runs:
             if run in finished:
+                continue
+            if is_over(run):
+                progress.pass_over(run, "not begun, as an earlier stage diverged")
                 continue
             progress.begin(run, running.steps_done(run.folder))
             code = running.train(run, descriptor, progress.steps)
@@ -208,15 +220,18 @@ def _run_all(runs: Sequence[Run], descriptor: int, folder: Path, show: Show) -> 
 
 
 def _gather(
-    plan: Plan, variants: Sequence[Variant], runs: Sequence[Run], unasked: Sequence[str], say: Show
+    plan: Plan,
+    variants: Sequence[Variant],
+    chains: Sequence[Chain],
+    unasked: Sequence[str],
+    say: Show,
 ) -> None:
     from MaxText.comparison import outcome, outcome_report
 
-    records = [(run, record) for run in runs if (record := outcome.record_of(run)) is not None]
-    records = [(run, one) for run, one in records if one.state in outcome.FINISHED]
+    records = [(chain, one) for chain in chains if (one := outcome.record_of_chain(chain))]
     if not records:
         return
-    results = [outcome.result_of(run, record) for run, record in records]
+    results = [outcome.result_of(chain, record) for chain, record in records]
     groups = outcome.group_results([variant.label for variant in variants], results)
     for line in ["", *outcome.text_lines(groups, plan), ""]:
         say(line)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from MaxText.comparison.child_processes import last_lines
-from MaxText.comparison.plan import Plan, Run, run_config
+from MaxText.comparison.plan import Plan, Run, run_config, stage_name, stage_numbers
 from MaxText.comparison.running import train
 from MaxText.comparison.variants import Variant
-from MaxText.configuration.catalogue import build
+from MaxText.configuration.catalogue import all_keys, build
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
@@ -40,27 +40,32 @@ def measure(
     Raises:
       UserError: batches change in the course of a run, or a short run failed.
     """
-    for variant in variants:
-        batch = variant.config.batch
+    stages = {
+        stage_name(variant.label, number): config
+        for variant in variants
+        for number, config in zip(stage_numbers(len(variant.stages)), variant.stages, strict=True)
+    }
+    for name, config in stages.items():
+        batch = config.batch
         if batch.enable_rampup_batch_size or batch.sequence_length_stages:
             raise UserError(
-                f"{variant.label}: match=time measures steps of one shape, and here batches change "
+                f"{name}: match=time measures steps of one shape, and here batches change "
                 "in the course of the run (enable_rampup_batch_size, sequence_length_stages). "
                 "Match flops or tokens instead."
             )
     for index in range(_ROUNDS):
-        for variant in variants:
-            rounds = plan.measurements.setdefault(variant.label, [])
+        for name, config in stages.items():
+            rounds = plan.measurements.setdefault(name, [])
             if len(rounds) > index:
                 continue
-            folder = plan.folder / _FOLDER / f"{variant.label}_{index}"
-            show(f"measuring {variant.label}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
-            rounds.append(_step_seconds(variant, folder, descriptor))
+            folder = plan.folder / _FOLDER / f"{name}_{index}"
+            show(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
+            rounds.append(_step_seconds(name, config, folder, descriptor))
             plan.save()
     shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)
-    for label, rounds in plan.measurements.items():
+    for name, rounds in plan.measurements.items():
         medians = [statistics.median(seconds) for seconds in rounds]
-        line = f"  {label}: {seconds_per_step(rounds):.4g} s per step"
+        line = f"  {name}: {seconds_per_step(rounds):.4g} s per step"
         if max(medians) > min(medians) * (1 + _UNSTEADY):
             line += f", but the rounds gave {' and '.join(f'{m:.4g}' for m in medians)}: other " \
                     "programs may share this machine"  # fmt: skip
@@ -75,8 +80,15 @@ def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
 def short_config(config: Config, folder: Path) -> Config:
     """The configuration of a short run that does nothing but train."""
     keys = flat(run_config(config, {}, folder, seed=0))
+    # What a run begins with has no part in the time of a step, and is not there yet.
+    beginning = {
+        name: key.default
+        for name, key in all_keys().items()
+        if name.startswith(("load_parameters_", "growth_"))
+    }
     return build(
         keys
+        | beginning
         | {
             "steps": _STEPS,
             "step_log_period": 1,
@@ -91,19 +103,19 @@ def short_config(config: Config, folder: Path) -> Config:
     )
 
 
-def _step_seconds(variant: Variant, folder: Path, descriptor: int) -> list[float]:
+def _step_seconds(name: str, config: Config, folder: Path, descriptor: int) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
-    run = Run(variant.label, 0, short_config(variant.config, folder), folder, 0.0)
+    run = Run(name, 0, short_config(config, folder), folder, 0.0)
     code = train(run, descriptor, lambda steps: None)
     if code:
         raise UserError(
-            f"{variant.label}: the run that measures a step ended with exit code {code}. "
+            f"{name}: the run that measures a step ended with exit code {code}. "
             f"Its last lines:\n{last_lines(run.log)}\n  All of them: {run.log}"
         )
     rows = [row for row in read_run(folder).steps if row["step"] >= _LEFT_OUT]
     if not rows:
         raise UserError(
-            f"{variant.label}: the data ends within {_LEFT_OUT} steps, too few to measure one. "
+            f"{name}: the data ends within {_LEFT_OUT} steps, too few to measure one. "
             "Leave num_epoch=-1."
         )
     return [row["seconds"] / row["updates"] for row in rows]

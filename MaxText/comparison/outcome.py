@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from MaxText.comparison.plan import Plan, Run
+from MaxText.comparison.chain_record import joined
+from MaxText.comparison.plan import Chain, Plan, Run, run_path
 from MaxText.comparison.seed_statistics import Difference, Summary, in_words, paired_difference
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
@@ -22,7 +23,7 @@ _SPEED_CHANGED = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """One run in numbers; a row of runs.csv.
+    """One run, or the runs of a chain, in numbers; a row of runs.csv.
 
     Attributes:
       config: label of its configuration.
@@ -31,7 +32,7 @@ class RunResult:
       validation_loss: of the last evaluation, nats per token; None if it did not complete.
       validation_tokens: that this loss is the mean of.
       training_loss: of the last update on record.
-      parameters: of the model.
+      parameters: of the model at the end.
       steps: updates done.
       tokens: seen.
       flops: operations done.
@@ -106,8 +107,47 @@ def record_of(run: Run) -> RunRecord | None:
         return None
 
 
-def result_of(run: Run, record: RunRecord) -> RunResult:
-    """A run in numbers."""
+def is_over(run: Run) -> bool:
+    """Whether there is nothing left to do for a run: it has ended, or has nothing to begin from."""
+    record = record_of(run)
+    if record is not None and record.state in FINISHED:
+        return True
+    return run.previous is not None and _has_diverged(run.previous)
+
+
+def _has_diverged(run: Run) -> bool:
+    """Whether a run, or one that it begins from, has."""
+    record = record_of(run)
+    if record is not None and record.state == DIVERGED:
+        return True
+    return run.previous is not None and _has_diverged(run.previous)
+
+
+def record_of_chain(chain: Chain) -> RunRecord | None:
+    """The record of all that a chain has done, as if it were one run; None until it is over."""
+    if not all(map(is_over, chain)):
+        return None
+    if len(chain) == 1:
+        return record_of(chain[0])
+    records = []
+    for run in chain:
+        record = record_of(run)
+        if record is None:
+            break
+        records.append(record)
+        if record.state == DIVERGED:
+            break
+    return joined(records, records[0].folder.parent)
+
+
+def result_of(chain: Chain, record: RunRecord) -> RunResult:
+    """A chain in numbers.
+
+    Args:
+      chain: its runs, mostly one.
+      record: of `record_of_chain`.
+    """
+    run = chain[-1]
     losses = [row["learning/lm_loss"] for row in record.steps if "learning/lm_loss" in row]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -122,7 +162,7 @@ def result_of(run: Run, record: RunRecord) -> RunResult:
         tokens=record.tokens,
         flops=record.flops,
         train_seconds=sum(row.get("seconds") or 0.0 for row in record.steps),
-        folder=f"{run.label}/{run.folder.name}",
+        folder=str(Path(run.label) / run_path(run.seed)),
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from MaxText.comparison import outcome
 from MaxText.comparison.outcome import Group
-from MaxText.comparison.plan import Plan
+from MaxText.comparison.plan import Plan, run_path
 from MaxText.comparison.planning import budget_in_words, changes_in_words, plan_rows
 from MaxText.comparison.solving import UNITS
 from MaxText.comparison.variants import Variant
@@ -55,11 +55,19 @@ def write(
     groups: Sequence[Group],
     unasked: Sequence[str],
 ) -> Path:
-    """Writes the report into the comparison's folder and returns its path."""
+    """Writes the report into the comparison's folder and returns its path.
+
+    Args:
+      records: one for each chain, of `outcome.record_of_chain`.
+    """
     present = {str(record.folder) for record in records}
     by_label = {
-        label: [path for name in folders if (path := str(plan.folder / name)) in present]
-        for label, folders in plan.groups.items()
+        label: [
+            path
+            for seed in plan.seeds
+            if (path := str(plan.folder / label / run_path(seed))) in present
+        ]
+        for label in plan.identities
     }
     return write_report(
         records,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from MaxText.comparison.stages import KEPT_AT_THE_END, source_keys
 from MaxText.comparison.variants import Variant
 from MaxText.configuration.catalogue import build
 from MaxText.configuration.saved import differences, flat
@@ -19,7 +20,7 @@ from MaxText.configuration.values import to_yaml
 from MaxText.errors import UserError
 
 FILE = "comparison.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,33 +43,73 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """One configuration after solving.
+class PlannedStage:
+    """One run of a configuration after solving.
 
     Attributes:
       changes: key -> new value.
       parameters: of the model.
-      flops_per_token: operations of training on one token.
-      flops: of a run.
-      tokens: of a run.
-      steps: of a run.
-      deviation: of the matched amount from the budget, as a share.
-      seconds_per_step: measured; None where time is not matched.
+      flops: of the run.
+      tokens: of the run.
+      steps: of the run.
+      seconds: of training steps in the run; None where time is not matched.
     """
 
     changes: dict[str, Any]
     parameters: int
-    flops_per_token: float
     flops: float
     tokens: int
     steps: int
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One configuration after solving.
+
+    Attributes:
+      stages: its runs in order, mostly one alone.
+      deviation: of the matched amount from the budget, as a share.
+    """
+
+    stages: tuple[PlannedStage, ...]
     deviation: float
-    seconds_per_step: float | None = None
+
+    @property
+    def changed(self) -> set[str]:
+        """Keys that were solved for."""
+        return {name for stage in self.stages for name in stage.changes}
+
+    @property
+    def parameters(self) -> int:
+        """Of the model at the end."""
+        return self.stages[-1].parameters
+
+    @property
+    def flops(self) -> float:
+        """Of all stages."""
+        return sum(stage.flops for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Of all stages."""
+        return sum(stage.tokens for stage in self.stages)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of training on one token, over all stages."""
+        return self.flops / self.tokens if self.tokens else 0.0
+
+    @property
+    def steps(self) -> int:
+        """Of all stages."""
+        return sum(stage.steps for stage in self.stages)
 
     @property
     def seconds(self) -> float | None:
-        """Of training steps in a run; None where time is not matched."""
-        return None if self.seconds_per_step is None else self.seconds_per_step * self.steps
+        """Of training steps in all stages; None where time is not matched."""
+        seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
+        return sum(seconds) if seconds else None
 
 
 @dataclasses.dataclass
@@ -79,7 +120,7 @@ class Plan:
       folder: of the comparison.
       question: what was asked.
       identities: label -> every key of the configuration as it stands, flat.
-      measurements: label -> rounds -> seconds of single steps.
+      measurements: name of a stage (stage_name) -> rounds -> seconds of single steps.
       budget: the amount that all have; None before solving.
       planned: label -> what solving gave; empty before.
       seeds: of the runs.
@@ -95,9 +136,14 @@ class Plan:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Label -> run folders of its seeds, relative to the comparison's folder."""
+        """Name of a stage -> run folders of its seeds, relative to the comparison's folder."""
+        counts = {label: len(planned.stages) for label, planned in self.planned.items()}
         return {
-            label: [f"{label}/{run_name(seed)}" for seed in self.seeds] for label in self.identities
+            stage_name(label, stage): [
+                str(Path(label) / run_path(seed, stage)) for seed in self.seeds
+            ]
+            for label in self.identities
+            for stage in stage_numbers(counts.get(label, 1))
         }
 
     def save(self) -> None:
@@ -117,9 +163,20 @@ class Plan:
         temporary.replace(self.folder / FILE)
 
 
-def run_name(seed: int) -> str:
-    """Name of a run's folder."""
-    return f"seed_{seed}"
+def stage_numbers(count: int) -> list[int | None]:
+    """Numbers of stages from 1; a run that is alone has none."""
+    return [None] if count == 1 else list(range(1, count + 1))
+
+
+def stage_name(label: str, stage: int | None) -> str:
+    """Name of a stage of a configuration. Labels have no spaces, so it is no other one's."""
+    return label if stage is None else f"{label} stage {stage}"
+
+
+def run_path(seed: int, stage: int | None = None) -> Path:
+    """A run's folder, relative to that of its configuration."""
+    folder = Path(f"seed_{seed}")
+    return folder if stage is None else folder / f"stage_{stage}"
 
 
 def open_plan(
@@ -142,7 +199,7 @@ def open_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        planned = {name: Planned(**fields) for name, fields in stored["planned"].items()}
+        planned = {name: _read_planned(fields) for name, fields in stored["planned"].items()}
         old = Plan(
             folder,
             Question(**stored["question"]),
@@ -160,7 +217,7 @@ def open_plan(
     changed = _differences(old, fresh)
     if not changed:
         return old
-    if old.planned and any(folder.glob("*/seed_*/events.jsonl")):
+    if old.planned and any(folder.glob("*/seed_*/**/events.jsonl")):
         lines = "\n".join(f"  {line}" for line in changed)
         raise UserError(
             f"{folder} holds another comparison, of which runs have begun. What differs:\n{lines}\n"
@@ -172,6 +229,11 @@ def open_plan(
     ):
         fresh.measurements = old.measurements
     return fresh
+
+
+def _read_planned(fields: Mapping[str, Any]) -> Planned:
+    stages = tuple(PlannedStage(**stage) for stage in fields["stages"])
+    return Planned(stages, fields["deviation"])
 
 
 def _stored(content: Any) -> Any:
@@ -212,6 +274,8 @@ class Run:
       config: resolved, with the folder it writes to.
       folder: the run's.
       weight: its share of the whole work, in seconds or FLOPs.
+      stage: from 1; None of a run alone.
+      previous: the run that this one begins from, of which it is the next stage.
     """
 
     label: str
@@ -219,11 +283,14 @@ class Run:
     config: Config
     folder: Path
     weight: float
+    stage: int | None = None
+    previous: "Run | None" = None
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.label} seed {self.seed}"
+        name = f"{self.label} seed {self.seed}"
+        return name if self.stage is None else f"{name} stage {self.stage}"
 
     @property
     def config_path(self) -> Path:
@@ -236,16 +303,29 @@ class Run:
         return self.folder / "train.log"
 
 
-def runs_of(plan: Plan, variants: Sequence[Variant]) -> list[Run]:
-    """Every run, seed by seed, so that a comparison that is stopped leaves whole pairs."""
-    runs = []
-    for seed in plan.seeds:
-        for variant in variants:
-            planned = plan.planned[variant.label]
-            folder = plan.folder / variant.label / run_name(seed)
-            config = run_config(variant.config, planned.changes, folder, seed)
-            weight = planned.seconds or planned.flops
-            runs.append(Run(variant.label, seed, config, folder, weight))
+# The runs of one configuration and seed in order: mostly one, or the stages.
+Chain = Sequence[Run]
+
+
+def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[Chain]:
+    """Every chain, seed by seed, so that a comparison that is stopped leaves whole pairs."""
+    return [_chain(plan, variant, seed) for seed in plan.seeds for variant in variants]
+
+
+def _chain(plan: Plan, variant: Variant, seed: int) -> Chain:
+    planned = plan.planned[variant.label].stages
+    runs: list[Run] = []
+    for index, stage in enumerate(stage_numbers(len(planned))):
+        changes = planned[index].changes
+        if stage is not None and stage < len(planned):
+            changes = changes | KEPT_AT_THE_END
+        previous = runs[-1] if runs else None
+        if previous is not None:
+            changes = changes | source_keys(str(previous.folder))
+        folder = plan.folder / variant.label / run_path(seed, stage)
+        config = run_config(variant.stages[index], changes, folder, seed)
+        weight = planned[index].seconds or planned[index].flops
+        runs.append(Run(variant.label, seed, config, folder, weight, stage, previous))
     return runs
 
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from MaxText.comparison.costs import cost
 from MaxText.comparison.measuring import seconds_per_step
 from MaxText.comparison.outcome import aligned
-from MaxText.comparison.plan import Plan, Planned
+from MaxText.comparison.plan import Plan, Planned, PlannedStage, stage_name, stage_numbers
 from MaxText.comparison.request import Request
 from MaxText.comparison.solving import UNITS, Amount, amount_of, solve
 from MaxText.comparison.variants import Variant
@@ -24,37 +25,48 @@ def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> Non
     """
     question = plan.question
 
-    seconds = {label: seconds_per_step(rounds) for label, rounds in plan.measurements.items()}
+    measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
 
-    def amount(label: str) -> Amount:
-        return amount_of(request.match, question.num_devices, seconds.get(label, 0.0))
+    def seconds(variant: Variant) -> list[float]:
+        numbers = stage_numbers(len(variant.stages))
+        return [measured[stage_name(variant.label, number)] for number in numbers]
+
+    def amount(variant: Variant) -> Amount:
+        of_time = seconds(variant) if request.match == "time" else []
+        return amount_of(request.match, question.num_devices, of_time)
 
     first = variants[0]
     budget = question.budget
     if budget is None:
-        budget = float(amount(first.label)(first.config))
+        budget = float(amount(first)(first.stages))
     planned = {}
     for variant in variants:
         solution = solve(
             variant.label,
-            variant.config,
+            variant.stages,
             question.free[variant.label],
-            amount(variant.label),
+            amount(variant),
             budget,
             match=request.match,
             tolerance=request.tolerance,
         )
-        of = cost(solution.config, question.num_devices)
-        planned[variant.label] = Planned(
-            changes={name: new for name, (_, new) in solution.changes.items()},
-            parameters=of.parameters,
-            flops_per_token=of.flops_per_token,
-            flops=of.flops,
-            tokens=of.tokens,
-            steps=of.steps,
-            deviation=solution.amount / budget - 1,
-            seconds_per_step=seconds[variant.label] if request.match == "time" else None,
-        )
+        stages = []
+        for index, (config, changes) in enumerate(
+            zip(solution.stages, solution.changes, strict=True)
+        ):
+            of = cost(config, question.num_devices)
+            of_time = request.match == "time"
+            stages.append(
+                PlannedStage(
+                    changes={name: new for name, (_, new) in changes.items()},
+                    parameters=of.parameters,
+                    flops=of.flops,
+                    tokens=of.tokens,
+                    steps=of.steps,
+                    seconds=seconds(variant)[index] * of.steps if of_time else None,
+                )
+            )
+        planned[variant.label] = Planned(tuple(stages), solution.amount / budget - 1)
     plan.budget, plan.planned = budget, planned
 
 
@@ -63,7 +75,12 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
     return [
         dataclasses.replace(
             variant,
-            config=build(flat(variant.config) | plan.planned[variant.label].changes),
+            stages=tuple(
+                build(flat(config) | planned.changes)
+                for config, planned in zip(
+                    variant.stages, plan.planned[variant.label].stages, strict=True
+                )
+            ),
         )
         for variant in variants
     ]
@@ -73,13 +90,23 @@ def changes_in_words(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """A line per configuration: what was changed to meet the budget."""
     lines = []
     for variant in variants:
-        before = flat(variant.config)
-        changes = [
-            f"{name} {to_yaml(before[name])} -> {to_yaml(value)}"
-            for name, value in plan.planned[variant.label].changes.items()
-        ]
-        lines.append(f"{variant.label}: {', '.join(changes) or 'nothing changed'}")
+        planned = plan.planned[variant.label].stages
+        if not plan.planned[variant.label].changed:
+            lines.append(f"{variant.label}: nothing changed")
+            continue
+        for config, stage, number in zip(
+            variant.stages, planned, stage_numbers(len(planned)), strict=True
+        ):
+            who = variant.label if number is None else f"{variant.label} stage {number}"
+            lines.append(f"{who}: {_changes_in_words(flat(config), stage.changes)}")
     return lines
+
+
+def _changes_in_words(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    pairs = (
+        f"{name} {to_yaml(before[name])} -> {to_yaml(value)}" for name, value in changes.items()
+    )
+    return ", ".join(pairs) or "nothing changed"
 
 
 def budget_in_words(plan: Plan, variants: Sequence[Variant]) -> str:
@@ -102,7 +129,8 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [
                 label, f"{one.parameters:,}", short_count(one.flops_per_token), f"{one.flops:.4g}",
-                f"{one.tokens:,}", f"{one.steps:,}", *seconds, f"{one.deviation:+.2%}",
+                f"{one.tokens:,}", "+".join(f"{stage.steps:,}" for stage in one.stages), *seconds,
+                f"{one.deviation:+.2%}",
             ]
         )  # fmt: skip
     return header, rows
@@ -123,4 +151,4 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
 
 def changed_keys(plan: Plan) -> Mapping[str, set[str]]:
     """Label -> keys that were solved for."""
-    return {label: set(one.changes) for label, one in plan.planned.items()}
+    return {label: one.changed for label, one in plan.planned.items()}

@@ -43,7 +43,7 @@ SET_PER_RUN = {
 WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
 _FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # The key behind a name, where it is another word.
-KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers"}
+KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
 
 _AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]*)", re.IGNORECASE)
 _COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -118,6 +118,10 @@ def read(arguments: Sequence[str]) -> tuple[Request, list[Problem]]:
                     Problem(f"{name}: given twice with different values", ("command line",))
                 )
             texts[name] = text
+        elif name == "stages":
+            what = "stages: they belong to one configuration, and are written in its file"
+            fact = ("write", "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file")
+            problems.append(Problem(what, (f"command line, {argument}",), (fact,)))
         elif match and name in SET_PER_RUN:
             what = f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison"
             problems.append(Problem(what, (f"command line, {argument}",)))
@@ -250,11 +254,6 @@ def _free(text: str) -> tuple[str, ...]:
     names = tuple(_items(text))
     keys = all_keys()
     for name in names:
-        if name == SLOTS:
-            raise _Refused(
-                "free: there is no layer with slots in this version",
-                ("accepted", f"{WIDTH}, {DEPTH}, {STEPS}, or the name of a whole-number key"),
-            )
         if name in _FREE_NAMES:
             continue
         if name not in keys:

@@ -109,6 +109,13 @@ class SetProgress(contextlib.AbstractContextManager["SetProgress"]):
         took = duration(self._now() - self._run_began)
         self.line(f"{self._name(run)}: {result}, {took}{self.left()}")
 
+    def pass_over(self, run: Run, why: str) -> None:
+        """A run is left out after all."""
+        self._waiting -= 1
+        self._done += run.weight
+        self._found += run.weight
+        self.line(f"{self._name(run)}: {why}")
+
     def left(self) -> str:
         """The time left in words, after a comma; nothing while it cannot be told."""
         now_done = self._done + self._part(self._steps)

@@ -1,4 +1,4 @@
-"""The configurations of a comparison: files, their sweeps, and how they differ. Imports no jax."""
+"""The configurations of a comparison: files, sweeps, stages, and how they differ; without jax."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.comparison.request import SET_PER_RUN, Request
+from MaxText.comparison.stages import (
+    SET_PER_STAGE,
+    differing,
+    named_by_stage,
+    read_stages,
+    source_words,
+)
 from MaxText.configuration import layering, values
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.loading import load
@@ -49,18 +56,29 @@ class Variant:
       label: short and unique; also the name of its folder.
       source: which of the files it comes from, from 0.
       swept: names of the keys that a sweep set.
-      config: resolved.
+      stages: resolved: one configuration for each run of a chain, in order; mostly one alone.
     """
 
     label: str
     source: int
     swept: tuple[str, ...]
-    config: Config
+    stages: tuple[Config, ...]
+
+    @property
+    def config(self) -> Config:
+        """The last stage, whose loss is judged."""
+        return self.stages[-1]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Every key that can matter to a run, flat; what is set per run is left out."""
-        return {name: value for name, value in flat(self.config).items() if name not in _PLACE}
+        """Every key that can matter to a run, flat; what is set per run is left out.
+
+        Of a chain these are the keys of the last stage, the steps of all stages together, and each
+        stage's value of what differs between them.
+        """
+        keys = {name: value for name, value in flat(self.config).items() if name not in _PLACE}
+        steps = sum(stage.run.steps for stage in self.stages)
+        return keys | {"steps": steps} | dict(named_by_stage(self.stages, _PLACE))
 
 
 def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
@@ -84,13 +102,18 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
         )
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
+    stages_of: dict[int, tuple[list[dict[str, Any]], str]] = {}
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         sweep, place = request.sweep, "command line, sweep=..."
-        if sweep is None and path:
-            in_file = layering.gather([path], {}, os.environ).sweep
-            if in_file is not None:
-                sweep, place = in_file.value, in_file.place
+        in_file = layering.gather([path], {}, os.environ).for_compare if path else {}
+        if sweep is None and "sweep" in in_file:
+            sweep, place = in_file["sweep"].value, in_file["sweep"].place
+        if chain := in_file.get("stages"):
+            try:
+                stages_of[source] = read_stages(chain.value), chain.place
+            except values.WrongValue as error:
+                found.append(Problem(f"stages: {error}", (chain.place,)))
         try:
             assignments = [{}] if sweep is None else expand_sweep(sweep)
         except values.WrongValue as error:
@@ -106,12 +129,12 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
     with _notices_once():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
             try:
-                config = _load(request, source, assignment, place)
+                stages = _load_stages(request, source, assignment, place, stages_of.get(source))
             except ConfigurationError as error:
                 found += error.problems
             else:
                 swept = (layering.ALIASES.get(name, name) for name in assignment)
-                variants.append(Variant(label, source, tuple(swept), config))
+                variants.append(Variant(label, source, tuple(swept), stages))
     if len(entries) == 1 and not found:
         found.append(
             Problem(
@@ -128,24 +151,85 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
     return variants
 
 
-def _load(request: Request, source: int, assignment: Mapping[str, Any], place: str) -> Config:
-    swept = [f"{name}={typed(value)}" for name, value in assignment.items()]
-    own = {layering.ALIASES.get(name, name) for name in assignment}
-    if refused := own & set(_PLACE):
-        name = min(refused)
-        setter = SET_PER_RUN.get(name, "output=")
-        what = f"sweep: {name} cannot be swept; {setter} sets it for each run"
-        raise ConfigurationError([Problem(what, (place,))])
-    given = {word.partition("=")[0] for word in request.keys}
-    if twice := sorted(name for name in assignment if name in given):
-        what = f"{twice[0]}: given for all configurations and swept as well"
-        raise ConfigurationError([Problem(what, ("command line", place))])
+def _load_stages(
+    request: Request,
+    source: int,
+    assignment: Mapping[str, Any],
+    place: str,
+    chain: tuple[list[dict[str, Any]], str] | None,
+) -> tuple[Config, ...]:
+    """The configurations of a variant, one for each stage.
+
+    Args:
+      request: as it was read.
+      source: which of its files.
+      assignment: keys of the sweep, and
+      place: where they were written.
+      chain: keys of each stage, and where they were written; None for a single run.
+
+    Raises:
+      ConfigurationError: lists every mistake of all stages.
+    """
+    given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
+    swept = _words(assignment, place)
+    _check_names(assignment, "sweep", "swept", place, given, {})
+    if chain is None:
+        return (_load(request, source, swept),)
+    stages, problems = [], []
+    stage_keys, stage_place = chain
+    for number, keys in enumerate(stage_keys):
+        taken = given | dict.fromkeys(map(_own_name, assignment), place)
+        where = f"{stage_place}, stage {number + 1}"
+        try:
+            _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
+            words = _words(keys, where) | dict.fromkeys(source_words(number), where)
+            stages.append(_load(request, source, swept | words))
+        except ConfigurationError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+    return tuple(stages)
+
+
+def _own_name(name: str) -> str:
+    return layering.ALIASES.get(name, name)
+
+
+def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
+    """`key=value` as it would be typed -> where it was written."""
+    return {f"{name}={typed(value)}": place for name, value in assignment.items()}
+
+
+def _check_names(
+    assignment: Mapping[str, Any],
+    what: str,
+    done: str,
+    place: str,
+    given: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> None:
+    """Refuses keys that are set for each run, or given elsewhere as well."""
+    for name in assignment:
+        own = _own_name(name)
+        if own in refused:
+            raise ConfigurationError([Problem(f"{what}: {own}: {refused[own]}", (place,))])
+        if own in _PLACE:
+            setter = SET_PER_RUN.get(own, "output=")
+            problem = f"{what}: {own} cannot be {done}; {setter} sets it for each run"
+            raise ConfigurationError([Problem(problem, (place,))])
+        if own in given:
+            problem = f"{own}: given for all runs and {done} as well"
+            raise ConfigurationError([Problem(problem, (given[own], place))])
+
+
+def _load(request: Request, source: int, words: Mapping[str, str]) -> Config:
+    """One configuration: a file, the keys of the command line, and words written elsewhere."""
     path = [request.configs[source]] if request.configs else []
     try:
-        return load([*path, *request.keys, *swept], _PROGRAM, without_sweep=True).config
+        return load([*path, *request.keys, *words], _PROGRAM, for_compare=True).config
     except ConfigurationError as error:
-        # Swept values are laid over like typed ones, but were written elsewhere.
-        places = {f"command line, {word}": f"{place}, {word}" for word in swept}
+        # These words are laid over like typed ones, but were written elsewhere.
+        places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
         raise ConfigurationError(
             [
                 dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
@@ -255,6 +339,10 @@ def other_differences(variants: Sequence[Variant], solved: Mapping[str, set[str]
     """
     on_purpose = {name for variant in variants for name in variant.swept}
     on_purpose |= set().union(*solved.values())
+    for variant in variants:
+        if len(variant.stages) > 1:
+            # The steps of a chain are those of all stages, and each has a schedule of its own.
+            on_purpose |= differing(variant.stages) - {"steps"} | {"learning_rate_schedule_steps"}
     passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()
     flats = {variant.label: variant.identity for variant in variants}

@@ -17,8 +17,14 @@ from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE
 from MaxText.configuration.problems import Problem, nearest
 from MaxText.configuration.schema import SCHEMA_VERSION
 
+# Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
+FOR_COMPARE = {
+    "sweep": "several configurations",
+    "stages": "several runs, each beginning from the one before",
+}
+
 # Keys that a file may hold besides those of the schema.
-FILE_KEYS = ("base_config", "schema_version", "sweep")
+FILE_KEYS = ("base_config", "schema_version", *FOR_COMPARE)
 
 # What an argument of a program is: key=value, or a config file.
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -106,11 +112,11 @@ class OwnConfiguration:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
-    """`sweep:` of a file: the variants of its configuration that compare.py makes.
+class ForCompare:
+    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration.
 
     Attributes:
-      value: a mapping of keys to lists, or a list of such mappings, as config_files reads them.
+      value: as config_files reads it.
       place: the file and line.
     """
 
@@ -126,7 +132,7 @@ class Gathered:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
-    sweep: Sweep | None = None
+    for_compare: dict[str, ForCompare] = dataclasses.field(default_factory=dict)
 
     def last(self, name: str) -> Setting | None:
         """The setting of a key that wins."""
@@ -264,8 +270,10 @@ def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
             if e.name not in FILE_KEYS
         ]
         chain.append(_distinct(settings, result))
-        if result.sweep is None and (sweep := special.get("sweep")):
-            result.sweep = Sweep(sweep.value, f"{display(path)}:{sweep.line}")
+        for name in FOR_COMPARE:
+            if name not in result.for_compare and (entry := special.get(name)):
+                place = f"{display(path)}:{entry.line}"
+                result.for_compare[name] = ForCompare(entry.value, place)
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
@@ -337,12 +345,17 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
     return kept
 
 
-def unexpanded_sweep(place: str) -> Problem:
-    """What a program says that would silently run one configuration in place of several."""
+def unexpanded(name: str, place: str) -> Problem:
+    """What a program says that would silently do one run in place of several.
+
+    Args:
+      name: one of FOR_COMPARE.
+      place: where it was written.
+    """
     return Problem(
-        "sweep: stands for several configurations, which only compare.py expands",
+        f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
         (place,),
-        (("run", "python MaxText/compare.py CONFIG.yml ..., or take the sweep out"),),
+        (("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
     )
 
 

@@ -49,7 +49,7 @@ def load(
     arguments: Sequence[str],
     program: str | None = None,
     *,
-    without_sweep: bool = False,
+    for_compare: bool = False,
     own: OwnConfiguration | None = None,
 ) -> Loaded:
     """Resolves a command line.
@@ -57,15 +57,15 @@ def load(
     Args:
       arguments: what follows the program's name: an optional config path, then key=value.
       program: for example "train.py"; adds the rules that hold only for that program.
-      without_sweep: leave the `sweep:` of a file to the caller instead of refusing it.
+      for_compare: leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
       own: what the weights say of themselves, below a config file.
 
     Raises:
       ConfigurationError: a UserError that lists every problem.
     """
     gathered = layering.gather(arguments, {}, os.environ, own)
-    if without_sweep:
-        gathered.sweep = None
+    if for_compare:
+        gathered.for_compare = {}
     return _resolve(gathered, program)
 
 
@@ -86,8 +86,7 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
 def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     layering.announce(gathered.notices)
     problems = list(gathered.problems)
-    if gathered.sweep is not None:
-        problems.append(layering.unexpanded_sweep(gathered.sweep.place))
+    problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
     typed, origins, kept, wrong = _winners(gathered.settings, problems)
     _derive(typed, origins, gathered.config_path)
     problems += _without_effect(typed, origins, kept, wrong)
@@ -152,8 +151,8 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 def _unknown(setting: Setting) -> Problem:
     name = setting.written
-    if name == "sweep":
-        return layering.unexpanded_sweep(setting.place)
+    if name in layering.FOR_COMPARE:
+        return layering.unexpanded(name, setting.place)
     if name in layering.FILE_KEYS:
         return Problem(f"{name}: only a YAML file can set it", (setting.place,))
     close = nearest(name, all_keys())

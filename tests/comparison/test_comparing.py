@@ -18,32 +18,7 @@ from MaxText.comparison.request import read
 from MaxText.comparison.variants import expand
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.errors import UserError
-from tests.comparison.small_comparison import STAND_IN
-
-
-@pytest.fixture
-def trained(configs, monkeypatch):
-    """Names of the configurations that were trained, in order; nothing of it uses jax's devices."""
-    program = configs / "stand_in.py"
-    program.write_text(STAND_IN)
-    names: list[str] = []
-
-    def command(config):
-        names.append("/".join(config.with_suffix("").parts[-2:]))
-        return [sys.executable, str(program), str(config)]
-
-    monkeypatch.setattr(running, "train_command", command)
-    monkeypatch.setattr(comparing, "_keep_to_cpu", lambda: None)
-    monkeypatch.setattr(comparing.child_processes, "count_devices", lambda hardware: 1)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
-    return names
-
-
-def compare(*arguments: str) -> list[str]:
-    lines: list[str] = []
-    request, problems = read([*arguments, "output=out"])
-    comparing.compare(request, problems, ["compare.py", *arguments], lines.append)
-    return lines
+from tests.comparison.small_comparison import compare
 
 
 def test_runs_go_seed_by_seed_and_end_in_a_result(trained, configs):

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.comparison import outcome
 from MaxText.comparison.outcome import RunResult, group_results
-from MaxText.comparison.plan import Plan, Planned, Question
+from MaxText.comparison.plan import Plan, Planned, PlannedStage, Question
 
 LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 
@@ -28,7 +28,7 @@ def results(losses=LOSSES) -> list[RunResult]:
 
 
 def plan(**fields) -> Plan:
-    planned = Planned({}, 1000, 1.0, 1e6, 640, 10, 0.0, **fields)
+    planned = Planned((PlannedStage({}, 1000, 1e6, 640, 10, **fields),), 0.0)
     question = Question("tokens", None, {}, 0.02, 1)
     labels = ("a", "b", "c")
     return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
@@ -84,8 +84,8 @@ def test_runs_that_had_less_are_named():
 
 def test_seconds_that_are_not_those_planned_are_named():
     groups = group_results(["a", "b"], results())
-    assert len(outcome.sentences(groups, plan(seconds_per_step=0.2))) == 1
-    text = "\n".join(outcome.sentences(groups, plan(seconds_per_step=0.1)))
+    assert len(outcome.sentences(groups, plan(seconds=10 * 0.2))) == 1
+    text = "\n".join(outcome.sentences(groups, plan(seconds=10 * 0.1)))
     assert "a trained for 2.0 s where 1.0 s were planned (+100%)" in text
 
 

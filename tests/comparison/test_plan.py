@@ -5,14 +5,24 @@ import json
 
 import pytest
 
-from MaxText.comparison.plan import FILE, Plan, Planned, Question, open_plan, run_config, runs_of
+from MaxText.comparison.plan import (
+    FILE,
+    Plan,
+    Planned,
+    PlannedStage,
+    Question,
+    chains_of,
+    open_plan,
+    run_config,
+)
 from MaxText.comparison.request import read
 from MaxText.comparison.variants import Variant, expand
 from MaxText.errors import UserError
 from tests.small_models import tiny_config
 
 QUESTION = Question("tokens", None, {"a": "steps", "b": "steps"}, 0.02, 1)
-PLANNED = Planned({"steps": 6}, 1000, 2.0, 128.0, 64, 6, 0.01)
+STAGE = PlannedStage({"steps": 6}, 1000, 128.0, 64, 6)
+PLANNED = Planned((STAGE,), 0.01)
 
 
 @pytest.fixture
@@ -31,7 +41,8 @@ def folder(configs):
 def begun(folder, variants) -> Plan:
     """A solved plan of which a run has begun."""
     plan = open_plan(folder, variants, QUESTION, (0, 1))
-    plan.budget, plan.planned = 64.0, {"a": PLANNED, "b": dataclasses.replace(PLANNED, changes={})}
+    unchanged = Planned((dataclasses.replace(STAGE, changes={}),), 0.01)
+    plan.budget, plan.planned = 64.0, {"a": PLANNED, "b": unchanged}
     plan.save()
     events = folder / "a" / "seed_0" / "events.jsonl"
     events.parent.mkdir(parents=True)
@@ -52,8 +63,7 @@ def test_more_seeds_add_runs(begun, folder, variants):
     again = open_plan(folder, variants, QUESTION, (0, 1, 2))
     assert again.planned == begun.planned
     assert again.groups["b"] == ["b/seed_0", "b/seed_1", "b/seed_2"]
-    runs = runs_of(again, variants)
-    assert [run.name for run in runs] == [
+    assert [run.name for (run,) in chains_of(again, variants)] == [
         "a seed 0", "b seed 0", "a seed 1", "b seed 1", "a seed 2", "b seed 2",
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from MaxText.monitoring.run_record import read_run
 from tests.house.sources import REPOSITORY
 
 PROGRAM = str(REPOSITORY / "MaxText" / "compare.py")
@@ -56,6 +57,27 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(run, 
     assert "4 runs in out, 3 finished before" in done.stdout
     assert done.stdout.count(": started") == 1
     assert losses(configs / "out" / "runs.csv") == found
+
+
+@pytest.mark.slow
+def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
+    large = "decoder_block: tokenformer\nhead_dim: -1\nslot_num: 48\neval_interval: 1\n"
+    (configs / "large.yml").write_text(f"base_config: a.yml\n{large}")
+    # So small a rate that the second stage is what the growth made of the first.
+    second = "{slot_num: 48, steps: 3, growth_data: continue, learning_rate: 1.0e-9}"
+    stages = f"stages: [{{slot_num: 16, steps: 6}}, {second}]\n"
+    (configs / "grown.yml").write_text(f"base_config: large.yml\n{stages}")
+    done = run("grown.yml", "large.yml", "match=flops", "tolerance=0.1", "output=out")
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(configs / "out" / "runs.csv")) == [("grown", "0"), ("large", "0")]
+    small, grown = (
+        read_run(configs / "out" / "grown" / "seed_0" / f"stage_{number}") for number in (1, 2)
+    )
+    assert small.flops == grown.inherited_flops > 0
+    (growth,) = [row for row in grown.marks if row["event"] == "growth"]
+    assert growth["slots"] == "16 -> 48, 64 -> 192"
+    assert grown.final_loss == pytest.approx(small.final_loss, abs=1e-4)
+    assert '"growth"' in (configs / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_without_a_name_the_folder_is_left_to_the_configurations():
         (["budget=0"], "not above 0"),
         (["budget=10m"], None),
         (["match=time", "budget=10B"], "budget=10m or budget=1.5h"),
-        (["free=slots"], "there is no layer with slots in this version"),
+        (["stages=[{steps: 1}]"], "in a YAML file"),
         (["free=widht"], "nearest:  width"),
         (["free=learning_rate"], "is no whole number, but a number"),
         (["tolerance=2%"], "no share"),

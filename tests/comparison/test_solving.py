@@ -1,5 +1,6 @@
 """Budgets met by changing one key."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from MaxText.comparison.request import default_free
 from MaxText.comparison.solving import amount_of, solve
 from MaxText.configuration.loading import configure
 from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from tests.small_models import TINY, tiny_config
@@ -17,13 +19,26 @@ from tests.small_models import TINY, tiny_config
 BLOCKS = ("gpt2", "llama2", "gpt_neox")
 
 
-def solved(config, match, free, factor, *, tolerance=0.02, num_devices=1, seconds=0.0):
-    """Solves for `factor` times what the configuration has; gives the budget and the solution."""
+@dataclasses.dataclass
+class Solved:
+    """The solution of a configuration without stages."""
+
+    config: Config
+    changes: dict
+    amount: float
+
+
+def solved_chain(stages, match, free, factor, *, tolerance=0.02, num_devices=1, seconds=()):
+    """Solves for `factor` times what the stages have; gives the budget and the solution."""
     amount = amount_of(match, num_devices, seconds)
-    budget = amount(config) * factor
-    return budget, solve(
-        "it", config, free, amount, budget, match=match, tolerance=tolerance
-    )  # fmt: skip
+    budget = amount(stages) * factor
+    return budget, solve("it", stages, free, amount, budget, match=match, tolerance=tolerance)
+
+
+def solved(config, match, free, factor, *, seconds=0.0, **options):
+    """As `solved_chain`, of one configuration."""
+    budget, found = solved_chain((config,), match, free, factor, seconds=(seconds,), **options)
+    return budget, Solved(found.stages[0], found.changes[0], found.amount)
 
 
 def test_costs_are_those_of_the_model_and_its_batches():
@@ -138,10 +153,11 @@ def test_what_meets_the_budget_stays_as_it_is():
     config = configure(**TINY)
     assert solved(config, "params", "width", 1.0)[1].changes == {}
     amount = amount_of("params", 1)
+    alone = (config,)
     near = solve(
-        "it", config, "width", amount, amount(config) + 1, match="params", tolerance=0.02
+        "it", alone, "width", amount, amount(alone) + 1, match="params", tolerance=0.02
     )  # fmt: skip
-    assert near.config == config
+    assert near.stages == alone
 
 
 def test_a_schedule_of_its_own_length_is_left_alone():
@@ -172,3 +188,96 @@ def test_what_is_free_by_default():
     assert [default_free(match) for match in ("params", "flops", "tokens", "time")] == [
         "width", "steps", "steps", "steps",
     ]  # fmt: skip
+
+
+SLOTTED = {"base_num_kv_heads": 4, "head_dim": -1, "slot_num": 48, "vocab_size": 256}
+
+
+def tokenformer(**keys) -> Config:
+    return tiny_config("tokenformer", **(SLOTTED | keys))
+
+
+@pytest.mark.parametrize("match", ["params", "flops"])
+@pytest.mark.parametrize(
+    ("free", "factor", "changed"),
+    [("slots", 2.7, {"slot_num"}), ("width", 2.0, {"base_emb_dim", "slot_num"})],
+)
+def test_slots_and_widths_of_a_tokenformer(match, free, factor, changed):
+    config = tokenformer()
+    budget, found = solved(config, match, free, factor)
+    reached = cost(found.config, 1)
+    assert {"params": reached.parameters, "flops": reached.flops}[match] == found.amount
+    assert found.amount == pytest.approx(budget, rel=0.02)
+    assert set(found.changes) <= changed
+    # What takes up the rest leaves its size by a fifth at most.
+    if free == "width":
+        assert 0.8 * 48 <= found.config.model.pattention.slot_num <= 1.2 * 48
+
+
+def test_slots_of_parts_keep_their_proportion():
+    config = tokenformer(slot_num=-1, ffn_slot_num=96)
+    _, found = solved(config, "params", "slots", 2.0)
+    slots = found.config.model.pattention
+    assert found.changes["slot_num"][0] == -1
+    assert slots.slot_num > 32
+    assert slots.ffn_slot_num == pytest.approx(96 / 32 * slots.slot_num, abs=2)
+    assert (slots.qkv_slot_num, slots.proj_slot_num) == (-1, -1)
+
+
+def test_slots_where_they_have_no_effect_and_what_has_some():
+    with pytest.raises(UserError, match=r"do not grow with slots.*free=width or free=depth"):
+        solved(tiny_config(), "params", "slots", 2.0)
+    with pytest.raises(UserError, match=r"do not grow with base_mlp_dim.*or free=slots"):
+        solved(tokenformer(), "params", "base_mlp_dim", 2.0)
+    with pytest.raises(UserError, match=r"Write head_dim=-1, or free=depth or free=slots\."):
+        solved(tokenformer(head_dim=8), "params", "width", 2.0)
+
+
+def chain(*slots: int, steps=(15, 10, 10)) -> tuple[Config, ...]:
+    return tuple(
+        tokenformer(slot_num=number, steps=count)
+        for number, count in zip(slots, steps, strict=True)
+    )
+
+
+@pytest.mark.parametrize("match", ["flops", "tokens", "time"])
+def test_steps_of_all_stages_are_scaled_alike(match):
+    stages = chain(16, 32, 64)
+    budget, found = solved_chain(stages, match, "steps", 3.0, seconds=(0.1, 0.2, 0.4))
+    assert found.amount == budget
+    assert [stage.run.steps for stage in found.stages] == [45, 30, 30]
+    assert [stage.schedule.learning_rate_schedule_steps for stage in found.stages] == [45, 30, 30]
+    assert [set(changes) for changes in found.changes] == [
+        {"steps", "learning_rate_schedule_steps"}
+    ] * 3
+    seconds = 45 * 0.1 + 30 * 0.2 + 30 * 0.4
+    by_hand = {
+        "flops": sum(cost(stage, 1).flops for stage in found.stages),
+        "tokens": 105 * cost(stages[0], 1).tokens / 15,
+        "time": seconds,
+    }
+    assert found.amount == pytest.approx(by_hand[match])
+
+
+def test_every_stage_keeps_a_step():
+    _, found = solved_chain(chain(16, 32, 64), "tokens", "steps", 3 / 35)
+    assert [stage.run.steps for stage in found.stages] == [1, 1, 1]
+    with pytest.raises(UserError, match="That is the smallest steps that is tried"):
+        solved_chain(chain(16, 32, 64), "tokens", "steps", 2 / 35)
+
+
+def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():
+    stages = chain(16, 32, 64)
+    budget, found = solved_chain(stages, "params", "slots", 2.0)
+    slots = [stage.model.pattention.slot_num for stage in found.stages]
+    assert slots[0] * 4 == pytest.approx(slots[2], abs=3)
+    assert slots[1] * 2 == pytest.approx(slots[2], abs=1)
+    assert cost(found.stages[-1], 1).parameters == pytest.approx(budget, rel=0.02)
+    assert budget == 2 * cost(stages[-1], 1).parameters
+
+
+def test_width_is_that_of_all_stages():
+    _, found = solved_chain(chain(16, 32, 64), "params", "width", 1.5)
+    assert len({stage.model.shape.base_emb_dim for stage in found.stages}) == 1
+    slots = [stage.model.pattention.slot_num for stage in found.stages]
+    assert slots[1] / slots[2] == pytest.approx(0.5, abs=0.05)

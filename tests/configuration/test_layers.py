@@ -241,18 +241,24 @@ def test_a_sweep_is_refused_by_all_who_do_not_expand_it(write):
     for arguments in ([path], [above]):
         with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*swept\.yml:2"):
             load(arguments)
-        assert load(arguments, without_sweep=True).config.run.steps == 5
+        assert load(arguments, for_compare=True).config.run.steps == 5
     with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*command line"):
         load(["sweep={steps: [1, 2]}"])
     with pytest.raises(ConfigurationError, match=r"steps: given twice"):
-        load([write("sweep: 1\nsteps: 1\nsteps: 2\n")], without_sweep=True)
+        load([write("sweep: 1\nsteps: 1\nsteps: 2\n")], for_compare=True)
 
 
 def test_the_nearest_sweep_of_a_chain_counts(write):
     write("sweep: {steps: [1]}\n", "deep.yml")
     path = write("base_config: deep.yml\nsweep: {steps: [2, 3]}\n")
-    found = layering.gather([path], {}).sweep
-    assert found is not None
+    found = layering.gather([path], {}).for_compare["sweep"]
     assert found.value == {"steps": ["2", "3"]}
     assert found.place.endswith("config.yml:2")
-    assert layering.gather([], {}).sweep is None
+    assert layering.gather([], {}).for_compare == {}
+
+
+def test_stages_are_refused_in_the_same_way(write):
+    path = write("steps: 5\nstages: [{steps: 1}, {steps: 2}]\n", "staged.yml")
+    with pytest.raises(ConfigurationError, match=r"(?s)each beginning from.*staged\.yml:2"):
+        load([path])
+    assert load([path], for_compare=True).config.run.steps == 5
