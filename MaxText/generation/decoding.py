@@ -22,7 +22,6 @@ from MaxText.parallelism.mesh import rows_of_batch
 # Writes to the terminal: text, and what ends it.
 Write = Callable[[str], None]
 
-
 _LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 

@@ -85,7 +85,7 @@ class Engine:
         """
         self.window = model.section.shape.max_target_length
         self.row_multiple = layout.num_batch_parts
-        self._model, self._params, self._layout = model, params, layout
+        self._model, self._params = model, params
         self._choice, self._num_ids = choice, num_ids
         # Chosen tokens lie whole on every device, so that every host can read them.
         outputs = {"out_shardings": (None, layout.replicated)}
@@ -142,14 +142,10 @@ class Engine:
 
         Grows fourfold: every capacity is another compiled program.
         """
-        capacity = self._growing_capacity(sequences.states, length)
-        return sequences if capacity is None else self._growth(sequences, capacity)
-
-    def _growing_capacity(self, states: States, length: int) -> int | None:
-        capacity = states[0].capacity
+        capacity = sequences.states[0].capacity
         if length <= capacity:
-            return None
-        return self._capacity(max(length, 4 * capacity))
+            return sequences
+        return self._growth(sequences, self._capacity(max(length, 4 * capacity)))
 
     def _capacity(self, length: int) -> int:
         return min(power_of_two(length, SMALLEST_CAPACITY), self.window)

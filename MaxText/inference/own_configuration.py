@@ -11,9 +11,9 @@ from MaxText.configuration.loading import Loaded
 from MaxText.configuration.loading import load as load_arguments
 
 _KEY = "load_parameters_path"
+_NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
 # Sections in which a run's weights decide. Devices, folders and schedules are of the machine and
 # the run that trained.
-_NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
 _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 
 

@@ -4,6 +4,7 @@ What may be refused is looked at before weights are read; all but the data befor
 """
 
 import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +39,7 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
     _check_output_is_new(scoring)
     if scoring.harness_tasks:
         check_harness(config)
-    read_tasks(config)
+    tasks = read_tasks(config)
     data_set = _open_data_set(asked, weights, show) if asked.scores_data else None
 
     trained = open_trained_model(config, show)
@@ -50,7 +51,7 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
         tokenizer = open_tokenizer(
             config, trained.folder, trained.metadata, typed=asked.names_tokenizer
         )
-        found |= _score_tasks(trained, tokenizer, config, show)
+        found |= _score_tasks(tasks, trained, tokenizer, config, show)
     whole = _described(trained) | found
     import jax  # which is loaded by now
 
@@ -175,11 +176,15 @@ def _score_data(trained: TrainedModel, data_set: _DataSet, show: Show) -> dict[s
 
 
 def _score_tasks(
-    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show
+    tasks: Mapping[str, Sequence[Any]],
+    trained: TrainedModel,
+    tokenizer: ModelTokenizer,
+    config: Config,
+    show: Show,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
     if config.scoring.eval_tasks:
-        scores = run_tasks(trained, tokenizer, config, show)
+        scores = run_tasks(tasks, trained, tokenizer, config, show)
         found["tasks"] = [score.to_json() for score in scores]
     if config.scoring.harness_tasks:
         found["harness"] = run_harness(trained, tokenizer, config, show)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.scoring.task_score import TaskScore, perplexity
+from MaxText.monitoring.step_line import perplexity
+from MaxText.scoring.task_score import TaskScore
 from MaxText.scoring.text_files import holds_json, json_fields, read_text_file
 from MaxText.scoring.text_pairs import encode_pair, first_id
 

@@ -1,7 +1,6 @@
 """What a task gives: named numbers, for the terminal and for JSON. Imports no jax."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,14 +31,6 @@ class TaskScore:
             "metrics": dict(self.metrics),
             "counts": dict(self.counts),
         }
-
-
-def perplexity(loss: float) -> float:
-    """exp of nats, infinite where a float cannot hold it, as of a long page without training."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def table(scores: Sequence[TaskScore]) -> str:

@@ -1,7 +1,7 @@
 """The tasks that eval_tasks names, over files of their own. Imports no jax until they run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.configuration.schema import Config
@@ -50,16 +50,22 @@ def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
 
 
 def run_tasks(
-    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, show: Show = print
+    items: Mapping[str, Sequence[Any]],
+    trained: TrainedModel,
+    tokenizer: ModelTokenizer,
+    config: Config,
+    show: Show = print,
 ) -> list[TaskScore]:
     """Scores all tasks of eval_tasks and shows their table.
 
+    Args:
+      items: what read_tasks gave.
+
     Raises:
-      UserError: as read_tasks; or a model that the tasks do not fit.
+      UserError: a model that the tasks do not fit.
     """
     from MaxText.scoring.continuations import ContinuationScorer
 
-    items = read_tasks(config)
     scorer = ContinuationScorer(trained)
     scores = []
     for name, of_task in items.items():

@@ -75,13 +75,7 @@ def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.
     shapes |= {"model.embed_tokens.weight": (40, 16), "model.norm.weight": (16,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (40, 16)
-    generator = np.random.default_rng(0)
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    tensors = {
-        name: generator.standard_normal(shape, np.float32).astype(kind)
-        for name, shape in shapes.items()
-    }
-    return config, tensors
+    return config, _drawn(shapes, dtype)
 
 
 def tokenformer(
@@ -121,13 +115,16 @@ def tokenformer(
     }
     shapes |= {f"sequential.{layers + 3}.norm.{name}": (16,) for name in ("weight", "bias")}
     shapes["sequential.0.word_embeddings.weight"] = (50_304, 16)
+    return config, _drawn(shapes, dtype)
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    tensors = {
+    return {
         name: generator.standard_normal(shape, np.float32).astype(kind)
         for name, shape in shapes.items()
     }
-    return config, tensors
 
 
 def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:

@@ -1,33 +1,20 @@
 """convert.py as users type it: what is refused, in one message and with exit code 2."""
 
-import subprocess
-import sys
-
 import pytest
 
 from MaxText.conversion import request
 from MaxText.errors import UserError
 from tests.conversion.small_folders import random, write
-from tests.house.sources import REPOSITORY
-
-
-def start(arguments, cwd, environment):
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "MaxText" / "convert.py"), *arguments],
-        cwd=cwd,
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+from tests.programs import start
 
 
 def test_one_conversion_and_one_mistake(tmp_path, users_environment):
     write(tmp_path / "hf", *random("llama"))
-    done = start(["from=hf:hf", "to=run"], tmp_path, users_environment)
+    done = start("convert.py", ["from=hf:hf", "to=run"], tmp_path, users_environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "python MaxText/train.py run/config.yml load_parameters_path=run" in done.stdout
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"12345678")
-    done = start(["from=hf:hf", "to=other"], tmp_path, users_environment)
+    done = start("convert.py", ["from=hf:hf", "to=other"], tmp_path, users_environment)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
@@ -35,7 +22,7 @@ def test_one_conversion_and_one_mistake(tmp_path, users_environment):
 
 
 def test_help(tmp_path, users_environment):
-    done = start(["--help"], tmp_path, users_environment)
+    done = start("convert.py", ["--help"], tmp_path, users_environment)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: convert.py [grow] [CONFIG.yml] from=SOURCE")
 

@@ -17,21 +17,12 @@ from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
+from tests.programs import start
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return llama_folder(tmp_path_factory.mktemp("weights") / "hf")
-
-
-def start(arguments, cwd, environment):
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "MaxText" / "decode.py"), *arguments],
-        cwd=cwd,
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
 
 
 def run(folder, *arguments):
@@ -42,11 +33,11 @@ def run(folder, *arguments):
 
 def test_one_prompt_and_one_mistake(folder, tmp_path, users_environment):
     arguments = [f"load_parameters_path=hf:{folder}", "prompt=Once", "max_new_tokens=5"]
-    done = start(arguments, tmp_path, users_environment)
+    done = start("decode.py", arguments, tmp_path, users_environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\nInput `Once` -> `" in done.stdout
     assert "5 tokens" in done.stdout
-    done = start([*arguments, "decode_sampling_top_k=-1"], tmp_path, users_environment)
+    done = start("decode.py", [*arguments, "decode_sampling_top_k=-1"], tmp_path, users_environment)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 problem in the configuration")
     assert list(tmp_path.iterdir()) == []

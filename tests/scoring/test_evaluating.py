@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -19,6 +17,7 @@ from MaxText.scoring import request
 from MaxText.scoring.evaluating import evaluate
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
+from tests.programs import start
 
 TEXTS = ["The first text of the two.", "Grüße, 漢字!\n"]
 NUM_BYTES = sum(len(text.encode()) for text in TEXTS)
@@ -189,23 +188,25 @@ def test_the_stride_is_that_of_a_window(root):
         run(root, *data_of(root, eval_stride=33))
 
 
-def start(arguments, cwd, environment):
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", str(REPOSITORY / "MaxText" / "eval.py"), *arguments],
-        cwd=cwd,
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+# Names every module that is imported on stderr.
+IMPORTS = ("-X", "importtime")
 
 
 def test_the_program(root, tmp_path, users_environment):
     weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
-    done = start([*weights, *data_of(root)], tmp_path, users_environment)
+    done = start(
+        "eval.py", [*weights, *data_of(root)], tmp_path, users_environment, options=IMPORTS
+    )
     assert done.returncode == 0
     assert "\ntotal " in done.stdout
     assert list(tmp_path.iterdir()) == []
-    done = start([*weights, *data_of(root, eval_output=".")], tmp_path, users_environment)
+    done = start(
+        "eval.py",
+        [*weights, *data_of(root, eval_output=".")],
+        tmp_path,
+        users_environment,
+        options=IMPORTS,
+    )
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     (error,) = [line for line in lines if not line.startswith("import time:")]

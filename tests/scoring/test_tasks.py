@@ -13,10 +13,11 @@ from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
+from MaxText.monitoring.step_line import perplexity
 from MaxText.scoring import lambada, tasks, text_pairs, wikitext
 from MaxText.scoring.continuations import ContinuationScorer
 from MaxText.scoring.lambada import Passage
-from MaxText.scoring.task_score import TaskScore, perplexity, table
+from MaxText.scoring.task_score import TaskScore, table
 from tests.scoring.small_trained import full_log_probabilities, tiny_trained
 
 EOS, BOS, NUM_IDS = 256, 257, 259
@@ -271,7 +272,7 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
         wikitext_path=str(tmp_path / "w.raw"),
     )
     shown = []
-    scores = tasks.run_tasks(trained, tokenizer, config, shown.append)
+    scores = tasks.run_tasks(tasks.read_tasks(config), trained, tokenizer, config, shown.append)
     assert [score.task for score in scores] == ["lambada", "wikitext"]
     text = "\n".join(shown)
     for name in ("perplexity", "word perplexity", "bits per byte", "2 passages", "2 pages"):
