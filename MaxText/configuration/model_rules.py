@@ -124,6 +124,75 @@ def _drop_path(config: Config) -> str | None:
     return None
 
 
+def _mlp_dims(config: Config) -> str | None:
+    own = config.model.feed_forward
+    if not own.dynamic_mlp_dim or own.feed_forward_type != "mlp":
+        return None
+    dimensions = config.model.shape.dimensions
+    if dimensions.num_layers < 2:
+        return "dynamic_mlp_dim=true moves width between layers, and there is only one"
+    widths = own.mlp_dims(dimensions)
+    if min(widths) < 1:
+        return (
+            f"dynamic_mlp_dim=true: half of base_mlp_dim ({dimensions.mlp_dim}), the width of the "
+            f"first layer, is rounded to 0 by mlp_dim_multiple={own.mlp_dim_multiple}\n"
+            f"mlp_dim_multiple={max(dimensions.mlp_dim // 8, 1)}"
+        )
+    return None
+
+
+def _scan(config: Config) -> str | None:
+    if config.model.memory.scan_layers is not True:
+        return None
+    if config.model.dense_connections.dense_conn:
+        return "scan_layers=true: with dense_conn=true each layer reads another number of outputs"
+    if not config.model.layers_are_alike:
+        return "scan_layers=true: with dynamic_mlp_dim=true no two layers have the same width"
+    return None
+
+
+def _dense_weights(config: Config) -> str | None:
+    dense = config.model.dense_connections
+    if not dense.dense_conn or dense.dense_dynamic or dense.dense_static:
+        return None
+    return (
+        "dense_dynamic=false and dense_static=false leave sums without weights; one of them has to "
+        "be true"
+    )
+
+
+def _dense_ways(config: Config) -> str | None:
+    dense = config.model.dense_connections
+    if not dense.dense_conn:
+        return None
+    if not dense.dense_ways:
+        return "dense_ways: the list is empty; name at least one of q, k, v, r"
+    if len(set(dense.dense_ways)) != len(dense.dense_ways):
+        return f"dense_ways: {', '.join(dense.dense_ways)} names a way twice"
+    if dense.mudd_postnorm == "residual" and "r" not in dense.dense_ways:
+        return "mudd_postnorm=residual: dense_ways has no way r that could be normalised"
+    return None
+
+
+def _dense_places(config: Config) -> str | None:
+    dense, num_layers = config.model.dense_connections, config.model.shape.dimensions.num_layers
+    if not dense.dense_conn:
+        return None
+    if dense.dense_period > num_layers:
+        return f"dense_period={dense.dense_period} is more than there are layers ({num_layers})"
+    after = dense.dense_after_layers
+    if after is not None:
+        beyond = [layer for layer in after if not 1 <= layer <= num_layers]
+        if beyond or not after:
+            what = f"{beyond[0]} is none of them" if beyond else "the list is empty"
+            return f"dense_after_layers: layers are counted from 1 to {num_layers}; {what}"
+    beyond = [source for source in dense.dense_source_list if not 0 <= source <= num_layers]
+    if dense.dense_sources == "list" and (beyond or not dense.dense_source_list):
+        what = f"{beyond[0]} is neither" if beyond else "the list is empty"
+        return f"dense_source_list: 0 is the embedding, 1 to {num_layers} are outputs; {what}"
+    return None
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(("base_num_query_heads", "base_num_kv_heads"), _kv_heads),
     Rule(("head_dim", "base_emb_dim", "base_num_query_heads"), _head_dim),
@@ -142,4 +211,21 @@ MODEL_RULES: tuple[Rule, ...] = (
         _heads_of_slots,
     ),
     Rule(("drop_path_schedule", "drop_path"), _drop_path),
+    Rule(
+        ("dynamic_mlp_dim", "base_mlp_dim", "mlp_dim_multiple", "base_num_decoder_layers"),
+        _mlp_dims,
+    ),
+    Rule(("scan_layers", "dense_conn", "dynamic_mlp_dim"), _scan),
+    Rule(("dense_dynamic", "dense_static"), _dense_weights),
+    Rule(("dense_ways", "mudd_postnorm"), _dense_ways),
+    Rule(
+        (
+            "dense_after_layers",
+            "dense_sources",
+            "dense_source_list",
+            "dense_period",
+            "base_num_decoder_layers",
+        ),
+        _dense_places,
+    ),
 )

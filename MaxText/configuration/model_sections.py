@@ -1,37 +1,23 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from MaxText.configuration.keys import Section, key
-
-Activation = Literal[
-    "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
-    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign",
-]  # fmt: skip
+from MaxText.configuration.layer_sections import (
+    Attention,
+    Block,
+    DenseConnections,
+    Dimensions,
+    FeedForward,
+    Pattention,
+    Position,
+)
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
     "save_dot_except_mlp", "save_dot_except_mlpwi", "save_qkv_proj", "save_out_proj",
     "qkv_proj_offloaded",
 ]  # fmt: skip
-
-
-class Dimensions(NamedTuple):
-    """The sizes that parts agree on, after `global_parameter_scale` is applied.
-
-    Letters used in shape comments: B batch, T query length, S key length, D emb_dim, N query
-    heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, L num_layers.
-    """
-
-    emb_dim: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    num_layers: int
-    vocab_size: int
-    max_target_length: int
 
 
 class Shape(Section):
@@ -87,240 +73,6 @@ class Embedding(Section):
         "Multiply the rows of the token table by sqrt(emb_dim) when they are looked up (Gemma). "
         "embedding_init_std should be small then.",
     )
-
-
-class Block(Section):
-    """How a layer arranges its mixer and its feed-forward."""
-
-    block_arrangement: Literal["sequential", "parallel"] = key(
-        "sequential",
-        "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
-        "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
-    )
-    normalization_type: Literal["rms_norm", "layer_norm"] = key(
-        "rms_norm", "Norm before each part."
-    )
-    normalization_bias: bool = key(
-        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
-    )
-    normalization_layer_epsilon: float = key(1e-5, "Added to the variance inside norms.", gt=0)
-    normalization_zero_centered: bool = key(
-        False,
-        "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
-        "weight decay pulls the norm to 1 instead of 0.",
-    )
-    block_norm_parametric: bool = key(
-        True,
-        "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
-        "The final norm always has.",
-    )
-
-
-_ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
-
-
-class Position(Section):
-    """How the model knows where a token stands."""
-
-    position_embedding: Literal["rotary", "learned", "none"] = key(
-        "rotary", "rotary turns queries and keys; learned adds a table to the embedding."
-    )
-    trainable_position_size: int = key(
-        -1,
-        "Rows of the learned position table; -1 is max_target_length.",
-        unit="tokens",
-        only_if={"position_embedding": ["learned"]},
-        ge=-1,
-    )
-    rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
-    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
-        "default",
-        "Rotary frequencies for long texts. linear: all divided by rope_factor. llama3.1: those "
-        "that turn rarely. yarn: the same with another transition, and larger scores.",
-        only_if=_ROTARY,
-    )
-    rope_factor: float = key(
-        8.0,
-        "Divides rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
-        only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
-        ge=1,
-    )
-    original_max_position_embeddings: int = key(
-        8192,
-        "Length of the texts before frequencies were changed.",
-        unit="tokens",
-        only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
-        ge=1,
-    )
-    low_freq_factor: float = key(
-        1.0,
-        "Turns in the original length up to which a frequency is divided in full.",
-        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
-        gt=0,
-    )
-    high_freq_factor: float = key(
-        4.0,
-        "Turns in the original length from which a frequency stays as it is.",
-        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
-        gt=0,
-    )
-    beta_fast: float = key(
-        32.0,
-        "Turns in the original length from which a frequency stays as it is.",
-        only_if=_ROTARY | {"rope_type": ["yarn"]},
-        gt=0,
-    )
-    beta_slow: float = key(
-        1.0,
-        "Turns in the original length up to which a frequency is divided in full.",
-        only_if=_ROTARY | {"rope_type": ["yarn"]},
-        gt=0,
-    )
-    rotary_pct: float = key(
-        1.0,
-        "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
-        only_if=_ROTARY,
-        gt=0,
-        le=1,
-    )
-
-
-class Attention(Section):
-    """The attention mixer."""
-
-    attention_projections: Literal["dense", "pattention"] = key(
-        "dense",
-        "What makes queries, keys, values and the output: matrices, or Pattention over slots "
-        "(TokenFormer).",
-    )
-    attention: Literal["autoselected", "dot_product", "blocked"] = key(
-        "autoselected",
-        "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
-    )
-    attention_block_size: int = key(
-        128, "Query rows of a block.", unit="tokens", ge=1,
-        only_if={"attention": ["autoselected", "blocked"]},
-    )  # fmt: skip
-    causal: bool = key(
-        True,
-        "Attend to earlier tokens only. mlm_training=true switches it off.",
-    )
-    qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
-    proj_bias: bool = key(False, "Bias on the attention output projection.")
-    use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
-    attn_logits_soft_cap: float = key(
-        0.0, "Caps attention scores at c * tanh(score / c); 0 is off.", ge=0
-    )
-
-
-class FeedForward(Section):
-    """The feed-forward part."""
-
-    feed_forward_type: Literal["mlp", "pattention"] = key(
-        "mlp", "An MLP, plain or gated, or Pattention over slots (TokenFormer)."
-    )
-    mlp_activations: tuple[Activation, ...] = key(
-        ("silu", "linear"),
-        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
-        "gelu is the tanh approximation, gelu_erf the exact one.",
-        only_if={"feed_forward_type": ["mlp"]},
-    )
-    ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
-
-
-_QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
-_FEED_FORWARD: dict[str, Iterable[Any]] = {"feed_forward_type": ["pattention"]}
-_ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
-_L2: dict[str, Iterable[Any]] = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
-
-SlotPlace = Literal["qkv", "proj", "ffn"]
-
-
-class Pattention(Section):
-    """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
-
-    slot_num: int = key(
-        -1,
-        "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
-        "times as many. -1 is emb_dim.",
-        only_if_any=_ANYWHERE,
-        ge=-1,
-    )
-    qkv_slot_num: int = key(
-        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
-    )
-    proj_slot_num: int = key(
-        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
-    )
-    ffn_slot_num: int = key(
-        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1
-    )
-    normalize_type: Literal[
-        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
-    ] = key(
-        "l2_norm_gelu",
-        "Theta, over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm takes "
-        "gelu first, l2_norm has none; softmax is n times softmax; gelu_layer_norm a LayerNorm of "
-        "gelu. n is the number of slots.",
-        only_if_any=_ANYWHERE,
-    )
-    gelu_approximate: bool = key(
-        True,
-        "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
-        only_if={
-            "normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]
-        },
-        only_if_any=_ANYWHERE,
-    )  # fmt: skip
-    score_norm_epsilon: float | None = key(
-        None,
-        "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
-        "TokenFormer's PyTorch code has 0.",
-        only_if=_L2,
-        only_if_any=_ANYWHERE,
-        ge=0,
-    )
-    zoom_dim: float = key(
-        0.0,
-        "Number that stands for n in sqrt(n), so that slots can be added without a change of "
-        "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
-        only_if=_L2,
-        only_if_any=_ANYWHERE,
-        ge=0,
-    )
-    qkv_zoom_dim: float = key(
-        -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
-    )
-    proj_zoom_dim: float = key(
-        -1.0, "That of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
-    )
-    ffn_zoom_dim: float = key(
-        -1.0, "That of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD | _L2, ge=-1
-    )
-    qkv_scale_factor: float = key(
-        1.0, "Multiplies Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
-    )
-    proj_scale_factor: float = key(
-        1.0, "Multiplies Theta in the output projection.", only_if=_QKV_AND_OUTPUT
-    )
-    ffn_scale_factor: float = key(
-        1.0, "Multiplies Theta in the feed-forward.", only_if=_FEED_FORWARD
-    )
-
-    def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
-        """Slots of one Pattention at a place, every -1 replaced."""
-        own: int = getattr(self, f"{place}_slot_num")
-        if own != -1:
-            return own
-        base = emb_dim if self.slot_num == -1 else self.slot_num
-        return 4 * base if place == "ffn" else base
-
-    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
-        """What stands for n in sqrt(n) at a place: fixed, or the number of slots there."""
-        own: float = getattr(self, f"{place}_zoom_dim")
-        if own == -1:
-            own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
-        return own or self.num_slots(place, emb_dim)
 
 
 class Head(Section):
@@ -429,7 +181,7 @@ class Memory(Section):
     scan_layers: Literal["auto"] | bool = key(
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU, else scanned.",
+        "auto: written out for few small layers on CPU and where layers differ, else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
@@ -448,9 +200,18 @@ class Model(Section):
     attention: Attention = Attention()
     feed_forward: FeedForward = FeedForward()
     pattention: Pattention = Pattention()
+    dense_connections: DenseConnections = DenseConnections()
     head: Head = Head()
     objective: Objective = Objective()
     dropout: Dropout = Dropout()
     initialization: Initialization = Initialization()
     numerics: Numerics = Numerics()
     memory: Memory = Memory()
+
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether all layers have parameters of the same shapes, so that they can be stacked."""
+        dense, d = self.dense_connections, self.shape.dimensions
+        one_norm_first = dense.mixes_attention_inputs and dense.dense_first_norms == "one"
+        widths = set(self.feed_forward.mlp_dims(d))
+        return len(widths) == 1 and not one_norm_first

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from MaxText.configuration.catalogue import flat
-from MaxText.configuration.model_sections import SlotPlace
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.family import REQUIRED, Family, Setting

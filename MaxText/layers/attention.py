@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.model_sections import Attention as AttentionSection
-from MaxText.configuration.model_sections import Pattention as PattentionSection
-from MaxText.configuration.model_sections import SlotPlace
+from MaxText.configuration.layer_sections import Attention as AttentionSection
+from MaxText.configuration.layer_sections import Pattention as PattentionSection
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.layers.attention_core import attend_to_slots, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
@@ -64,20 +64,25 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
 
     def __call__(
-        self, x_BTD: jax.Array, context: Context, state: KeyValueCache | None = None
+        self,
+        inputs: tuple[jax.Array, jax.Array, jax.Array],
+        context: Context,
+        state: KeyValueCache | None = None,
     ) -> tuple[jax.Array, Scalars, KeyValueCache | None]:
         """The mixer.
 
         Args:
-          state: of the tokens before `x_BTD`; None where there are none.
+          inputs: x_BTD of queries, of keys and of values, most often one and the same.
+          state: of the tokens before these; None where there are none.
 
         Returns:
           y_BTD; scalars to be summed over layers (none here); and the state after these tokens,
           None unless there was one before or the context asks for one.
         """
-        q_BTNH = checkpoint_name(self.query(x_BTD), "query_proj")
-        k_BTKH = checkpoint_name(self.key(x_BTD), "key_proj")
-        v_BTKH = checkpoint_name(self.value(x_BTD), "value_proj")
+        q_BTD, k_BTD, v_BTD = inputs
+        q_BTNH = checkpoint_name(self.query(q_BTD), "query_proj")
+        k_BTKH = checkpoint_name(self.key(k_BTD), "key_proj")
+        v_BTKH = checkpoint_name(self.value(v_BTD), "value_proj")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None:

@@ -3,6 +3,7 @@
 Legend: B sequences, T tokens, D emb_dim.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.attention import Attention, Scalars
 from MaxText.layers.building import Building
+from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
@@ -34,9 +36,16 @@ class Block(nnx.Module):
 
     sequential (Radford et al. 2019): h = x + attn(norm(x)); y = h + mlp(norm(h)).
     parallel (GPT-NeoX-20B, section 2.1.2, with two norms): y = x + attn(norm(x)) + mlp(norm'(x)).
+
+    With dense connections x is the input of the residual stream, and queries, keys and values have
+    inputs and norms of their own.
     """
 
-    def __init__(self, section: ModelSection, building: Building, rngs: nnx.Rngs):
+    def __init__(self, section: ModelSection, index: int, building: Building, rngs: nnx.Rngs):
+        """`index` counts layers from 0."""
+        dimensions = building.dimensions
+        mlp_dim = section.feed_forward.mlp_dims(dimensions)[index]
+        building = dataclasses.replace(building, dimensions=dimensions._replace(mlp_dim=mlp_dim))
         epsilon = section.block.normalization_layer_epsilon
         self.arrangement = section.block.block_arrangement
         self.dropout_rate = section.dropout.rate("residual")
@@ -45,9 +54,12 @@ class Block(nnx.Module):
         self.num_layers = building.dimensions.num_layers
         attention_dropout = section.dropout.rate("attention")
         parametric = section.block.block_norm_parametric
-        self.pre_self_attention_layer_norm = normalization(
-            section.block, building, rngs, parametric=parametric
-        )
+        dense = section.dense_connections
+        one = not dense.mixes_attention_inputs or (index == 0 and dense.dense_first_norms == "one")
+        self.norm_names = ("",) if one else ("_q", "_k", "_v")
+        for name in self.norm_names:
+            norm = normalization(section.block, building, rngs, parametric=parametric)
+            setattr(self, f"pre_self_attention_layer_norm{name}", norm)
         self.self_attention = Attention(
             section.attention, section.pattention, epsilon, attention_dropout, building, rngs
         )
@@ -57,11 +69,12 @@ class Block(nnx.Module):
         self.mlp = feed_forward(section, building, rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, context: Context, state: Any = None
+        self, inputs: Inputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         """Returns y_BTD, scalars to be summed over layers, and the mixer's state."""
+        x_BTD = inputs.r
         attention_out, scalars, state = self.self_attention(
-            self.pre_self_attention_layer_norm(x_BTD), context, state
+            self._normalized(inputs), context, state
         )
         attention_out = self._dropped(attention_out, context, 1)
         h_BTD = x_BTD + attention_out
@@ -72,6 +85,15 @@ class Block(nnx.Module):
             h_BTD + mlp_out, "activation_batch", "activation_length", "activation_embed"
         )
         return y_BTD, scalars | mlp_scalars, state
+
+    def _normalized(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        norms = [getattr(self, f"pre_self_attention_layer_norm{n}") for n in self.norm_names]
+        if len(norms) == 1:
+            # One norm over three inputs happens only where they are the same.
+            y_BTD = norms[0](inputs.q)
+            return y_BTD, y_BTD, y_BTD
+        q_BTD, k_BTD, v_BTD = (norm(x) for norm, x in zip(norms, inputs[:3], strict=True))
+        return q_BTD, k_BTD, v_BTD
 
     def _dropped(self, x_BTD: jax.Array, context: Context, branch: int) -> jax.Array:
         """What branch 1 or 2 adds to the stream, after dropout and drop path."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from MaxText.configuration.model_sections import Dimensions
+from MaxText.configuration.layer_sections import Dimensions
 from MaxText.layers.weights import Initializers
 
 

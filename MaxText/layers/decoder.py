@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.model_sections import RematPolicy
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
+from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.normalization import normalization
 from MaxText.layers.rotary import rotary_table
-from MaxText.layers.stack import stack, walk, walk_with_states
+from MaxText.layers.stack import Walked, rematerialized, stack, walk, walk_written_out
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import constrain
 
@@ -56,8 +58,16 @@ class Decoder(nnx.Module):
                 num_positions = dimensions.max_target_length
             self.position_embedder = Embedding(num_positions, "position", building, rngs)
         self.layers = stack(
-            lambda rngs: Block(section, building, rngs), dimensions.num_layers, rngs
+            lambda index, rngs: Block(section, index, building, rngs),
+            dimensions.num_layers,
+            rngs,
+            alike=section.layers_are_alike,
         )
+        if section.dense_connections.dense_conn:
+            epsilon = section.block.normalization_layer_epsilon
+            self.connections = DenseConnections(section.dense_connections, epsilon, building, rngs)
+        else:
+            self.connections = ResidualStream()
         self.decoder_norm = normalization(section.block, building, rngs)
         if section.head.logits_via_embedding:
             self.logits_dense = None
@@ -87,14 +97,17 @@ class Decoder(nnx.Module):
             rotary=self._rotary(positions_BT),
             dropout_key=dropout_key,
         )
-        x_BTD, scalars = walk(
-            self.layers,
-            self._embed(batch.tokens_BT, positions_BT, context),
-            lambda layer, x_BTD, index: layer(x_BTD, context.for_layer(index))[:2],
-            scan=memory.scan_layers is True,
-            policy=memory.remat_policy,
-        )
-        return self.decoder_norm(x_BTD), scalars
+        x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
+        if memory.scan_layers is True:
+            x_BTD, scalars = walk(
+                self.layers,
+                x_BTD,
+                lambda layer, x_BTD, index: layer(Inputs.all(x_BTD), context.for_layer(index))[:2],
+                policy=memory.remat_policy,
+            )
+            return self.decoder_norm(x_BTD), scalars
+        walked = self._written_out(x_BTD, context, None, memory.remat_policy)
+        return self.decoder_norm(self._last(walked, memory.remat_policy)), walked.scalars
 
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
@@ -136,13 +149,38 @@ class Decoder(nnx.Module):
         context: Context,
         states: States | None,
     ) -> tuple[jax.Array, States]:
-        x_BTD, states = walk_with_states(
+        x_BTD = self._embed(tokens_BT, positions_BT, context)
+        walked = self._written_out(x_BTD, context, states, "none")
+        return self.decoder_norm(self._last(walked, "none")), walked.states
+
+    def _written_out(
+        self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
+    ) -> Walked:
+        """All layers, each with its inputs and its state; outputs are sources of `connections`."""
+
+        def apply(layer: Block, sources: tuple[Source, ...], index: int, state: Any):
+            # Inputs are made where the layer is, so that its backward pass makes them again
+            # instead of keeping them.
+            inputs = self.connections(index, sources)
+            y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
+            return self.connections.source(y_BTD), scalars, state
+
+        return walk_written_out(
             self.layers,
-            self._embed(tokens_BT, positions_BT, context),
-            lambda layer, x_BTD, state: layer(x_BTD, context, state)[::2],
-            states,
+            self.connections.source(x_BTD),
+            apply,
+            policy=policy,
+            keep_outputs=self.connections.keeps_all,
+            states=states,
         )
-        return self.decoder_norm(x_BTD), states
+
+    def _last(self, walked: Walked, policy: RematPolicy) -> jax.Array:
+        """What the final norm reads."""
+        depth = self.section.shape.dimensions.num_layers
+        read = rematerialized(
+            lambda sources: self.connections(depth, sources).r, policy, in_scan=False
+        )
+        return read(walked.outputs)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.model_sections import FeedForward as FeedForwardSection
+from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense

@@ -80,4 +80,6 @@ class Model:
             return new
 
         parameters = jax.tree_util.tree_map_with_path(converted, parameters)
+        if not self.section.layers_are_alike:
+            return parameters
         return parameters | {"layers": keep_layers_apart(parameters["layers"])}

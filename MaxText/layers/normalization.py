@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.model_sections import Block
+from MaxText.configuration.layer_sections import Block
 from MaxText.layers.building import Building
-from MaxText.layers.weights import ones, weight, zeros
+from MaxText.layers.weights import constant, ones, weight, zeros
 
 
 class RMSNorm(nnx.Module):
@@ -28,12 +28,14 @@ class RMSNorm(nnx.Module):
         logical_axis: str = "norm",
         *,
         parametric: bool = True,
+        initial: float = 1.0,
     ):
+        """`initial` is the factor that the scale begins with."""
         self.epsilon = epsilon
         self.zero_centered = building.zero_centered_norms
-        initial = zeros if self.zero_centered else ones
+        stored = constant(initial - 1.0 if self.zero_centered else initial)
         self.scale = (
-            weight(rngs, (size,), (logical_axis,), initial, dtype=building.weight_dtype)
+            weight(rngs, (size,), (logical_axis,), stored, dtype=building.weight_dtype)
             if parametric
             else None
         )
@@ -43,7 +45,7 @@ class RMSNorm(nnx.Module):
         mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
         y = x_float * jax.lax.rsqrt(mean_square + self.epsilon)
         if self.scale is not None:
-            y = y * _factor(self.scale, self.zero_centered)
+            y = y * factor(self.scale, self.zero_centered)
         return y.astype(x.dtype)
 
 
@@ -74,13 +76,13 @@ class LayerNorm(nnx.Module):
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         y = centred * jax.lax.rsqrt(variance + self.epsilon)
         if self.scale is not None:
-            y = y * _factor(self.scale, self.zero_centered)
+            y = y * factor(self.scale, self.zero_centered)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
-def _factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
+def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
     """What a norm multiplies by, in float32: bfloat16 could not hold 1 and a small difference."""
     stored = scale[...].astype(jnp.float32)
     return 1.0 + stored if zero_centered else stored

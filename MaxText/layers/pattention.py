@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.model_sections import Pattention as PattentionSection
-from MaxText.configuration.model_sections import SlotPlace
+from MaxText.configuration.layer_sections import Pattention as PattentionSection
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
 from MaxText.layers.feed_forward import Scalars

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.configuration.model_sections import Position
+from MaxText.configuration.layer_sections import Position
 
 
 def rotary_table(
@@ -20,14 +20,21 @@ def rotary_table(
     """sin and cos of position * frequency, each float32 [B, T, 1, R/2].
 
     With rope_type=yarn both are multiplied by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section
-    3.4: the scores then have the temperature that suits the longer text).
+    3.4: the scores then have the temperature that suits the longer text). rope_table_dtype rounds
+    them.
     """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, section)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
-    if section.rope_type != "yarn":
-        return sin, cos
-    factor = 0.1 * math.log(section.rope_factor) + 1.0
-    return factor * sin, factor * cos
+    if section.rope_type == "yarn":
+        factor = 0.1 * math.log(section.rope_factor) + 1.0
+        sin, cos = factor * sin, factor * cos
+    if section.rope_table_dtype != "float32":
+        # Without the barrier the compiler may leave out rounding that is undone at once.
+        rounded = jax.lax.optimization_barrier(
+            (sin.astype(section.rope_table_dtype), cos.astype(section.rope_table_dtype))
+        )
+        sin, cos = (table.astype(jnp.float32) for table in rounded)
+    return sin, cos
 
 
 def frequencies(num_dims: int, section: Position) -> jax.Array | np.ndarray:

@@ -1,10 +1,12 @@
-"""A stack of equal layers: weights with a leading `layers` dimension, walked by a scan or a loop.
+"""A stack of layers, walked by a scan or written out.
 
-The weights are stacked whether or not the walk is a scan, so checkpoints do not depend on it.
+Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension,
+whether or not the walk is a scan, so checkpoints do not depend on it. Where shapes differ, each
+layer is stored under its number.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +51,30 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
     return jax.checkpoint(function, policy=keep, prevent_cse=not in_scan)
 
 
-def stack(make_layer: Callable[[nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs) -> Any:
-    """A module like one of make_layer's, whose weights have a leading dimension of `num_layers`.
+def stack(
+    make_layer: Callable[[int, nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs, *, alike: bool
+) -> Any:
+    """All layers as one module.
 
-    The weights are drawn by one vmap over keys: initialising layer by layer inside a jit costs
-    seconds to compile for deep models.
+    Args:
+      make_layer: (index, keys) -> layer.
+      alike: whether all have parameters of the same shapes.
+
+    Returns:
+      A module like a single layer, whose weights have a leading dimension of `num_layers`; or, of
+      layers that differ, an nnx.Dict from "0", "1", ... to each.
     """
+    if not alike:
+        keys = jax.random.split(rngs.params(), num_layers)
+        return nnx.Dict(
+            {str(i): make_layer(i, nnx.Rngs(params=keys[i])) for i in range(num_layers)}
+        )
 
+    # Drawn by one vmap over keys: layer by layer inside a jit, deep models take seconds to compile.
     def draw(key: jax.Array) -> dict:
-        return nnx.to_pure_dict(nnx.state(make_layer(nnx.Rngs(params=key))))
+        return nnx.to_pure_dict(nnx.state(make_layer(0, nnx.Rngs(params=key))))
 
-    abstract = nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0)))
+    abstract = nnx.eval_shape(lambda: make_layer(0, nnx.Rngs(params=0)))
     graphdef = nnx.graphdef(abstract)
     layers = nnx.merge(graphdef, jax.vmap(draw)(jax.random.split(rngs.params(), num_layers)))
     for _, parameter in nnx.to_flat_state(nnx.state(layers)):
@@ -93,17 +108,15 @@ _unstacked.defvjp(_unstacked_forward, _unstacked_backward)
 def walk(
     layers: Any,
     x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, jax.Array | int], tuple[jax.Array, dict[str, jax.Array]]],
+    apply: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
     *,
-    scan: bool,
     policy: RematPolicy,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sends `x_BTD` through all layers of a stacked module.
+    """Sends `x_BTD` through all layers of a stacked module: one compiled layer in a loop.
 
     Args:
       layers: what `stack` returned.
       apply: (layer, x, index) -> (y, scalars).
-      scan: one compiled layer in a loop, or all layers written out.
       policy: what each layer's backward pass computes again.
 
     Returns:
@@ -114,46 +127,62 @@ def walk(
     def one_layer(x_BTD, weights, index):
         return apply(nnx.merge(graphdef, weights), x_BTD, index)
 
-    one_layer = rematerialized(one_layer, policy, in_scan=scan)
-    if scan:
-        indices = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
-        x_BTD, scalars = jax.lax.scan(
-            lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, indices)
-        )
-        return x_BTD, jax.tree.map(jnp.sum, scalars)
-    totals: dict[str, jax.Array] = {}
-    for index, weights in enumerate(_unstacked(stacked)):
-        x_BTD, scalars = one_layer(x_BTD, weights, index)
-        totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
-    return x_BTD, totals
+    one_layer = rematerialized(one_layer, policy, in_scan=True)
+    indices = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
+    x_BTD, scalars = jax.lax.scan(
+        lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, indices)
+    )
+    return x_BTD, jax.tree.map(jnp.sum, scalars)
 
 
-def walk_with_states(
+class Walked(NamedTuple):
+    """What layers that were written out have given.
+
+    Attributes:
+      outputs: the first input, then what each layer returned; the last alone unless all are kept.
+      scalars: summed over layers.
+      states: of the mixers, one per layer.
+    """
+
+    outputs: tuple[Any, ...]
+    scalars: dict[str, jax.Array]
+    states: tuple[Any, ...]
+
+
+def walk_written_out(
     layers: Any,
-    x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
-    states: Sequence[Any] | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Sends `x_BTD` through all layers, each with a state of its own, written out.
+    first: Any,
+    apply: Callable[[Any, tuple[Any, ...], int, Any], tuple[Any, dict[str, jax.Array], Any]],
+    *,
+    policy: RematPolicy = "none",
+    keep_outputs: bool = False,
+    states: Sequence[Any] | None = None,
+) -> Walked:
+    """Sends `first` through all layers, each written out by itself.
 
-    A loop would copy each layer's weights and state out of the stacked ones for every token, which
-    takes as long as the products.
+    Programs that generate text walk like this, too: a loop would copy each layer's weights and
+    state out of the stacked ones for every token, which takes as long as the products.
 
     Args:
       layers: what `stack` returned.
-      apply: (layer, x, state or None) -> (y, state).
+      apply: (layer, outputs so far, index, state or None) -> (output, scalars, state).
+      policy: what each layer's backward pass computes again. Outputs of layers are always kept.
+      keep_outputs: whether a layer reads the outputs of all before it, or of the last alone.
       states: of each layer, or None before there are any.
-
-    Returns:
-      The last output, and the new state of each layer.
     """
-    graphdef, stacked = _split(layers)
-    new_states = []
-    for index, weights in enumerate(_unstacked(stacked)):
-        state = None if states is None else states[index]
-        x_BTD, state = apply(nnx.merge(graphdef, weights), x_BTD, state)
+    outputs, totals, new_states = (first,), {}, []
+    for index, (graphdef, weights) in enumerate(_each(layers)):
+
+        def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
+            return apply(nnx.merge(graphdef, weights), outputs, index, state)
+
+        y, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
+            weights, outputs, None if states is None else states[index]
+        )
+        outputs = (*outputs, y) if keep_outputs else (y,)
+        totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
         new_states.append(state)
-    return x_BTD, tuple(new_states)
+    return Walked(outputs, totals, tuple(new_states))
 
 
 def keep_layers_apart(weights: dict) -> tuple[dict, ...]:
@@ -179,6 +208,14 @@ def joined(weights: Sequence[dict]) -> dict:
     copied as long as no loop walks the result.
     """
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
+
+
+def _each(layers: Any) -> list[tuple[Any, dict]]:
+    """Graph definition and weights of each layer, in their order."""
+    if isinstance(layers, nnx.Dict):
+        return [_split(layers[str(index)]) for index in range(len(layers))]
+    graphdef, stacked = _split(layers)
+    return [(graphdef, weights) for weights in _unstacked(stacked)]
 
 
 def _split(layers: Any) -> tuple[Any, dict]:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from MaxText.configuration.model_sections import Dimensions, Initialization
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Initialization
 
 Shape = tuple[int, ...]
 # (key, shape, number of leading dimensions that are inputs, dtype) -> array
@@ -55,6 +57,15 @@ def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> j
 def ones(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
     """For the scales of norms."""
     return jnp.ones(shape, dtype)
+
+
+def constant(value: float | np.ndarray) -> Initializer:
+    """The same numbers for every key: one, or an array that fits the shape."""
+
+    def initialize(key, shape, num_in_dims, dtype):
+        return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
+
+    return initialize
 
 
 def _normal(std: float) -> Initializer:
@@ -107,6 +118,7 @@ class Initializers(NamedTuple):
     embedding: Initializer  # token and position tables
     attention_slots: SlotInitializers
     feed_forward_slots: SlotInitializers
+    connection: Initializer  # from a hidden state to the weights of dense connections
 
 
 def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
@@ -142,5 +154,10 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
     if section.weight_init == "tokenformer":
         in_attention = SlotInitializers(_normal_fan_in, _normal_fan_in)
     return Initializers(
-        kernel, output, _normal(table), attention_slots=in_attention, feed_forward_slots=slots
+        kernel,
+        output,
+        _normal(table),
+        attention_slots=in_attention,
+        feed_forward_slots=slots,
+        connection=_normal_fan_in,
     )

@@ -43,7 +43,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from MaxText.configuration.model_sections import Attention
+from MaxText.configuration.layer_sections import Attention
 from MaxText.layers.attention_core import MAX_BLOCKS
 from MaxText.layers.model import Model
 

@@ -31,14 +31,13 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
     )
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
-    scan = choose(
-        "scan_layers",
-        section.memory.scan_layers,
-        not (on_cpu and few),
-        "few small layers run faster written out on CPU"
-        if on_cpu and few
-        else "compile time does not grow with depth",
-    )
+    if section.dense_connections.dense_conn or not section.layers_are_alike:
+        scanned, reason = False, "no two layers are alike"
+    elif on_cpu and few:
+        scanned, reason = False, "few small layers run faster written out on CPU"
+    else:
+        scanned, reason = True, "compile time does not grow with depth"
+    scan = choose("scan_layers", section.memory.scan_layers, scanned, reason)
     unrolled_cpu = on_cpu and not scan
     policy = choose(
         "remat_policy",

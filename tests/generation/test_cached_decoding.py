@@ -16,6 +16,8 @@ from MaxText.parallelism.mesh import Layout, make_mesh
 from tests.small_models import tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}
+WRITTEN_OUT = {"scan_layers": False}
+NARROW_STEPS = {"mlp_dim_multiple": 16}
 
 # name -> (decoder_block, keys)
 CASES = {
@@ -37,6 +39,10 @@ CASES = {
     "llama3.1 rotary": ("llama2", {"rope_type": "llama3.1"}),
     "tokenformer": ("tokenformer", ALL_HEADS | {"slot_num": 24, "drop_path": 0.5}),
     "tokenformer_pytorch": ("tokenformer_pytorch", {"ffn_slot_num": 40}),
+    "muddformer": ("muddformer", WRITTEN_OUT | NARROW_STEPS),
+    "muddformer_prepost": ("muddformer_prepost", WRITTEN_OUT | NARROW_STEPS),
+    "muddpythia": ("muddpythia", WRITTEN_OUT | NARROW_STEPS | ALL_HEADS),
+    "denseformer": ("denseformer", WRITTEN_OUT | {"dense_sources": "dilated", "dense_period": 2}),
 }
 WINDOW = 32
 

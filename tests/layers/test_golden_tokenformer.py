@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.loading import configure
-from MaxText.configuration.model_sections import Pattention
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.model import Model
@@ -236,11 +237,14 @@ def test_every_layer(case):
         weights = jax.tree.map(lambda leaf: leaf[index], params["layers"])  # noqa: B023
         layer = model.merge({**params, "layers": weights}).layers
         h_BTD = layer.pre_self_attention_layer_norm(x_BTD)
-        found = {"prenorm_out": h_BTD, "attention_out": layer.self_attention(h_BTD, context)[0]}
+        found = {
+            "prenorm_out": h_BTD,
+            "attention_out": layer.self_attention((h_BTD, h_BTD, h_BTD), context)[0],
+        }
         for part in ("query", "key", "value"):
             projected = getattr(layer.self_attention, part)(h_BTD)
             found[f"{part}_pattention"] = projected.reshape(h_BTD.shape)
-        x_BTD, _, _ = layer(x_BTD, context)
+        x_BTD, _, _ = layer(Inputs.all(x_BTD), context)
         found["out"] = x_BTD
         compared = {k: v for k, v in found.items() if f"small/layer{index}_{k}" in arrays}
         assert len(compared) == (3 if name in JAX_CASES else 5)

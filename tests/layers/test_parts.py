@@ -151,7 +151,7 @@ def test_activations_are_finite_with_finite_gradients(name):
 def test_every_activation_of_the_schema_exists():
     from typing import get_args
 
-    from MaxText.configuration.model_sections import Activation
+    from MaxText.configuration.layer_sections import Activation
 
     assert set(get_args(Activation)) == set(ACTIVATIONS)
 

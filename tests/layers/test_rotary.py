@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.configuration.model_sections import Position
+from MaxText.configuration.layer_sections import Position
 from MaxText.layers.rotary import frequencies, rotary_table
 from tests.layers.test_parts import logits_of
 from tests.small_models import random_batch, tiny_config

@@ -6,8 +6,8 @@ import types
 import jax
 import pytest
 
+from MaxText.configuration.layer_sections import Attention
 from MaxText.configuration.loading import configure
-from MaxText.configuration.model_sections import Attention
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
 from MaxText.monitoring.flops import FlopCount, Part, count_flops, keys_by_rule, keys_multiplied

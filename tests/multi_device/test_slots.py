@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from MaxText.configuration.model_sections import Pattention
+from MaxText.configuration.layer_sections import Pattention
 from MaxText.layers.model import Model
 from MaxText.layers.pattention import theta
 from MaxText.parallelism.mesh import Layout, make_mesh

@@ -9,7 +9,7 @@ from typing import Any
 
 from MaxText.checkpointing.growth.plan import GrowthPlan
 from MaxText.configuration.catalogue import all_keys, build
-from MaxText.configuration.model_sections import SlotPlace
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 

@@ -1,0 +1,415 @@
+"""Keys that choose and size the parts of a layer. Each class is handed to the part it names."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from MaxText.configuration.keys import Section, key
+
+Activation = Literal[
+    "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
+    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign",
+]  # fmt: skip
+
+
+class Dimensions(NamedTuple):
+    """The sizes that parts agree on, after `global_parameter_scale` is applied.
+
+    Letters used in shape comments: B batch, T query length, S key length, D emb_dim, N query
+    heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, L num_layers.
+    """
+
+    emb_dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    num_layers: int
+    vocab_size: int
+    max_target_length: int
+
+
+class Block(Section):
+    """How a layer arranges its mixer and its feed-forward."""
+
+    block_arrangement: Literal["sequential", "parallel"] = key(
+        "sequential",
+        "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
+        "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
+    )
+    normalization_type: Literal["rms_norm", "layer_norm"] = key(
+        "rms_norm", "Norm before each part."
+    )
+    normalization_bias: bool = key(
+        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
+    )
+    normalization_layer_epsilon: float = key(1e-5, "Added to the variance inside norms.", gt=0)
+    normalization_zero_centered: bool = key(
+        False,
+        "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
+        "weight decay pulls the norm to 1 instead of 0.",
+    )
+    block_norm_parametric: bool = key(
+        True,
+        "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
+        "The final norm always has.",
+    )
+
+
+_ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
+
+
+class Position(Section):
+    """How the model knows where a token stands."""
+
+    position_embedding: Literal["rotary", "learned", "none"] = key(
+        "rotary", "rotary turns queries and keys; learned adds a table to the embedding."
+    )
+    trainable_position_size: int = key(
+        -1,
+        "Rows of the learned position table; -1 is max_target_length.",
+        unit="tokens",
+        only_if={"position_embedding": ["learned"]},
+        ge=-1,
+    )
+    rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
+    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
+        "default",
+        "Rotary frequencies for long texts. linear: all divided by rope_factor. llama3.1: those "
+        "that turn rarely. yarn: the same with another transition, and larger scores.",
+        only_if=_ROTARY,
+    )
+    rope_factor: float = key(
+        8.0,
+        "Divides rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
+        only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
+        ge=1,
+    )
+    original_max_position_embeddings: int = key(
+        8192,
+        "Length of the texts before frequencies were changed.",
+        unit="tokens",
+        only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
+        ge=1,
+    )
+    low_freq_factor: float = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        gt=0,
+    )
+    high_freq_factor: float = key(
+        4.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["llama3.1"]},
+        gt=0,
+    )
+    beta_fast: float = key(
+        32.0,
+        "Turns in the original length from which a frequency stays as it is.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        gt=0,
+    )
+    beta_slow: float = key(
+        1.0,
+        "Turns in the original length up to which a frequency is divided in full.",
+        only_if=_ROTARY | {"rope_type": ["yarn"]},
+        gt=0,
+    )
+    rotary_pct: float = key(
+        1.0,
+        "Share of each head's dimensions that rotary turns (GPT-NeoX: 0.25).",
+        only_if=_ROTARY,
+        gt=0,
+        le=1,
+    )
+    rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "float32",
+        "Format that sines and cosines are rounded to. The released MUDDFormer was trained with "
+        "bfloat16, MUDDPythia with float16.",
+        only_if=_ROTARY,
+    )
+
+
+class Attention(Section):
+    """The attention mixer."""
+
+    attention_projections: Literal["dense", "pattention"] = key(
+        "dense",
+        "What makes queries, keys, values and the output: matrices, or Pattention over slots "
+        "(TokenFormer).",
+    )
+    attention: Literal["autoselected", "dot_product", "blocked"] = key(
+        "autoselected",
+        "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
+    )
+    attention_block_size: int = key(
+        128, "Query rows of a block.", unit="tokens", ge=1,
+        only_if={"attention": ["autoselected", "blocked"]},
+    )  # fmt: skip
+    causal: bool = key(
+        True,
+        "Attend to earlier tokens only. mlm_training=true switches it off.",
+    )
+    qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
+    proj_bias: bool = key(False, "Bias on the attention output projection.")
+    use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
+    attn_logits_soft_cap: float = key(
+        0.0, "Caps attention scores at c * tanh(score / c); 0 is off.", ge=0
+    )
+
+
+class FeedForward(Section):
+    """The feed-forward part."""
+
+    feed_forward_type: Literal["mlp", "pattention"] = key(
+        "mlp", "An MLP, plain or gated, or Pattention over slots (TokenFormer)."
+    )
+    mlp_activations: tuple[Activation, ...] = key(
+        ("silu", "linear"),
+        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
+        "gelu is the tanh approximation, gelu_erf the exact one.",
+        only_if={"feed_forward_type": ["mlp"]},
+    )
+    ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
+    dynamic_mlp_dim: bool = key(
+        False,
+        "Move feed-forward width from early to late layers (MUDDFormer): from half of mlp_dim in "
+        "the first to one and a half of it in the last, in multiples of mlp_dim_multiple.",
+        only_if={"feed_forward_type": ["mlp"]},
+    )
+    mlp_dim_multiple: int = key(
+        128, "What widths of dynamic_mlp_dim are rounded to.", ge=1,
+        only_if={"dynamic_mlp_dim": [True]},
+    )  # fmt: skip
+
+    def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """Hidden width F of each layer's MLP.
+
+        Layer i of L: F (i / (L - 1) + 1/2), rounded half to even (Xiao et al. 2025, section 2.4).
+        """
+        num_layers, width = dimensions.num_layers, dimensions.mlp_dim
+        if not self.dynamic_mlp_dim:
+            return (width,) * num_layers
+        step = self.mlp_dim_multiple
+        last = max(num_layers - 1, 1)
+        return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
+
+
+_QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
+_FEED_FORWARD: dict[str, Iterable[Any]] = {"feed_forward_type": ["pattention"]}
+_ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
+_L2: dict[str, Iterable[Any]] = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
+SlotPlace = Literal["qkv", "proj", "ffn"]
+
+
+class Pattention(Section):
+    """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
+
+    slot_num: int = key(
+        -1,
+        "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
+        "times as many. -1 is emb_dim.",
+        only_if_any=_ANYWHERE,
+        ge=-1,
+    )
+    qkv_slot_num: int = key(
+        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    proj_slot_num: int = key(
+        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    )
+    ffn_slot_num: int = key(
+        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1
+    )
+    normalize_type: Literal[
+        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
+    ] = key(
+        "l2_norm_gelu",
+        "Theta, over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm takes "
+        "gelu first, l2_norm has none; softmax is n times softmax; gelu_layer_norm a LayerNorm of "
+        "gelu. n is the number of slots.",
+        only_if_any=_ANYWHERE,
+    )
+    gelu_approximate: bool = key(
+        True,
+        "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
+        only_if={
+            "normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]
+        },
+        only_if_any=_ANYWHERE,
+    )  # fmt: skip
+    score_norm_epsilon: float | None = key(
+        None,
+        "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
+        "TokenFormer's PyTorch code has 0.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+        ge=0,
+    )
+    zoom_dim: float = key(
+        0.0,
+        "Number that stands for n in sqrt(n), so that slots can be added without a change of "
+        "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
+        only_if=_L2,
+        only_if_any=_ANYWHERE,
+        ge=0,
+    )
+    qkv_zoom_dim: float = key(
+        -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    proj_zoom_dim: float = key(
+        -1.0, "That of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1
+    )
+    ffn_zoom_dim: float = key(
+        -1.0, "That of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD | _L2, ge=-1
+    )
+    qkv_scale_factor: float = key(
+        1.0, "Multiplies Theta in query, key and value.", only_if=_QKV_AND_OUTPUT
+    )
+    proj_scale_factor: float = key(
+        1.0, "Multiplies Theta in the output projection.", only_if=_QKV_AND_OUTPUT
+    )
+    ffn_scale_factor: float = key(
+        1.0, "Multiplies Theta in the feed-forward.", only_if=_FEED_FORWARD
+    )
+
+    def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
+        """Slots of one Pattention at a place, every -1 replaced."""
+        own: int = getattr(self, f"{place}_slot_num")
+        if own != -1:
+            return own
+        base = emb_dim if self.slot_num == -1 else self.slot_num
+        return 4 * base if place == "ffn" else base
+
+    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
+        """What stands for n in sqrt(n) at a place: fixed, or the number of slots there."""
+        own: float = getattr(self, f"{place}_zoom_dim")
+        if own == -1:
+            own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
+        return own or self.num_slots(place, emb_dim)
+
+
+_DENSE: dict[str, Iterable[Any]] = {"dense_conn": [True]}
+_DYNAMIC = _DENSE | {"dense_dynamic": [True]}
+Way = Literal["q", "k", "v", "r"]
+
+
+class DenseConnections(Section):
+    """Sums over all hidden states so far, as the input of a layer.
+
+    MUDDFormer (Xiao et al. 2025, arXiv 2502.12170) and, with fixed weights and one way, DenseFormer
+    (Pagliardini et al. 2024, arXiv 2402.02622).
+    """
+
+    dense_conn: bool = key(
+        False,
+        "Layers read weighted sums of the embedding and of the outputs of all layers before them "
+        "(MUDDFormer) instead of the last output alone.",
+    )
+    dense_ways: tuple[Way, ...] = key(
+        ("q", "k", "v", "r"),
+        "Inputs of a layer that have a sum of their own: of queries, keys, values and the residual "
+        "stream. One that is left out reads the sum of r, or the last output where r is left out, "
+        "too.",
+        only_if=_DENSE,
+    )
+    dense_dynamic: bool = key(
+        True, "Weights that depend on the last output, token by token.", only_if=_DENSE
+    )
+    dense_static: bool = key(True, "Learned weights that are the same everywhere.", only_if=_DENSE)
+    dense_sources: Literal["all", "dilated", "window", "list"] = key(
+        "all",
+        "What is summed, besides the last output. dilated: every dense_dilation-th output, counted "
+        "back from it. window: the last dense_window outputs and the embedding. list: those of "
+        "dense_source_list.",
+        only_if=_DENSE,
+    )
+    dense_dilation: int = key(
+        2, "Outputs from one source to the next.", unit="layers", ge=1,
+        only_if=_DENSE | {"dense_sources": ["dilated"]},
+    )  # fmt: skip
+    dense_window: int = key(
+        8, "Outputs that are summed, besides the embedding.", unit="layers", ge=1,
+        only_if=_DENSE | {"dense_sources": ["window"]},
+    )  # fmt: skip
+    dense_source_list: tuple[int, ...] = key(
+        (),
+        "0 is the embedding, n the output of the n-th layer; those that are not there yet are left "
+        "out.",
+        only_if=_DENSE | {"dense_sources": ["list"]},
+    )
+    dense_period: int = key(
+        1, "A sum after every so many layers; the others read the last output.", unit="layers",
+        ge=1, only_if=_DENSE,
+    )  # fmt: skip
+    dense_after_layers: tuple[int, ...] | None = key(
+        None,
+        "Layers, counted from 1, that have a sum after them; null is what dense_period says.",
+        only_if=_DENSE | {"dense_period": [1]},
+    )
+    mudd_prenorm: bool = key(
+        False,
+        "Add to the last output a sum of normalised outputs, with a learned scale for each.",
+        only_if=_DENSE,
+    )
+    mudd_postnorm: Literal["none", "residual", "all"] = key(
+        "none",
+        "Add to the last output a sum that is normalised, with a learned scale that starts at "
+        "0.001: on the way r alone (MUDDFormer's JAX code) or on each way (its paper).",
+        only_if=_DENSE,
+    )
+    dense_activation: Activation = key(
+        "gelu",
+        "Between the two products that make the weights. gelu as MUDDFormer's JAX code; gelu_erf "
+        "as the released models.",
+        only_if=_DYNAMIC,
+    )
+    dense_hidden_rounding: Literal["none", "ceil", "reference"] = key(
+        "reference",
+        "Hidden width between these products, ways * sources: as it is, or in multiples of 64, "
+        "upwards. reference adds 64 where it is one already, as MUDDFormer's code.",
+        only_if=_DYNAMIC,
+    )
+    dense_last_expand: int = key(
+        4, "Multiplies that width after the last layer, where there is one way.", ge=1,
+        only_if=_DYNAMIC,
+    )  # fmt: skip
+    dense_first_norms: Literal["one", "each"] = key(
+        "each",
+        "Norms before the first layer's queries, keys and values, which all read the embedding: "
+        "one (the released models) or one each (MUDDFormer's JAX code), as in later layers.",
+        only_if=_DENSE,
+    )
+    dense_mixing: Literal["auto", "sum", "einsum", "kernel"] = key(
+        "auto", "How the sums are computed. No effect on the result.", only_if=_DENSE
+    )
+
+    @property
+    def mixes_attention_inputs(self) -> bool:
+        """Whether queries, keys or values have an input of their own."""
+        return self.dense_conn and any(way in self.dense_ways for way in "qkv")
+
+    @property
+    def adds(self) -> bool:
+        """Whether sums are added to the last output instead of standing for it."""
+        return self.mudd_prenorm or self.mudd_postnorm != "none"
+
+    def stands_after(self, depth: int) -> bool:
+        """Whether there is a sum after `depth` layers."""
+        if not self.dense_conn:
+            return False
+        if self.dense_after_layers is not None:
+            return depth in self.dense_after_layers
+        return depth % self.dense_period == 0
+
+    def sources(self, depth: int) -> tuple[int, ...]:
+        """What is summed after `depth` layers: 0 is the embedding, n the output of layer n."""
+        if self.dense_sources == "dilated":
+            chosen = set(range(depth, -1, -self.dense_dilation))
+        elif self.dense_sources == "window":
+            chosen = {0, *range(max(depth + 1 - self.dense_window, 0), depth + 1)}
+        elif self.dense_sources == "list":
+            chosen = {source for source in self.dense_source_list if source <= depth}
+        else:
+            chosen = set(range(depth + 1))
+        return tuple(sorted(chosen | {depth}))

@@ -1,0 +1,226 @@
+"""What a layer reads: the residual stream, or sums over all hidden states so far.
+
+Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from MaxText.configuration.layer_sections import DenseConnections as DenseSection
+from MaxText.layers.activations import ACTIVATIONS
+from MaxText.layers.building import Building
+from MaxText.layers.dense import Dense
+from MaxText.layers.depth_mixing import mix
+from MaxText.layers.normalization import RMSNorm, factor
+from MaxText.layers.weights import Shape, constant, weight, zeros
+from MaxText.parallelism.constraints import constrain
+
+
+class Inputs(NamedTuple):
+    """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    r: jax.Array
+
+    @classmethod
+    def all(cls, x_BTD: jax.Array) -> "Inputs":
+        """One hidden state as every input."""
+        return cls(x_BTD, x_BTD, x_BTD, x_BTD)
+
+
+class Source(NamedTuple):
+    """A hidden state that later layers read.
+
+    Attributes:
+      x_BTD: the embedding, or the output of a layer.
+      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps), where sums are over normalised states.
+        Later layers would have to read the whole state twice to have it.
+    """
+
+    x_BTD: jax.Array
+    inverse_rms_BT1: jax.Array | None = None
+
+
+class ResidualStream(nnx.Module):
+    """Each layer reads the output of the one before it (He et al. 2016)."""
+
+    keeps_all = False
+
+    def source(self, x_BTD: jax.Array) -> Source:
+        """What is kept of a hidden state."""
+        return Source(x_BTD)
+
+    def __call__(self, depth: int | None, sources: Sequence[Source]) -> Inputs:
+        """Inputs of the layer after `depth` others."""
+        return Inputs.all(sources[-1].x_BTD)
+
+
+class DenseConnections(nnx.Module):
+    """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
+
+    Below, X_0 is the embedding and X_i the output of layer i, counted from 1.
+    """
+
+    keeps_all = True
+
+    def __init__(
+        self, section: DenseSection, epsilon: float, building: Building, rngs: nnx.Rngs
+    ) -> None:
+        self.section = section
+        self.epsilon = epsilon
+        num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
+        self.after = nnx.Dict(
+            {
+                str(depth): DepthSum(section, depth, epsilon, building, rngs)
+                for depth in range(1, num_layers + 1)
+                if section.stands_after(depth)
+            }
+        )
+        self.source_norm = (
+            SourceScales((num_layers + 1, D), building, rngs) if section.mudd_prenorm else None
+        )
+
+    def source(self, x_BTD: jax.Array) -> Source:
+        """What is kept of a hidden state."""
+        if self.source_norm is None:
+            return Source(x_BTD)
+        mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+        return Source(x_BTD, jax.lax.rsqrt(mean_square + self.epsilon))
+
+    def __call__(self, depth: int, sources: Sequence[Source]) -> Inputs:
+        """Inputs of the layer after `depth` others; after the last one only `r` is meant.
+
+        Args:
+          sources: of X_0 to X_depth.
+        """
+        x_BTD = sources[-1].x_BTD
+        if str(depth) not in self.after:
+            return Inputs.all(x_BTD)
+        scales = None if self.source_norm is None else self.source_norm.factors()
+        sums = self.after[str(depth)](sources, scales)
+        rest = sums.get("r", x_BTD)
+        return Inputs(*(sums.get(way, rest) for way in Inputs._fields))
+
+
+class SourceScales(nnx.Module):
+    """Learned scales of normalised hidden states, one row for each of X_0 to X_L."""
+
+    def __init__(self, shape: Shape, building: Building, rngs: nnx.Rngs):
+        self.zero_centered = building.zero_centered_norms
+        initial = constant(0.0 if self.zero_centered else 1.0)
+        self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=building.weight_dtype)
+
+    def factors(self) -> jax.Array:
+        """Float32 [L + 1, D]."""
+        return factor(self.scale, self.zero_centered)
+
+
+class DepthSum(nnx.Module):
+    """The sums after one layer, one for each way c.
+
+        w = act(rms(X_i) W1) W2 + static          weights [C, S] of each token
+        plain:   Y_c = sum_j w_cj X_j
+        adding:  Y_c = X_i + post_c(sum_j w_cj rms_j(X_j)), where either norm may be absent
+
+    W2 starts at 0, and the static weights so that Y_c = X_i: a model begins as the one without
+    these connections. Weights and sums are float32.
+    """
+
+    def __init__(
+        self, section: DenseSection, depth: int, epsilon: float, building: Building, rngs: nnx.Rngs
+    ):
+        num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
+        self.section = section
+        self.sources = section.sources(depth)
+        # Only one stream goes on after the last layer.
+        self.ways = ("r",) if depth == num_layers else section.dense_ways
+        C, S = len(self.ways), len(self.sources)
+        if not section.dense_dynamic:
+            self.norm = self.wi = self.wo = None
+        else:
+            width = C * S * (section.dense_last_expand if depth == num_layers else 1)
+            K = _rounded(width, section.dense_hidden_rounding)
+            self.norm = RMSNorm(D, epsilon, building, rngs, parametric=section.mudd_prenorm)
+            init = building.initializers.connection
+            self.wi = Dense((D,), (K,), ("embed", None), init, building, rngs)
+            self.wo = Dense((K,), (C, S), (None, None, None), zeros, building, rngs)
+        self.static = (
+            weight(
+                rngs, (C, S), (None, None), constant(self._identity()), dtype=building.weight_dtype
+            )
+            if section.dense_static
+            else None
+        )
+        self.post_norms = nnx.Dict(
+            {
+                way: RMSNorm(D, epsilon, building, rngs, initial=0.001)
+                for way in self.ways
+                if section.mudd_postnorm == "all"
+                or (section.mudd_postnorm == "residual" and way == "r")
+            }
+        )
+
+    def _identity(self) -> np.ndarray:
+        """[C, S] with which each Y_c is X_i."""
+        identity = np.zeros((len(self.ways), len(self.sources)), np.float32)
+        if not self.section.adds:
+            identity[:, -1] = 1.0
+        return identity
+
+    def weights(self, x_BTD: jax.Array) -> jax.Array:
+        """Float32 [B, T, C, S], B and T being 1 where the weights do not depend on the token.
+
+        Args:
+          x_BTD: the last output.
+        """
+        # Without learned static weights the dynamic ones are a change to the identity.
+        fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
+        weights_BTCS = jnp.asarray(fixed)[None, None]
+        if self.wi is None or self.wo is None or self.norm is None:
+            return weights_BTCS
+        hidden_BTK = ACTIVATIONS[self.section.dense_activation](self.wi(self.norm(x_BTD)))
+        return weights_BTCS + self.wo(hidden_BTK).astype(jnp.float32)
+
+    def __call__(
+        self, sources: Sequence[Source], scales_SD: jax.Array | None
+    ) -> dict[str, jax.Array]:
+        """y_BTD of each way.
+
+        Args:
+          sources: X_0 to X_i.
+          scales_SD: of normalised states, a row for each of X_0 to X_L, or None.
+        """
+        x_BTD = sources[-1].x_BTD
+        weights_BTCS = self.weights(x_BTD)
+        chosen = [sources[place] for place in self.sources]
+        if scales_SD is not None:
+            # The factors of a token go into its weights.
+            inverse = [source.inverse_rms_BT1 for source in chosen]
+            assert all(factor is not None for factor in inverse)
+            weights_BTCS = weights_BTCS * jnp.concatenate(inverse, axis=-1)[:, :, None]  # type: ignore
+        states = [source.x_BTD for source in chosen]
+        rows = None if scales_SD is None else [scales_SD[place] for place in self.sources]
+        sums = mix(weights_BTCS, states, self.section.dense_mixing, scales=rows)
+        outputs = {}
+        for way, y_BTD in zip(self.ways, sums, strict=True):
+            if way in self.post_norms:
+                y_BTD = self.post_norms[way](y_BTD)
+            if self.section.adds:
+                y_BTD = x_BTD + y_BTD
+            outputs[way] = constrain(
+                y_BTD, "activation_batch", "activation_length", "activation_embed"
+            )
+        return outputs
+
+
+def _rounded(width: int, rounding: str) -> int:
+    if rounding == "reference":
+        return (width // 64 + 1) * 64
+    return -(-width // 64) * 64 if rounding == "ceil" else width
