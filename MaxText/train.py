@@ -90,7 +90,7 @@ def train(config, launched: float) -> int:
         make_optimizer(config.optimizer, schedule, model.parameters),
         model.parameters,
         settled.old_slots,
-        config.checkpoint.growth_old_slots_learning_rate,
+        settled.old_slots_learning_rate,
     )
     initialize = steps.make_initialize(model, optimizer)
     abstract_state = layout.abstract_state(initialize, model.parameters)

@@ -199,7 +199,7 @@ class Checkpoints:
         stored = self.stored(step)
         metadata = description.read_metadata(stored)
         position = description.read_position(stored)
-        state = reading.read_state(stored, abstract_state, config_flat or {}, show)
+        state = reading.read_state(stored, abstract_state, config_flat or {}, show, is_own=True)
         return state, position, metadata
 
     def mark_unreadable(self, step: int) -> None:

@@ -19,10 +19,17 @@ _SHAPING_SECTIONS = ("model", "optimizer")
 
 
 class ConfigHint(NamedTuple):
-    """The flat configuration stored with the checkpoint (None if unknown) and the current one."""
+    """What explains a difference.
+
+    Attributes:
+      stored: the flat configuration stored with the checkpoint, None if unknown.
+      current: the current one.
+      is_own: whether it is a checkpoint of the run itself, and not one that a key names.
+    """
 
     stored: Mapping[str, Any] | None
     current: Mapping[str, Any]
+    is_own: bool = False
 
 
 class Leaf(NamedTuple):
@@ -143,7 +150,9 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
     if changed:
         lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
         lines += changed
-        lines.append("Set them back, or start another run_name.")
+        # Another run_name would meet the same weights where a key names them.
+        other = "start another run_name" if hint.is_own else "load other weights"
+        lines.append(f"Set them back, or {other}.")
     else:
         lines.append("  No key of the model or the optimizer differs: the program itself changed.")
     return "\n".join(lines)

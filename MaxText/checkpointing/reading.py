@@ -37,6 +37,8 @@ def read_state(
     abstract_state: Any,
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
+    *,
+    is_own: bool = False,
 ) -> Any:
     """The whole train state, laid out as `abstract_state` asks, whatever devices wrote it.
 
@@ -44,13 +46,14 @@ def read_state(
       abstract_state: a train state of jax.ShapeDtypeStruct; those without a sharding go to the
         first device.
       config_flat: current configuration, to explain a mismatch.
+      is_own: whether it is a checkpoint of the run that goes on.
 
     Raises:
       UserError: names or shapes differ.
       Unreadable: files are damaged.
     """
     wanted = as_dict(abstract_state)
-    _check(stored, read_tree_description(stored), wanted, config_flat, show)
+    _check(stored, read_tree_description(stored), wanted, config_flat, show, is_own=is_own)
     return dataclasses.replace(abstract_state, **_read_arrays(stored, wanted))
 
 
@@ -82,8 +85,8 @@ def check_params(
     _check(stored, found, {"params": abstract_params}, config_flat, lambda line: None)
 
 
-def _check(stored, description, wanted, config_flat, show) -> None:
-    hint = ConfigHint(metadata_if_any(stored).get("config"), config_flat)
+def _check(stored, description, wanted, config_flat, show, *, is_own=False) -> None:
+    hint = ConfigHint(metadata_if_any(stored).get("config"), config_flat, is_own)
     try:
         casts = check_matches(description, wanted, hint)
     except UserError as error:

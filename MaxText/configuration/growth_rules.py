@@ -4,10 +4,11 @@ from MaxText.configuration.rule import Rule
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Checkpoint
 
+# Of the moment of growth. growth_old_slots_learning_rate lasts: whether it has slots to act on is
+# known from the run's checkpoints (checkpointing/growth/settling.py).
 _KEYS = (
     "growth_mode",
     "growth_moments",
-    "growth_old_slots_learning_rate",
     "growth_data",
     "growth_allow_shrinking",
     "load_parameters_path_slot_number",
@@ -22,8 +23,8 @@ def _has_source(config: Config) -> str | None:
     for name in _KEYS:
         if getattr(section, name) != getattr(defaults, name):
             return (
-                f"{name}: has no effect without load_parameters_path, the smaller model\n"
-                "load_parameters_path=RUN"
+                f"{name}: has no effect without load_parameters_path, the smaller model; a run "
+                "that has grown goes on without either\nload_parameters_path=RUN"
             )
     return None
 

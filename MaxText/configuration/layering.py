@@ -13,7 +13,7 @@ from typing import Any
 from MaxText.configuration import config_files, values
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.config_files import FileProblem, display
-from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE
+from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE, translation
 from MaxText.configuration.problems import Problem, nearest
 from MaxText.configuration.schema import SCHEMA_VERSION
 
@@ -360,13 +360,20 @@ def unexpanded(name: str, place: str) -> Problem:
 
 
 def _distinct(settings: list[Setting], result: Gathered) -> list[Setting]:
-    """Settings of one source under our names; the same key with two values is a problem."""
+    """Settings of one source in our words; the same key with two values is a problem."""
     kept: dict[str, Setting] = {}
     for setting in settings:
         name = ALIASES.get(setting.name, setting.name)
         if name != setting.name:
             result.notices.append(f"note: {setting.name} is called {name} here")
         setting = dataclasses.replace(setting, name=name)
+        if found := translation(name, setting.value):
+            written = f"{setting.written}={setting.origin.raw}"
+            result.notices.append(f"note: {written} {found.sentence}")
+            if not found.name:
+                continue
+            name = found.name
+            setting = dataclasses.replace(setting, name=name, value=found.value)
         earlier = kept.get(name)
         if earlier is not None and earlier.value != setting.value:
             what = f"{name}: given twice with different values"

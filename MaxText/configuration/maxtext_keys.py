@@ -1,11 +1,14 @@
 """What became of MaxText's keys: other names for ours, and keys that are not here.
 
 People come with command lines and YAML files of MaxText and its forks. A key that means exactly
-what one of ours means is accepted under its old name; any other is refused with one sentence that
-says why it is not here and what to use.
+what one of ours means is accepted under its old name, and so is a value that a key of ours says in
+other words or that holds here anyway; any other is refused with one sentence that says why it is
+not here and what to use.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from MaxText.configuration import values
 
 # Old name -> ours, where both mean exactly the same.
 ALIASES: dict[str, str] = {
@@ -13,6 +16,10 @@ ALIASES: dict[str, str] = {
     "params_sharded_tolerance": "sharding_tolerance",
     "packing_train": "packing",
     "cosine_learning_rate_final_fraction": "learning_rate_final_fraction",
+    # MUDDFormer
+    "dynamic_dense_act_cls": "dense_activation",
+    "epoch": "num_epoch",
+    "eval_loop_num_batches": "eval_steps",
 }
 
 
@@ -40,6 +47,11 @@ _GOODPUT = "goodput upload is not available; the time of every step is in metric
 _SPIKES = "skipping updates on loss spikes is not available yet"
 _QUANTIZE = "quantized training is not available yet"
 _OFFLOAD = "offloading to host memory is not available yet"
+_GLOBAL = "only global causal attention is available yet"
+_DCFORMER = "DCFormer's composition of heads is not available yet"
+_SUMS = "how the sums are computed changes no result"
+_ONE_SUM = "one sum, for all inputs, follows the last layer"
+_IN_LAYER = "sums belong to the part of a layer that remat_policy is about"
 
 UNAVAILABLE: dict[str, Absent] = {
     # Run and output
@@ -74,6 +86,25 @@ UNAVAILABLE: dict[str, Absent] = {
     "megablox": Absent(_MOE),
     "sparse_matmul": Absent(_MOE),
     "mtp_num_layers": Absent("multi-token prediction is not available yet"),
+    # Model, of MUDDFormer and DCFormer
+    "dynamic_dense_type": Absent("the ways are a list, with r for their m", "dense_ways"),
+    "dynamic_dense_fix_last_layer": Absent(_ONE_SUM),
+    "dynamic_dense_hidden_expand": Absent(
+        "only the width after the last layer can be multiplied", "dense_last_expand"
+    ),
+    "dynamic_dense_hidden_round": Absent("a choice of three", "dense_hidden_rounding"),
+    "dynamic_dense_scale_dw": Absent("weights of sums are not divided by anything"),
+    "ddw_gen_pattern": Absent(_SUMS, "dense_mixing"),
+    "ddw_gen_chunk_size": Absent(_SUMS, "dense_mixing"),
+    "mudd_compose_method": Absent(_SUMS, "dense_mixing"),
+    "mudd_in_layer": Absent(_IN_LAYER, "remat_policy"),
+    "compose_layers": Absent("layers are counted from 1", "dense_after_layers"),
+    "mgate": Absent("gates over groups of the feed-forward are not available yet"),
+    "pre_compose": Absent(_DCFORMER),
+    "post_compose": Absent(_DCFORMER),
+    "window_size": Absent(_GLOBAL),
+    "num_layers_per_block": Absent("all layers attend alike"),
+    "query_chunk_size": Absent("rows of queries are a block", "attention_block_size"),
     # Precision, memory, kernels
     "grad_dtype": Absent("gradients have the format of the parameters", "weight_dtype"),
     "quantization": Absent(_QUANTIZE),
@@ -81,8 +112,8 @@ UNAVAILABLE: dict[str, Absent] = {
     "param_scan_axis": Absent("layers are always stacked on axis 0 on disk"),
     "optimizer_memory_host_offload": Absent(_OFFLOAD),
     "parameter_memory_host_offload": Absent(_OFFLOAD),
-    "attention_type": Absent("only global causal attention is available yet"),
-    "sliding_window_size": Absent("only global causal attention is available yet"),
+    "attention_type": Absent(_GLOBAL),
+    "sliding_window_size": Absent(_GLOBAL),
     "sa_block_q": Absent(_KERNEL, "attention_block_size"),
     "use_tokamax_splash": Absent(_KERNEL, "attention"),
     "float32_qk_product": Absent(_FLOAT32),
@@ -143,6 +174,11 @@ UNAVAILABLE: dict[str, Absent] = {
         "not needed: the order of the data does not depend on the number of hosts"
     ),
     "generate_padding_batch_train": Absent("not needed: all hosts have the same number of batches"),
+    "train_shuffle_buffer_size": Absent(
+        "all windows are shuffled, without a buffer", "enable_data_shuffling"
+    ),
+    "eval_shuffle_buffer_size": Absent("evaluation reads in order"),
+    "training_num_batches_to_skip": Absent("the position in the data is part of each checkpoint"),
     # Optimizer
     "use_constant_lr": Absent("a schedule among others, constant", "lr_schedule_type"),
     "skip_step_on_spikes": Absent(_SPIKES, "abort_on_nan_loss"),
@@ -159,11 +195,13 @@ UNAVAILABLE: dict[str, Absent] = {
     "checkpoint_storage_use_ocdbt": Absent("the storage format is chosen by the program"),
     "checkpoint_storage_use_zarr3": Absent("the storage format is chosen by the program"),
     # Evaluation, decoding, profiling, compilation
+    "only_eval": Absent("eval.py measures trained weights", "load_parameters_path"),
+    "record_internal_nn_metrics": Absent("metrics are of the whole model, not of each layer"),
     "max_prefill_predict_length": Absent("a prompt may have any length that fits the window"),
     "profile_periodically_period": Absent("one trace is recorded", "profiler_steps"),
     "dump_hlo": Absent("set the environment variable XLA_FLAGS=--xla_dump_to=FOLDER"),
     "compile_topology": Absent(_EXPORT),
-    "compile_topology_num_slices": Absent(_EXPORT),
+    "compile_topology_num_slices": Absent("meshes over several slices are not available yet"),
     "compiled_trainstep_file": Absent(_EXPORT, "jax_cache_dir"),
     "enable_goodput_recording": Absent(_GOODPUT),
     "monitor_goodput": Absent(_GOODPUT),
@@ -189,14 +227,90 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
     ("dataset_type", "tfds"): "grain reads tfrecord and ArrayRecord files by grain_train_files",
     ("dataset_type", "hf"): "grain reads parquet and arrow files by grain_train_files",
     ("dataset_type", "olmo_grain"): "prepare the text once with prepare_data.py",
-    ("dataset_type", "pile"): "grain reads pile.tfrecord files at dataset_path",
     ("attention", "flash"): "autoselected takes the best form that is available",
     ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
-    ("opt_type", "adam_pax"): "adamw is the same update rule",
     ("hardware", "gpu_multiprocess"): "runs of several processes are not available yet",
     ("profiler", "nsys"): "start the program under nsys itself",
     ("remat_policy", "custom"): "choose one of the named policies",
 }
+
+
+class Translation(NamedTuple):
+    """What `key=value` of another program is here.
+
+    Attributes:
+      name: key of ours; empty where nothing has to be set.
+      text: value of that key, as it is typed.
+      why: a sentence for where nothing has to be set.
+    """
+
+    name: str
+    text: str = ""
+    why: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The value of that key, its type not decided yet."""
+        return values.from_text(self.text)
+
+    @property
+    def sentence(self) -> str:
+        """What to tell who wrote it."""
+        if self.name:
+            return f"is {self.name}={self.text} here"
+        return f"needs nothing here: {self.why}"
+
+
+def _nothing(why: str) -> Translation:
+    return Translation("", why=why)
+
+
+# (key, value) -> ours. Values in lower case; null stands for all ways to write nothing.
+TRANSLATIONS: dict[tuple[str, str], Translation] = {
+    ("opt_type", "adam_pax"): Translation("opt_type", "adamw"),
+    ("dataset_type", "pile"): Translation("dataset_type", "grain"),
+    ("train_shuffle_buffer_size", "null"): Translation("enable_data_shuffling", "false"),
+    ("eval_shuffle_buffer_size", "null"): _nothing("evaluation reads in order"),
+    ("training_num_batches_to_skip", "null"): _nothing("checkpoints hold the position in the data"),
+    ("only_eval", "false"): _nothing("train.py trains"),
+    ("record_internal_nn_metrics", "0"): _nothing("metrics are of the whole model"),
+    ("record_internal_nn_metrics", "false"): _nothing("metrics are of the whole model"),
+    ("mudd_postnorm", "true"): Translation("mudd_postnorm", "residual"),
+    ("mudd_postnorm", "false"): Translation("mudd_postnorm", "none"),
+    ("dynamic_dense_type", "qkvm"): Translation("dense_ways", "[q,k,v,r]"),
+    ("dynamic_dense_type", "qkvr"): Translation("dense_ways", "[q,k,v,r]"),
+    ("dynamic_dense_type", "null"): _nothing("dense_conn switches connections on and off"),
+    ("dynamic_dense_fix_last_layer", "true"): _nothing(_ONE_SUM),
+    ("dynamic_dense_hidden_round", "true"): Translation("dense_hidden_rounding", "reference"),
+    ("dynamic_dense_hidden_round", "false"): Translation("dense_hidden_rounding", "none"),
+    ("dynamic_dense_scale_dw", "false"): _nothing("weights of sums are not divided by anything"),
+    ("ddw_gen_pattern", "q,k,v,m"): _nothing(_SUMS),
+    ("ddw_gen_chunk_size", "null"): _nothing(_SUMS),
+    ("mudd_in_layer", "true"): _nothing(_IN_LAYER),
+    ("mgate", "false"): _nothing("there are no gates"),
+    ("pre_compose", "false"): _nothing("heads are not composed"),
+    ("post_compose", "false"): _nothing("heads are not composed"),
+    ("window_size", "null"): _nothing("attention is global"),
+    ("sliding_window_size", "null"): _nothing("attention is global"),
+    ("num_layers_per_block", "1"): _nothing("all layers attend alike"),
+    ("query_chunk_size", "null"): _nothing("attention chooses its own blocks"),
+    ("compile_topology_num_slices", "-1"): _nothing("the mesh covers all devices"),
+    ("compile_topology_num_slices", "1"): _nothing("the mesh covers all devices as one slice"),
+}
+
+
+def translation(name: str, value: Any) -> Translation | None:
+    """What a `key=value` of another program is here, or None.
+
+    Args:
+      name: what the user wrote.
+      value: as config_files or the command line read it, or a Python value.
+    """
+    if values.is_null(value):
+        spelled = "null"
+    else:
+        spelled = value.lower() if isinstance(value, str) else values.to_yaml(value)
+    return TRANSLATIONS.get((name, spelled or "null"))
 
 
 def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:

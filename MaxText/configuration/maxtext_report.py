@@ -3,12 +3,12 @@
 from MaxText.configuration import axis_rules, config_files, values
 from MaxText.configuration.catalogue import Key, all_keys
 from MaxText.configuration.loading import accepted
-from MaxText.configuration.maxtext_keys import ALIASES, VALUE_NOTES, absent
+from MaxText.configuration.maxtext_keys import ALIASES, VALUE_NOTES, absent, translation
 from MaxText.configuration.problems import nearest
 
 _HEADINGS = {
     "understood": "Understood as they are",
-    "changed": "Understood under another name",
+    "changed": "Understood under another name or in other words",
     "refused": "Known keys with values that are not accepted: change these",
     "ignored": "Not here: leave these out",
     "unknown": "Not recognised: leave these out or correct them",
@@ -40,6 +40,8 @@ def _judge(entry: config_files.Entry) -> tuple[str, str]:
     if entry.name == "base_config":
         return "understood", f"{entry.raw} (its own keys are not part of this report)"
     name = ALIASES.get(entry.name, entry.name)
+    if found := translation(name, entry.value):
+        return "changed", f"{entry.raw} {found.sentence}"
     key = all_keys().get(name)
     if key is None:
         close = nearest(entry.name, all_keys())

@@ -216,8 +216,11 @@ class Checkpoint(Section):
         "Optimizer moments when parameters grow: all zero; the stored ones, and zero for new "
         "slots; or (warmed) the same with second moments of new slots at the stored slots' mean.",
     )
-    growth_old_slots_learning_rate: float = key(
-        1.0, "Multiplies the learning rate of the slots that were stored; 0 freezes them.", ge=0
+    growth_old_slots_learning_rate: float | None = key(
+        None,
+        "Multiplies the learning rate of the slots that were stored; 0 freezes them. null: 1, or "
+        "what the run, or that of load_full_state_path, was trained with.",
+        ge=0,
     )
     growth_data: Literal["restart", "continue"] = key(
         "restart", "Begin the data anew, or go on where the smaller model stood."

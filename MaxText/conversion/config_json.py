@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from MaxText.configuration.catalogue import flat
+from MaxText.configuration.catalogue import all_keys, flat
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.family import REQUIRED, Family, Setting
+from MaxText.conversion.family import REQUIRED, Family
 from MaxText.conversion.settings import ROPE_SCALING, says_something, with_effect
 from MaxText.errors import UserError
 
@@ -37,19 +37,33 @@ def find_family(config: Config, asked: str) -> Family:
     for family in candidates:
         if not mismatches[family.model_type]:
             return family
-    lines = [f"  {name}: {'; '.join(found)}" for name, found in mismatches.items()]
-    what = (
-        f"family={asked} has other parts than this model"
-        if asked
-        else "no family that can be written has the parts of this model"
-    )
-    raise UserError(what + ":\n" + "\n".join(lines))
+    if asked:
+        lines = [f"family={asked} has other parts than this model:", *mismatches[asked]]
+        raise UserError("\n  ".join(lines))
+    distances = {
+        family.model_type: len(mismatches[family.model_type]) + _num_one_sided(family, config)
+        for family in candidates
+    }
+    nearest, *others = sorted(distances, key=lambda name: distances[name])
+    what = "no family that can be written has the parts of this model. The nearest is"
+    lines = "\n  ".join([f"{what} {nearest}, but for:", *mismatches[nearest]])
+    counts = ", ".join(f"{name} {distances[name]}" for name in others)
+    raise UserError(f"{lines}\nThe others differ in as many keys or more: {counts}.")
+
+
+def _num_one_sided(family: Family, config: Config) -> int:
+    """How many keys of the model mean something for one alone: this model, or the family's."""
+    values = our_values(config)
+    names = {key.name: None for key in all_keys().values() if key.section[0] == "model"}
+    ours, theirs = (with_effect(v, names) for v in (values, {**values, **family.parts}))
+    return len(ours.keys() ^ theirs.keys())
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
+    """What differs: keys of ours, their values, and why where the family says so."""
     values = our_values(config)
     found = [
-        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
         for name, wanted in with_effect(values, family.parts).items()
         if values[name] != wanted
     ]
@@ -62,17 +76,23 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             found.append(" and ".join(f"{name}={value}" for name, value in ours.items()))
             continue
         value = next(iter(ours.values()))
-        if not setting.is_written:
-            wanted = Setting((), default=setting.default).value_in(written)
+        if setting.is_computed:
+            wanted = setting.value_of_silence(written)
             # Where a size it is computed from does not fit, that has been said.
             if wanted not in (value, REQUIRED):
                 found.append(f"{setting.ours[0]}={value}, not {wanted}")
+        if not setting.is_written:
             continue
         theirs = setting.theirs_of(value)
         if theirs is REQUIRED:
-            found.append(f"{setting.ours[0]}={_shown(value)}")
+            found.append(f"{setting.ours[0]}={_shown(value)}{_reason(family, setting.ours[0])}")
         written[setting.name] = theirs
     return found
+
+
+def _reason(family: Family, name: str) -> str:
+    reason = family.reasons.get(name)
+    return f" ({reason})" if reason else ""
 
 
 def _shown(value: Any) -> str:
@@ -107,8 +127,10 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     """config.json of a model of ours that belongs to the family."""
     values = our_values(config)
     result: dict[str, Any] = {"architectures": [family.architecture]}
-    if family.in_transformers:
+    if family.has_model_type:
         result["model_type"] = family.model_type
+    if family.auto_map:
+        result["auto_map"] = dict(family.auto_map)
     for setting in family.settings:
         if setting.is_written and says_something(setting, values):
             *objects, name = setting.name.split(".")
@@ -145,9 +167,18 @@ def kept_window(
     return result
 
 
+def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of the folder that the weights came from for what no key of ours decides.
+
+    Several may mean the same, and the program beside that folder may know only its own.
+    """
+    undecided = [s for s in family.settings if not s.ours and s.name in kept]
+    return {s.name: kept[s.name] for s in undecided if s.ours_of(kept[s.name]) is not REQUIRED}
+
+
 def settled_names(family: Family) -> set[str]:
     """Keys of config.json that the table decides, older and newer names included."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
     return names | {"rope_parameters", "rope_scaling", "architectures",
-                    *(("model_type",) if family.in_transformers else ()),
+                    *(("model_type",) if family.has_model_type else ()),
                     *((family.window[0],) if family.window else ())}  # fmt: skip

@@ -8,7 +8,14 @@ from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.layering import Layer
 from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.saved import flat
-from MaxText.conversion import exporting, growing, run_folder, tokenizer_copy, verification
+from MaxText.conversion import (
+    exporting,
+    folded_zoom,
+    growing,
+    run_folder,
+    tokenizer_copy,
+    verification,
+)
 from MaxText.conversion.config_json import find_family
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import (
@@ -154,10 +161,13 @@ def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, s
 def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
-    family = _family(weights, request.family, named_family(kept))
+    folded, told = folded_zoom.fold(weights, request.family)
+    family = _family(folded, request.family, named_family(kept))
     if request.verify:
         verification.check_possible(family)
-    export = exporting.FolderExport(weights, family, request.dtype, note.get("formats"))
+    export = exporting.FolderExport(folded, family, request.dtype, note.get("formats"))
+    if told:
+        show(told)
     tokenizer, absent = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
@@ -179,10 +189,17 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
         show(f"note: {absent}")
     if family.in_transformers:
         show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
-    else:
+        return
+    show(
+        f"transformers has no {family.architecture}. Programs here read the folder with "
+        f"load_parameters_path=hf:{request.target}"
+    )
+    if family.auto_map:
+        modules = sorted({name.partition(".")[0] for name in family.auto_map.values()})
+        files = " and ".join(f"{module}.py" for module in modules)
         show(
-            f"transformers has no {family.architecture}. Programs here read the folder with "
-            f"load_parameters_path=hf:{request.target}"
+            f"For AutoModelForCausalLM with trust_remote_code=True put {files} of {family.code} "
+            f"into {request.target}"
         )
 
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.conversion.config_json import kept_window, settled_names, to_config_json
+from MaxText.conversion.config_json import (
+    kept_window,
+    kept_words,
+    settled_names,
+    to_config_json,
+)
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
@@ -48,7 +53,7 @@ class FolderExport:
         self.planned: dict[str, Planned] = {}
         for tensor in self.map.tensors:
             narrow = dtype or (formats or {}).get(tensor.name)
-            wanted = np.dtype(narrow) if narrow else self._format(tensor.row.ours)
+            wanted = np.dtype(narrow) if narrow else self._format(tensor.ours)
             self.planned[tensor.name] = Planned(tensor.shape, wanted)
 
     def _format(self, ours: tuple[str, ...]) -> np.dtype:
@@ -56,22 +61,22 @@ class FolderExport:
         return np.dtype(formats.pop() if len(formats) == 1 else "float32")
 
     def peak_bytes(self) -> int:
-        """Memory at the peak: the arrays of one row, the same while they are read, one tensor."""
+        """Memory at the peak: arrays that share tensors, as much while they are read, a tensor."""
         sizes = num_bytes(self.weights)
-        rows = max(sum(sizes[name] for name in row.ours) for row in self.map.rows)
+        groups = max(sum(sizes[name] for name in ours) for ours in self.map.groups)
         largest = max(sizes.values())
-        return rows + 2 * largest + max(planned.num_bytes for planned in self.planned.values())
+        return groups + 2 * largest + max(planned.num_bytes for planned in self.planned.values())
 
     def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """Writes the tensors, row by row; returns the names of the files.
+        """Writes the tensors; returns the names of the files.
 
         Raises:
           UserError: a number does not fit the format that was asked for.
         """
         with SafetensorsFiles(folder, self.planned, max_shard_bytes) as files:
-            for row in self.map.rows:
-                arrays = [self.weights.read(name) for name in row.ours]
-                for tensor in self.map.tensors_of(row):
+            for ours, tensors in self.map.groups.items():
+                arrays = [self.weights.read(name) for name in ours]
+                for tensor in tensors:
                     whole = self.map.whole(tensor, arrays)
                     files.write(tensor.name, self._cast(tensor.name, whole))
             return files.names
@@ -102,15 +107,15 @@ class FolderExport:
             sizes[name] = sizes.get(name, 0) + planned.num_bytes
         same_family = named_family(kept) is self.family
         settled = settled_names(self.family)
-        if self.family.in_transformers or self._dtype:
+        if self.family.has_model_type or self._dtype:
             # Where it decides nothing it stays: published TokenFormers say float16, being float32.
             settled |= {"dtype", "torch_dtype", "transformers_version"}
         rest = {name: value for name, value in kept.items() if name not in settled and same_family}
         written = to_config_json(self.family, self.weights.config)
         if same_family:
-            written |= kept_window(self.family, kept, written)
+            written |= kept_window(self.family, kept, written) | kept_words(self.family, kept)
         # Without these the classes of transformers name ids of their own tokenizers.
-        named = _TOKEN_IDS if self.family.in_transformers else token_ids
+        named = _TOKEN_IDS if self.family.has_model_type else token_ids
         return {
             **written,
             "torch_dtype": max(sizes, key=lambda name: sizes[name]),

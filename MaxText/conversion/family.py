@@ -24,8 +24,9 @@ class Row:
     Attributes:
       theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
         many there are; `{layer+2}` is 2 more.
-      ours: the arrays of ours that it holds, in the order of J. The row applies where the model
-        has the first of them: a model without biases has no row of biases.
+      ours: the arrays of ours that it holds, in the order of J. `{layer}` in them means an array
+        for each layer, where ours differ by layer; without it one array holds all layers. The row
+        applies where the model has the first of them: a model without biases has no row of biases.
       layout: how numbers are ordered.
       older: other names for it in files that are about.
     """
@@ -40,10 +41,23 @@ class Row:
         """Whether every layer has such a tensor."""
         return any(match[1] == "layer" for match in _NUMBER.finditer(self.theirs))
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one array of ours holds all layers."""
+        return self.in_layers and not _NUMBER.search(self.ours[0])
+
     def name(self, num_layers: int, layer: int = 0) -> str:
         """The tensor's name in a model of so many layers, in one of them."""
-        numbers = {"layer": layer, "num_layers": num_layers}
-        return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), self.theirs)
+        return _numbered(self.theirs, num_layers, layer)
+
+    def arrays(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
+        """Names of our arrays that the tensor of one layer is part of."""
+        return tuple(_numbered(name, num_layers, layer) for name in self.ours)
+
+
+def _numbered(name: str, num_layers: int, layer: int) -> str:
+    numbers = {"layer": layer, "num_layers": num_layers}
+    return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
 
 def row(
@@ -66,7 +80,10 @@ class Setting:
         config.json that gives it; REQUIRED if it takes nothing.
       values: pairs of their value and ours; None for equal values. Where several of theirs mean the
         same, the first is written.
-      is_written: whether config.json gets it. What is only computed there is only checked.
+      is_written: whether config.json gets it.
+      is_computed: whether the default is the only value: another, there or in our keys, contradicts
+        the keys that it is computed from.
+      unset: a value of theirs that means silence.
       remedy: added to the message about a value that cannot be imported.
       implied: the value, by config.json, that our keys have anyway: an import leaves them out.
     """
@@ -76,6 +93,8 @@ class Setting:
     default: Any = REQUIRED
     values: tuple[tuple[Any, Any], ...] | None = None
     is_written: bool = True
+    is_computed: bool = False
+    unset: Any = None
     remedy: str = ""
     implied: Callable[[Mapping[str, Any]], Any] | None = None
 
@@ -86,9 +105,18 @@ class Setting:
 
     def value_in(self, config: Mapping[str, Any]) -> Any:
         """The value of a config.json, or its default; REQUIRED if there is none."""
-        found = [config[name] for name in self.theirs if name in config]
-        if found:
-            return found[-1]
+        found = [config[name] for name in self.theirs if self._is_set(name, config)]
+        return found[-1] if found else self.value_of_silence(config)
+
+    def is_given(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json says it."""
+        return any(self._is_set(name, config) for name in self.theirs)
+
+    def _is_set(self, name: str, config: Mapping[str, Any]) -> bool:
+        return name in config and (self.unset is None or config[name] != self.unset)
+
+    def value_of_silence(self, config: Mapping[str, Any]) -> Any:
+        """The default; REQUIRED if there is none."""
         return _computed(self.default, config) if callable(self.default) else self.default
 
     def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
@@ -131,14 +159,25 @@ def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
     return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
 
 
-def stated(theirs: str, value: Any, default: Any = REQUIRED) -> Setting:
-    """A setting whose one value says in config.json what the family's parts are; it is written."""
-    return Setting((theirs,), (), default, ((value, None),))
+def stated(theirs: str, *values: Any, default: Any = REQUIRED, remedy: str = "") -> Setting:
+    """A setting that says in config.json what the family's parts are; its first value is written.
+
+    Other values mean the same.
+    """
+    pairs = tuple((value, None) for value in values)
+    return Setting((theirs,), (), default, pairs, remedy=remedy)
 
 
 def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
     """A key of ours that config.json does not have, because the family computes it."""
-    return Setting((ours,), (ours,), value, is_written=False)
+    return Setting((ours,), (ours,), value, is_written=False, is_computed=True)
+
+
+def derived(
+    theirs: str, ours: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
+) -> Setting:
+    """A setting that follows from others, and is written all the same."""
+    return Setting((theirs,), (ours,), value, is_computed=True, unset=unset)
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
@@ -174,13 +213,18 @@ class Family:
       parts: our keys with the values that every model of the family has.
       settings: config.json and our keys.
       rows: tensors.
-      prefix: of the names of all tensors but the head; files of the bare model leave it out.
+      prefix: of the names of all tensors but the head; files of the bare model leave it out. "" if
+        they have none in common.
       head: name of the head's tensor, which a model that ties it to the token table need not have.
       ignored: ends of names of tensors that are no weights.
       window: key of the number of tokens that a token sees at most, and its default; our models see
         all, which is the same up to that length.
-      in_transformers: whether transformers has the class. If not, config.json has no model_type and
-        is known by `architectures`, and `model_type` is only what the family is called here.
+      in_transformers: whether transformers has the class.
+      auto_map: of config.json, for classes that lie beside it as Python files: what transformers
+        asks for and "module.class". A family with neither has no model_type in config.json and is
+        known by `architectures`; `model_type` is then only what it is called here.
+      code: where these files are published.
+      reasons: key of ours -> why the family has it as it is, or what makes it so, for messages.
     """
 
     model_type: str
@@ -194,12 +238,23 @@ class Family:
     ignored: tuple[str, ...] = ()
     window: tuple[str, int] | None = None
     in_transformers: bool = True
+    auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    code: str = ""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_model_type(self) -> bool:
+        """Whether config.json names the family by model_type."""
+        return self.in_transformers or bool(self.auto_map)
 
 
 # What no family of the tables varies. Keys that only say how the same numbers are computed
-# (attention, attention_block_size, logits_dot_in_fp32) belong to no family.
+# (attention, attention_block_size, dense_mixing, logits_dot_in_fp32) belong to no family.
 SHARED_PARTS: Mapping[str, Any] = {
     "causal": True,
+    "dense_conn": False,
+    "dynamic_mlp_dim": False,
+    "rope_table_dtype": "float32",
     "attn_logits_soft_cap": 0.0,
     "final_logits_soft_cap": 0.0,
     "normalize_embedding_logits": False,

@@ -129,11 +129,11 @@ class FolderWeights:
         return {
             tensor.name: stored[tensor.name]
             for tensor in self.map.tensors
-            if stored[tensor.name] != self.formats[tensor.row.ours[0]].name
+            if stored[tensor.name] != self.formats[tensor.ours[0]].name
         }
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours, all layers stacked."""
+        """One array of ours."""
         info = self.model.parameters[ours]
         array = np.empty(info.shape, self.formats[ours])
         for tensor in self.map.sources(ours):
@@ -154,7 +154,8 @@ def _explain(folder: Path, family: Family, found: list[str], problems: list[str]
     named_like = [
         other.model_type
         for other in FAMILIES.values()
-        if other.prefix != family.prefix and any(name.startswith(other.prefix) for name in found)
+        if other.prefix not in ("", family.prefix)
+        and any(name.startswith(other.prefix) for name in found)
     ]
     if named_like:
         lines.append(f"Its tensors are named as {named_like[0]} names them: is {CONFIG} another's?")

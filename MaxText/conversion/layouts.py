@@ -6,7 +6,8 @@ from the same pair and only move numbers, so that there and back gives every bit
 
 Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, P rows of
 the position table, J arrays of ours in one tensor of theirs; slots of Pattention: Q of query, key
-and value each, O of the output projection, S of the feed-forward.
+and value each, O of the output projection, S of the feed-forward; dense connections: C ways, L
+hidden states that are summed, W hidden width of what makes the weights. Sizes may differ by layer.
 """
 
 import dataclasses
@@ -52,6 +53,10 @@ class Layout:
         """Places of J (where there is one) and our letters among theirs."""
         ours = ("J" if "J" in self._letters else "") + self.ours.replace(" ", "")
         return [self._letters.index(letter) for letter in ours]
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """Sizes by letter, from the shape of one array of ours."""
+        return dict(zip(self.ours.split(), shape, strict=True))
 
     def shape(self, sizes: Sizes, count: int) -> tuple[int, ...]:
         """Shape of their tensor that holds `count` arrays of ours."""

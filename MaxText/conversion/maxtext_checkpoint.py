@@ -7,19 +7,24 @@ second dimension is the layer (param_scan_axis=1); layers that are written out a
 
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from MaxText.configuration.schema import Config
 from MaxText.conversion.maxtext_names import (
+    CONNECTION_NAMES,
     ITEMS,
     LAYER_AXIS,
     LAYER_NAMES,
     NAMES,
+    OF_MUDDFORMER,
     PREFIX,
     SHARED_SLOTS,
     SLOT_NAMES,
+    SOURCE_NORM,
+    SOURCE_NORM_NAMES,
 )
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.conversion.weights import model_of
@@ -29,6 +34,25 @@ _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
 _MOST_LINES = 20
 # What rotary turns: queries and keys, and the norms before it.
 _TURNED = re.compile(r"/(query|key)(_norm)?/")
+# The layer of an array of ours that is one layer's alone.
+_OF_LAYER = re.compile(r"layers/(\d+)/")
+_OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
+
+
+class _Place(NamedTuple):
+    """Where an array of ours lies.
+
+    Attributes:
+      paths: of their arrays: one, or several that are stacked, one for each row of ours.
+      shape: of each.
+      is_stack: whether ours has a first dimension for the paths.
+      is_scanned: whether theirs holds all layers, along LAYER_AXIS.
+    """
+
+    paths: list[str]
+    shape: tuple[int, ...]
+    is_stack: bool = False
+    is_scanned: bool = False
 
 
 class MaxTextWeights:
@@ -48,9 +72,9 @@ class MaxTextWeights:
 
         Args:
           path: a run, its checkpoints, a step folder or its items.
-          query_scaling: one of QUERY_SCALINGS; "" takes "model" with LayerNorm (gpt3) and with
-            norms of queries and keys, whose scale would undo a factor in the weights, else
-            "weights".
+          query_scaling: one of QUERY_SCALINGS; "" takes "model" with LayerNorm (gpt3), with norms
+            of queries and keys, whose scale would undo a factor in the weights, and where the
+            arrays lie as MUDDFormer's program leaves them, else "weights".
 
         Raises:
           UserError: no checkpoint there, arrays that the configuration does not have, or parts that
@@ -60,56 +84,42 @@ class MaxTextWeights:
         self.config = config
         self.model = model_of(config)
         self._layer_names = LAYER_NAMES[config.model.block.normalization_type]
-        in_model = config.model.block.normalization_type == "layer_norm"
-        default = "model" if in_model or config.model.attention.use_qk_norm else "weights"
-        self.query_scaling = query_scaling or default
         given = epath.Path(path).expanduser()
         if "://" not in path:
             given = given.absolute()  # as Orbax asks for
         self.folder = _find_items(given, path)
+        in_model = (
+            config.model.block.normalization_type == "layer_norm"
+            or config.model.attention.use_qk_norm
+            or self.folder.name == OF_MUDDFORMER
+        )
+        self.query_scaling = query_scaling or ("model" if in_model else "weights")
         self._arrays = StoredArrays(self.folder)
-        self._names = self._match()
+        self._places = self._match()
         self.formats: dict[str, np.dtype] = {
-            ours: self._format(paths) for ours, paths in self._names.items()
+            ours: self._format(place.paths) for ours, place in self._places.items()
         }
 
-    def _match(self) -> dict[str, list[str]]:
-        """Path of each array of ours in the checkpoint: one, or one for each layer."""
+    def _match(self) -> dict[str, _Place]:
+        """Where each array of ours lies in the checkpoint."""
         found = {
             path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
         }
         prefix = (
             "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
         )
-        layers = {
-            int(match[1])
-            for path in found
-            if (match := re.match(re.escape(prefix) + r"decoder/layers_(\d+)/", path))
-        }
-        num_layers = self.model.section.shape.dimensions.num_layers
-        names, problems = {}, []
+        written_out = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
+        places, problems = {}, []
         for ours, info in self.model.parameters.items():
-            in_layers = ours.startswith("layers/")
-            theirs = NAMES.get(ours) or self._layer_name(ours)
-            # One layer of theirs.
-            shape = info.shape[1:]
-            if _slots_of(ours) in SHARED_SLOTS:
-                shape = (*shape[:-1], len(SHARED_SLOTS), shape[-1])
-            if in_layers and layers:
-                paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
-            elif in_layers:
-                paths = [f"{prefix}decoder/layers/{theirs}"]
-                shape = tuple(np.insert(shape, LAYER_AXIS, info.shape[0]))
-            else:
-                paths, shape = [prefix + theirs], info.shape
-            for path in paths:
+            place = places[ours] = self._place(ours, info.shape, prefix, written_out)
+            shape = place.shape
+            for path in place.paths:
                 if path not in found:
                     problems.append(f"missing     {path}: wanted {list(map(int, shape))}")
                 elif found[path].shape != shape:
                     wanted = list(map(int, shape))
                     problems.append(f"other shape {path}: stored {found[path]}, wanted {wanted}")
-            names[ours] = paths
-        known = {path for paths in names.values() for path in paths}
+        known = {path for place in places.values() for path in place.paths}
         problems += [
             f"extra       {path}: stored {leaf}, unknown to this model"
             for path, leaf in found.items()
@@ -126,14 +136,44 @@ class MaxTextWeights:
                 + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
                 "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
                 "MaxText's llama2, mistral, gpt3 and qwen3 blocks, with separate projections "
-                "(fused_qkv and fused_mlp off), and TokenFormer's."
+                "(fused_qkv and fused_mlp off), TokenFormer's and MUDDFormer's."
             )
-        return names
+        return places
+
+    def _place(self, ours: str, shape: tuple[int, ...], prefix: str, written_out: bool) -> _Place:
+        """Where one array of ours should lie.
+
+        Args:
+          shape: of ours.
+          prefix: of all their paths.
+          written_out: whether their layers are.
+        """
+        num_layers = self.model.section.shape.dimensions.num_layers
+        if ours == SOURCE_NORM:
+            first, later = SOURCE_NORM_NAMES
+            names = [first, *(later.format(layer=i) for i in range(num_layers))]
+            return _Place([prefix + name for name in names], shape[1:], is_stack=True)
+        if match := _OF_SUM.fullmatch(ours):
+            name = CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
+            return _Place([prefix + name], shape)
+        if not ours.startswith("layers/"):
+            return _Place([prefix + NAMES[ours]], shape)
+        theirs = self._layer_name(ours)
+        if match := _OF_LAYER.match(ours):
+            return _Place([f"{prefix}decoder/layers_{match[1]}/{theirs}"], shape)
+        shape, num_layers = shape[1:], shape[0]
+        if _slots_of(ours) in SHARED_SLOTS:
+            shape = (*shape[:-1], len(SHARED_SLOTS), shape[-1])
+        if written_out:
+            paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
+            return _Place(paths, shape, is_stack=True)
+        shape = (*shape[:LAYER_AXIS], num_layers, *shape[LAYER_AXIS:])
+        return _Place([f"{prefix}decoder/layers/{theirs}"], shape, is_scanned=True)
 
     def _layer_name(self, ours: str) -> str:
         if slots := SLOT_NAMES.get(_slots_of(ours)):
             return f"{slots}/{ours.rpartition('/')[2]}"
-        part, _, rest = ours.removeprefix("layers/").partition("/")
+        part, _, rest = _in_layer(ours).partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
 
     def _format(self, paths: list[str]) -> np.dtype:
@@ -141,16 +181,14 @@ class MaxTextWeights:
         return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours, all layers stacked."""
-        paths = self._names[ours]
-        if len(paths) > 1 or "/layers_0/" in paths[0]:
-            array = np.stack([self._arrays.read(path) for path in paths])
-        elif ours.startswith("layers/"):
-            array = np.moveaxis(self._arrays.read(paths[0]), LAYER_AXIS, 0)
-        else:
-            array = self._arrays.read(paths[0])
-        if (place := SHARED_SLOTS.get(_slots_of(ours))) is not None:
-            array = array[..., place, :]
+        """One array of ours."""
+        place = self._places[ours]
+        parts = [self._arrays.read(path) for path in place.paths]
+        array = np.stack(parts) if place.is_stack else parts[0]
+        if place.is_scanned:
+            array = np.moveaxis(array, LAYER_AXIS, 0)
+        if (which := SHARED_SLOTS.get(_slots_of(ours))) is not None:
+            array = array[..., which, :]
         if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
             # There dimension 2i pairs with 2i + 1, here i with i + H/2.
             array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
@@ -161,9 +199,14 @@ class MaxTextWeights:
         return np.ascontiguousarray(array, self.formats[ours])
 
 
+def _in_layer(ours: str) -> str:
+    """The name of an array within its layer."""
+    return _OF_LAYER.sub("", ours).removeprefix("layers/")
+
+
 def _slots_of(ours: str) -> str:
     """The name without its layer and without kernel or bias, as in SLOT_NAMES."""
-    return ours.removeprefix("layers/").rpartition("/")[0]
+    return _in_layer(ours).rpartition("/")[0]
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:
@@ -181,6 +224,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
                 "Name the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
+    _check_sums(config)
     block, centred = section.block, section.block.normalization_zero_centered
     if section.embedding.scale_embedding or (centred and block.normalization_type == "rms_norm"):
         raise UserError(
@@ -198,6 +242,24 @@ def _check_parts(config: Config, query_scaling: str) -> None:
         raise UserError(
             "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
             "checkpoint does not tell. Export it there to Hugging Face, and import the folder."
+        )
+
+
+def _check_sums(config: Config) -> None:
+    """Refuses sums that MUDDFormer's program does not have, and whose names tell nothing of it."""
+    dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
+    if not dense.dense_conn:
+        return
+    if dense.dense_ways != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
+        raise UserError(
+            "MUDDFormer's JAX program has sums for q, k, v and r, in this order, and normalises "
+            "that of r alone. Name the configuration that the checkpoint was trained with, for "
+            "example decoder_block=muddformer_prepost."
+        )
+    if epsilon != 1e-6:
+        raise UserError(
+            f"normalization_layer_epsilon={epsilon:g}: norms of sums have 1e-6 in MUDDFormer's JAX "
+            "program whatever that of layers is, and all norms have the same here."
         )
 
 

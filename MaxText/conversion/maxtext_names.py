@@ -1,13 +1,14 @@
 """Names of MaxText's checkpoints, and the words of the command line about them.
 
 Source: AI-Hypercomputer/maxtext, its layers and its checkpoint conversion; for slots TokenFormer's
-JAX program, which was made from it.
+and for dense connections MUDDFormer's JAX program, which were made from it.
 """
 
 PREFIX = "maxtext:"
 
-# Where the arrays of a step lie: MaxText, its older versions, programs made from it.
-ITEMS = ("items", "state", "default")
+# Where the arrays of a step lie: MaxText, MUDDFormer's program, older versions of MaxText.
+OF_MUDDFORMER = "state"
+ITEMS = ("items", OF_MUDDFORMER, "default")
 
 # Names of ours outside of layers -> names in their tree.
 NAMES = {
@@ -45,6 +46,17 @@ SHARED_SLOTS = {
     "self_attention/key/keys": 1,
     "self_attention/value/keys": 2,
 }
+# Sums after a layer of ours, connections/after/{layer + 1}/ -> names of the layer in theirs.
+CONNECTION_NAMES = {
+    "norm/scale": "decoder/layers_{layer}/pre_dense_proj1_norm/scale",
+    "wi/kernel": "decoder/layers_{layer}/dynamic_dense_conn1/kernel",
+    "wo/kernel": "decoder/layers_{layer}/dynamic_dense_conn2/kernel",
+    "static": "decoder/layers_{layer}/dense_proj2.bias",
+    "post_norms/r/scale": "decoder/mudd_postnorm_{layer}/scale",
+}
+# Scales of the embedding and of each layer's output, rows of one array of ours.
+SOURCE_NORM = "connections/source_norm/scale"
+SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer}/scale")
 # Dimension of the layer in arrays of scanned layers: param_scan_axis.
 LAYER_AXIS = 1
 

@@ -20,8 +20,9 @@ _WORD = re.compile(r"[a-z]\w+")
 def named_family(config: Mapping[str, Any]) -> Family | None:
     """The family that a config.json names, or None if it names none with a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    if isinstance(model_type, str):
+    if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
         return FAMILIES.get(model_type)
+    # Classes that are not of transformers may be called anything, and need not be called.
     alone = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in alone if architectures == [family.architecture]), None)
 
@@ -37,10 +38,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         return family
     known = ", ".join(FAMILIES)
     if not isinstance(model_type, str):
-        alone = ", ".join(f.architecture for f in FAMILIES.values() if not f.in_transformers)
+        alone = [f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers]
         raise UserError(
             f"{where}: config.json has no model_type. Known here: {known}. Only with "
-            f'"architectures": ["{alone}"] it needs none.'
+            f'"architectures": {" or ".join(alone)} it needs none.'
         )
     reason = WITHOUT_PARTS.get(model_type)
     because = f": {reason}" if reason else ""
@@ -70,7 +71,7 @@ def to_keys(
             continue
         value = setting.value_in(config)
         # What is computed from a wrong number is wrong as well, and the number has been named.
-        derived = callable(setting.default) and not any(name in config for name in setting.theirs)
+        derived = callable(setting.default) and not setting.is_given(config)
         if value is REQUIRED:
             if not (derived and problems):
                 problems.append(f"{setting.name} is missing")
@@ -81,6 +82,12 @@ def to_keys(
             continue
         if (wrong := _unfit(setting, value)) and not (derived and problems):
             problems.append(wrong)
+        elif setting.is_computed:
+            wanted = setting.value_of_silence(config)
+            if wanted not in (value, REQUIRED):
+                problems.append(
+                    f"{setting.name}={value} contradicts the other keys, which give {wanted}"
+                )
         # Later defaults may be computed from this one.
         config.setdefault(setting.name, value)
         if not setting.is_implied(value, config):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,13 +18,15 @@ class Tensor:
       name: with the layer's number in it.
       shape: as it is stored there.
       row: the row of the table it comes from.
-      layer: its layer, None outside of layers.
+      ours: the arrays of ours that it is part of.
+      layer: its place in these arrays, None where they hold no more than this tensor.
       older: other names that it may have in a file.
     """
 
     name: str
     shape: tuple[int, ...]
     row: Row
+    ours: tuple[str, ...]
     layer: int | None
     older: tuple[str, ...] = ()
 
@@ -35,59 +37,57 @@ class TensorMap:
     Attributes:
       family: whose table it is.
       model: our model.
-      sizes: by the letters of layouts, without J.
-      rows: the rows that apply: those whose arrays the model has.
+      groups: arrays of ours that share tensors -> these tensors, layer by layer. Only together can
+        either be made of the other.
     """
 
     def __init__(self, family: Family, model: Model):
-        dimensions, slots = model.section.shape.dimensions, model.section.pattention
         self.family, self.model = family, model
-        self.sizes = {
-            "D": dimensions.emb_dim,
-            "N": dimensions.num_query_heads,
-            "K": dimensions.num_kv_heads,
-            "H": dimensions.head_dim,
-            "F": dimensions.mlp_dim,
-            "V": dimensions.vocab_size,
-            "Q": slots.num_slots("qkv", dimensions.emb_dim),
-            "O": slots.num_slots("proj", dimensions.emb_dim),
-            "S": slots.num_slots("ffn", dimensions.emb_dim),
-        }
-        self.num_layers = dimensions.num_layers
-        if table := model.parameters.get("position_embedder/embedding"):
-            self.sizes["P"] = table.shape[0]
-        self.rows = [row for row in family.rows if row.ours[0] in model.parameters]
-        named = [name for row in self.rows for name in row.ours]
+        self.groups: dict[tuple[str, ...], list[Tensor]] = {}
+        num_layers = model.section.shape.dimensions.num_layers
+        for row in family.rows:
+            for layer in range(num_layers) if row.in_layers else (0,):
+                ours = row.arrays(num_layers, layer)
+                if ours[0] in model.parameters:
+                    place = layer if row.is_stacked else None
+                    tensor = self._tensor(row, row.name(num_layers, layer), ours, place)
+                    self.groups.setdefault(ours, []).append(tensor)
+        named = [name for ours in self.groups for name in ours]
         assert sorted(named) == sorted(model.parameters), "the table misses arrays of the model"
 
-    def tensors_of(self, row: Row) -> Iterator[Tensor]:
-        """The tensors of one row, layer by layer."""
-        shape = row.layout.shape(self.sizes, len(row.ours))
-        if not row.in_layers:
-            yield Tensor(row.name(self.num_layers), shape, row, None, row.older)
-            return
-        for layer in range(self.num_layers):
-            yield Tensor(row.name(self.num_layers, layer), shape, row, layer, row.older)
+    def _tensor(self, row: Row, name: str, ours: tuple[str, ...], layer: int | None) -> Tensor:
+        shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
+        return Tensor(name, shape, row, ours, layer, row.older)
+
+    def _sizes(self, row: Row, ours: str) -> dict[str, int]:
+        """Sizes of one array by the letters of its layout; they may differ from layer to layer."""
+        shape = self.model.parameters[ours].shape
+        return row.layout.sizes(shape[1:] if row.is_stacked else shape)
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
-        """All tensors, row by row."""
-        return [tensor for row in self.rows for tensor in self.tensors_of(row)]
+        """All tensors."""
+        return [tensor for group in self.groups.values() for tensor in group]
 
     @functools.cached_property
-    def _places(self) -> dict[str, tuple[Row, int]]:
-        return {name: (row, place) for row in self.rows for place, name in enumerate(row.ours)}
+    def _places(self) -> dict[str, tuple[list[Tensor], int]]:
+        return {
+            name: (tensors, place)
+            for ours, tensors in self.groups.items()
+            for place, name in enumerate(ours)
+        }
 
     def sources(self, ours: str) -> list[Tensor]:
         """The tensors that an array of ours is made of: one, or one for each layer."""
-        return list(self.tensors_of(self._places[ours][0]))
+        return self._places[ours][0]
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
         """What a tensor of theirs contributes to an array of ours; a view."""
-        row, place = self._places[ours]
-        return row.layout.split(tensor, self.sizes, len(row.ours))[place]
+        sources, place = self._places[ours]
+        row = sources[0].row
+        return row.layout.split(tensor, self._sizes(row, ours), len(row.ours))[place]
 
     def whole(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """A tensor of theirs from the arrays of ours of its row, all layers of each."""
+        """A tensor of theirs from the arrays of ours of its group, all layers of each."""
         layers = arrays if tensor.layer is None else [array[tensor.layer] for array in arrays]
-        return tensor.row.layout.join(layers, self.sizes)
+        return tensor.row.layout.join(layers, self._sizes(tensor.row, tensor.ours[0]))

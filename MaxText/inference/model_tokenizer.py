@@ -9,7 +9,12 @@ from MaxText.configuration.schema import Config
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from MaxText.input_pipeline.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_NAME,
+    TokenizerEntry,
+    read_manifest,
+)
 from MaxText.input_pipeline.streams.tokenizer_beside import tokenizer_beside
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
@@ -87,13 +92,6 @@ def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> Model
       UserError: it cannot be read, or has more ids than the model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
-    rows = config.model.shape.vocab_size
-    if tokenizer.entry.vocab_size > rows:
-        raise UserError(
-            f"{path} makes ids up to {tokenizer.entry.vocab_size - 1}, and the model has "
-            f"vocab_size={rows} rows for them: it is the tokenizer of another model. Name the "
-            "right one with tokenizer_path=..."
-        )
     where = Path(path).expanduser()
     beside = where if where.is_dir() else where.parent
     begins = _begins_with_bos(beside)
@@ -101,8 +99,29 @@ def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> Model
     prefix = _post_processed(beside) if begins is None else ()
     if (begins or config.preparation.add_bos) and not prefix and tokenizer.entry.bos_id is not None:
         prefix = (tokenizer.entry.bos_id,)
+    rows = config.model.shape.vocab_size
+    largest = _largest_id(tokenizer.entry, prefix)
+    if largest >= rows:
+        raise UserError(
+            f"{path} makes ids up to {largest}, and the model has vocab_size={rows} rows for "
+            "them: it is the tokenizer of another model. Name the right one with "
+            "tokenizer_path=..."
+        )
+    if tokenizer.entry.bos_id is not None and tokenizer.entry.bos_id >= rows:
+        # Trained without it, where a text is preceded by the end of another.
+        tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
     own = tokenizer.entry.eos_id
     return ModelTokenizer(tokenizer, prefix, ends or ((own,) if own is not None else ()), where)
+
+
+def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
+    """The largest id that a text, its beginning or its end has; -1 if there is none.
+
+    Training accepts a model without rows for ids that its data do not have. Those are padding,
+    masks, and a beginning of text that no document begins with.
+    """
+    unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
+    return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
 
 
 def _find(config: Config, weights: str) -> Path | None:

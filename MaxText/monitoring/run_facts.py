@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from MaxText.checkpointing.growth.record import event_facts
+from MaxText.checkpointing.growth.record import event_facts, sizes, smaller_model
 from MaxText.checkpointing.starting_point import Start
 from MaxText.input_pipeline.loader import BatchIterator
 from MaxText.monitoring.cost import ModelCost
@@ -57,7 +57,8 @@ def emit_start(
 ) -> None:
     """Opens an attempt: "resume" from the run's own checkpoint, else "start".
 
-    A configuration that differs from the checkpoint's is an event of its own, and so is a growth.
+    A configuration that differs from the checkpoint's is an event of its own, and so is a growth,
+    also one that convert.py did.
 
     Args:
       events: of the run.
@@ -76,6 +77,17 @@ def emit_start(
     if start.changes:
         changes = {name: list(values) for name, values in start.changes.items()}
         events.emit("config_change", step=start.first_step, changes=changes)
+    if grown := _growth_facts(start):
+        events.emit("growth", step=start.first_step, **grown)
+
+
+def _growth_facts(start: Start) -> dict[str, Any]:
+    """What the event of a growth says; empty where none happened on the way to this start."""
     if start.how == "growth":
         assert start.growth is not None
-        events.emit("growth", step=start.first_step, **event_facts(start.growth, start.folder))
+        return event_facts(start.growth, start.folder)
+    # What convert.py grew is trained for the first time here, and no run has told of it. A record
+    # of a zoom alone is no growth.
+    if start.how == "parameters" and start.growth and sizes(start.growth):
+        return event_facts(start.growth, smaller_model(start.metadata), start.folder)
+    return {}

@@ -71,8 +71,9 @@ def find_devices(hardware: str) -> list[Any]:
 
     try:
         return jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    # Where it sees no GPU at all, jax 0.10 fails an assertion that says nothing.
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error) or "it sees none on this machine").splitlines()[0]
         raise UserError(
             f"hardware={hardware}: jax finds no such device ({reason}).\n"
             "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "

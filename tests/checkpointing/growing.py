@@ -55,7 +55,7 @@ class Program(NamedTuple):
 def program(config: Config, settled: Settled | None = None) -> Program:
     """The model, a fresh state and the compiled step."""
     old_slots = settled.old_slots if settled else {}
-    factor = config.checkpoint.growth_old_slots_learning_rate
+    factor = settled.old_slots_learning_rate if settled else 1.0
     return _program(
         config.model, config.optimizer, config.schedule, tuple(old_slots.items()), factor
     )

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from MaxText.checkpointing.growth.record import latest
+from MaxText.checkpointing.growth.source import open_source
 from MaxText.configuration.loading import configure
 from tests.checkpointing.growing import save, stored_in, trained
 
@@ -69,6 +71,11 @@ def losses(run):
     return [row["learning/loss"] for row in events(run, "step")]
 
 
+def values_of(step):
+    """Value slots of the feed-forward, [layers, slots, width]."""
+    return open_source(str(step), {}).read("layers/mlp/values/kernel")
+
+
 @pytest.mark.slow
 def test_a_run_grows_and_goes_on(place, train):
     train("small", "slot_num=24")
@@ -77,15 +84,15 @@ def test_a_run_grows_and_goes_on(place, train):
     # The command line of TokenFormer's README, whose number of stored slots is compared.
     growing = ["slot_num=40", source, "load_parameters_path_slot_number=24"]
     growing += ["growth_data=continue", "growth_moments=reused"]
+    growing += ["growth_old_slots_learning_rate=0"]
     text = train("large", *growing)
     folder = place / "out" / "small" / "checkpoints" / "2"
-    assert f"Growth from {folder}: slots 24 -> 40, 96 -> 160; growth_mode=function_pres" in text
+    slots = "24 -> 40 (attention), 96 -> 160 (feed-forward)"
+    assert f"Growth from {folder}: slots {slots}; growth_mode=function_preserving" in text
     assert f"zoom_dim=24, with which {folder} was trained" in text
     large = place / "out" / "large"
     (row,) = events(large, "growth")
-    assert (row["slots"], row["zoom_dim"], row["moments"]) == (
-        "24 -> 40, 96 -> 160", 24, "reused",
-    )  # fmt: skip
+    assert (row["slots"], row["zoom_dim"], row["moments"]) == (slots, 24, "reused")
 
     # Both go on with the same batch, and before the first update the function is the same.
     assert losses(large)[0] == pytest.approx(losses(place / "out" / "same")[0], rel=1e-5)
@@ -97,8 +104,19 @@ def test_a_run_grows_and_goes_on(place, train):
     assert configure(large / "config.yml").model.pattention.zoom_dim == 24
 
     shutil.rmtree(place / "out" / "small")
-    text = train("large", *growing, "steps=5")
+    text = train("large", *growing, "steps=4")
     assert f"zoom_dim=24, with which {stored_in(large).folder.parent / '2'} was trained" in text
+    # The run itself knows that its old slots are frozen.
+    text = train("large", "slot_num=40", "steps=5")
+    kept = "zoom_dim=24, growth_old_slots_learning_rate=0, with which"
+    assert f"{kept} {stored_in(large).folder.parent / '3'} was trained" in text
+    assert "growth_old_slots_learning_rate: 0" in (large / "config.yml").read_text()
+    before, after = (values_of(large / "checkpoints" / step) for step in ("0", "4"))
+    np.testing.assert_array_equal(after[:, :96], before[:, :96])
+    assert np.all(np.any(after[:, 96:] != before[:, 96:], axis=-1))
+    text = train("large", "slot_num=40", "growth_old_slots_learning_rate=1", "steps=6", code=2)
+    assert "=1: since it grew, this run has trained its old slots with 0" in text
+    assert "Traceback" not in text
     assert len(losses(large)) == 5
     assert len(events(large, "growth")) == 1
     assert latest(json.loads(

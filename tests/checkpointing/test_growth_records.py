@@ -2,6 +2,7 @@
 
 import pytest
 
+from MaxText.checkpointing.growth.record import sizes
 from MaxText.checkpointing.starting_data import begin_data, complete
 from MaxText.checkpointing.starting_point import Start
 from MaxText.errors import UserError
@@ -9,7 +10,11 @@ from MaxText.monitoring.run_facts import emit_start
 
 RECORD = {
     "mode": "random",
-    "slots": {"a": [4, 6], "b": [16, 24], "c": [4, 6]},
+    "slots": {
+        "layers/mlp/keys/kernel": [16, 24],
+        "layers/self_attention/out/keys/kernel": [4, 6],
+        "layers/self_attention/query/keys/kernel": [4, 6],
+    },
     "layers": [2, 3],
     "zoom": {},
     "moments": "zeroed",
@@ -40,7 +45,7 @@ def test_a_growth_is_an_event():
         "step": 0,
         "from": "runs/a",
         "mode": "random",
-        "slots": "4 -> 6, 16 -> 24",
+        "slots": "4 -> 6 (attention), 16 -> 24 (feed-forward)",
         "layers": "2 -> 3",
         "moments": "zeroed",
         "data": "restart",
@@ -49,10 +54,41 @@ def test_a_growth_is_an_event():
 
 
 def test_a_resumed_run_does_not_grow_again():
-    for how in ("resume", "parameters"):
+    for how in ("resume", "full_state"):
         events = Events()
         emit_start(events, start(how), {}, launched=0.0)
         assert "growth" not in [kind for kind, _ in events.rows]
+
+
+def test_a_growth_before_the_run_is_an_event_of_it():
+    metadata = {"lineage": [{"folder": "runs/small"}]}
+    events = Events()
+    emit_start(events, start("parameters", metadata=metadata), {}, launched=0.0)
+    kind, facts = events.rows[-1]
+    assert kind == "growth"
+    assert (facts["from"], facts["through"]) == ("runs/small", "runs/a")
+    assert facts["layers"] == "2 -> 3"
+    # A zoom that came with the parameters is no growth.
+    events, same = Events(), RECORD | {"slots": {}, "layers": None, "zoom": {"zoom_dim": 3}}
+    emit_start(events, start("parameters")._replace(growth=same), {}, launched=0.0)
+    assert [kind for kind, _ in events.rows] == ["start"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [
+        ({"query": 5, "key": 5, "out": 5, "mlp": 5}, "5 -> 9 (attention, feed-forward)"),
+        ({"query": 5, "key": 5, "out": 7},
+         "5 -> 9 (query, key, value), 7 -> 9 (output projection)"),
+        ({"out": 7, "mlp": 28}, "7 -> 9 (output projection), 28 -> 9 (feed-forward)"),
+    ],
+)  # fmt: skip
+def test_sizes_name_their_places(slots, words):
+    found = {}
+    for part, old in slots.items():
+        place = "mlp" if part == "mlp" else f"self_attention/{part}"
+        found |= {f"layers/{place}/{side}/kernel": [old, 9] for side in ("keys", "values")}
+    assert sizes(RECORD | {"slots": found}) == {"slots": words, "layers": "2 -> 3"}
 
 
 class Batches:

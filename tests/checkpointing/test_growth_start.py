@@ -101,10 +101,13 @@ def test_dropping_slots_that_were_never_trained_is_the_way_back(small, tmp_path)
     grown = grow(tmp_path / "l", run, slot_num=10)
     untrained = dataclasses.replace(grown.start.state, step=jnp.int32(1))
     save(tmp_path / "l", grown.settled.config, untrained)
-    with pytest.raises(UserError, match=r"slots 10 -> 6, slots 40 -> 24.*growth_allow_shrinking"):
+    with pytest.raises(
+        UserError, match=r"slots 10 -> 6 .attention., 40 -> 24 .*growth_allow_shrinking"
+    ):
         grow(tmp_path / "s", tmp_path / "l", slot_num=6)
     back = grow(tmp_path / "s", tmp_path / "l", slot_num=6, growth_allow_shrinking=True)
-    assert "What is dropped can change the function: slots 10 -> 6, slots 40 -> 24" in back.lines
+    dropped = "slots 10 -> 6 (attention), 40 -> 24 (feed-forward)"
+    assert f"What is dropped can change the function: {dropped}" in back.lines
     assert back.settled.config.model.pattention.zoom_dim == 6
     for name, array in by_name(state.params).items():
         np.testing.assert_array_equal(back.params[name], array)

@@ -207,6 +207,9 @@ def test_another_shape_is_told_with_the_key_responsible(tmp_path, other_run, key
         "other shape params/decoder/wi: stored float32[3,16,8], wanted float32[3,16,4]" in message
     )
     assert "base_emb_dim: 8 -> 4" in message
+    # Another run_name is no way out where the new run is told to begin with the same weights.
+    other = "load other weights" if key else "start another run_name"
+    assert message.endswith(f"Set them back, or {other}.")
     assert file_tree(run) == before
 
 

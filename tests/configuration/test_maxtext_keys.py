@@ -6,7 +6,13 @@ import pytest
 
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.loading import load
-from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE, VALUE_NOTES, absent
+from MaxText.configuration.maxtext_keys import (
+    ALIASES,
+    TRANSLATIONS,
+    UNAVAILABLE,
+    VALUE_NOTES,
+    absent,
+)
 from MaxText.configuration.problems import ConfigurationError
 
 # The keys that MaxText's base.yml and its documentation lead people to use, one per line.
@@ -31,8 +37,20 @@ def test_absent_keys_are_explained(name):
     assert reason.why
     assert not reason.instead or reason.instead in all_keys()
     with pytest.raises(ConfigurationError) as caught:
-        load([f"{name}=1"])
+        load([f"{name}=something"])  # some values hold here anyway
     assert reason.sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), TRANSLATIONS)
+def test_translated_values_are_accepted(name, value, capsys):
+    found = TRANSLATIONS[name, value]
+    common = ["run_name=r", "decoder_block=muddformer_prepost"]  # where its keys have an effect
+    loaded = load([f"{name}={value}", *common])
+    assert f"note: {name}={value} {found.sentence}" in capsys.readouterr().err
+    if found.name:
+        assert loaded.config == load([f"{found.name}={found.text}", *common]).config
+    else:
+        assert name not in all_keys()
 
 
 def test_families():

@@ -83,6 +83,12 @@ def test_tokenformer_yml():
         assert count(configure("tokenformer.yml", slot_num=slot_num, **tied)) == parameters
 
 
+def test_base_v2_yml():
+    config = configure("base_v2.yml", run_name="r")
+    check("base_v2", config)
+    assert config.model == configure(model_name="MUDDLlama2Medium").model
+
+
 @pytest.mark.parametrize("line", PUBLISHED_COMMANDS.values(), ids=PUBLISHED_COMMANDS)
 def test_published_commands_of_tokenformer(line):
     loaded = load(line.split(), "MaxText/train.py")
@@ -91,7 +97,8 @@ def test_published_commands_of_tokenformer(line):
 
 
 def test_nothing_recorded_is_stale():
-    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES), "gpt2", "tokenformer"}
+    known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES)}
+    known |= {"gpt2", "tokenformer", "base_v2"}
     assert {path.stem for path in RESOLVED.glob("*.yml")} == known
 
 
@@ -105,7 +112,6 @@ def count(config: Config) -> int:
     model, size = config.model, config.model.shape.dimensions
     norm = 2 if model.block.normalization_type == "layer_norm" else 1
     q, kv = size.num_query_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    activations = len(model.feed_forward.mlp_activations)
     if model.attention.attention_projections == "pattention":
         # Each of the three has keys as wide as the model and values as wide as its heads.
         n = model.pattention.num_slots("qkv", size.emb_dim)
@@ -115,17 +121,56 @@ def count(config: Config) -> int:
         layer = size.emb_dim * (2 * q + 2 * kv)
         layer += (q + 2 * kv) * model.attention.qkv_bias
         layer += size.emb_dim * model.attention.proj_bias
-    if model.feed_forward.feed_forward_type == "pattention":
-        layer += 2 * size.emb_dim * model.pattention.num_slots("ffn", size.emb_dim)
-    else:
-        layer += size.emb_dim * (activations + 1) * size.mlp_dim
-        layer += (activations * size.mlp_dim + size.emb_dim) * model.feed_forward.ffn_bias
+    layer += 2 * size.head_dim * model.attention.use_qk_norm
     layer += 2 * norm * size.emb_dim * model.block.block_norm_parametric
     tables = size.vocab_size * (1 if model.head.logits_via_embedding else 2)
     if model.position.position_embedding == "learned":
         rows = model.position.trainable_position_size
         tables += size.max_target_length if rows == -1 else rows
-    return size.num_layers * layer + size.emb_dim * (tables + norm)
+    whole = size.num_layers * layer + size.emb_dim * (tables + norm)
+    return whole + feed_forwards(config) + connections(config, norm)
+
+
+def feed_forwards(config: Config) -> int:
+    """Parameters of the feed-forward parts of all layers."""
+    model, size = config.model, config.model.shape.dimensions
+    if model.feed_forward.feed_forward_type == "pattention":
+        slots = model.pattention.num_slots("ffn", size.emb_dim)
+        return size.num_layers * 2 * size.emb_dim * slots
+    activations, total = len(model.feed_forward.mlp_activations), 0
+    for layer in range(size.num_layers):
+        width = size.mlp_dim
+        if model.feed_forward.dynamic_mlp_dim:
+            multiple = model.feed_forward.mlp_dim_multiple
+            width = round(width * (layer / (size.num_layers - 1) + 0.5) / multiple) * multiple
+        total += size.emb_dim * (activations + 1) * width
+        total += (activations * width + size.emb_dim) * model.feed_forward.ffn_bias
+    return total
+
+
+def connections(config: Config, norm: int) -> int:
+    """Parameters of dense connections, norms of queries, keys and values included.
+
+    Args:
+      norm: vectors of a norm of a layer.
+    """
+    dense, size = config.model.dense_connections, config.model.shape.dimensions
+    if not dense.dense_conn:
+        return 0
+    layers_of_three = size.num_layers - (dense.dense_first_norms == "one")
+    total = 2 * norm * size.emb_dim * layers_of_three
+    total += (size.num_layers + 1) * size.emb_dim * dense.mudd_prenorm
+    for depth in range(dense.dense_period, size.num_layers + 1, dense.dense_period):
+        last = depth == size.num_layers
+        ways = 1 if last else len(dense.dense_ways)
+        sources = depth + 1
+        if dense.dense_sources == "dilated":
+            sources = depth // dense.dense_dilation + 1
+        hidden = ways * sources * (dense.dense_last_expand if last else 1) // 64 * 64 + 64
+        total += size.emb_dim * hidden + hidden * ways * sources + ways * sources
+        normed = {"none": 0, "residual": 1, "all": ways}[dense.mudd_postnorm]
+        total += size.emb_dim * (dense.mudd_prenorm + normed)
+    return total
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -107,7 +108,7 @@ def tokenformer(
     }
     parts = {f"attention.{name}": qkv for name in ("query", "key", "value")}
     parts |= {"attention.proj": proj, "mlp": ffn}
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"sequential.{layer + 2}.{part}.{kind}_param_tokens": (number, 16)
         for layer in range(layers)
         for part, number in parts.items()
@@ -116,6 +117,91 @@ def tokenformer(
     shapes |= {f"sequential.{layers + 3}.norm.{name}": (16,) for name in ("weight", "bias")}
     shapes["sequential.0.word_embeddings.weight"] = (50_304, 16)
     return config, _drawn(shapes, dtype)
+
+
+def muddformer(
+    model_type: str, dtype: str = "float32", *, layers: int = 3, **changes: Any
+) -> tuple[dict, dict[str, np.ndarray]]:
+    """(config.json, random tensors) with the fields and names of the released models.
+
+    Args:
+      model_type: muddformer or muddpythia.
+      changes: fields of config.json that differ from those.
+    """
+    pythia = model_type == "muddpythia"
+    architecture = {"muddformer": "MUDDFormer", "muddpythia": "MUDDPythia"}[model_type]
+    config = {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "auto_map": {
+            "AutoConfig": f"configuration_{model_type}.{architecture}Config",
+            "AutoModelForCausalLM": f"modeling_{model_type}.{architecture}",
+        },
+        "vocab_size": 40,
+        "block_size": 32,
+        "dim": 16,
+        "n_layer": layers,
+        "n_head": 2,
+        "n_local_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 256,
+        "rope_base": 10000,
+        "norm_eps": 1e-5 if pythia else 1e-6,
+        "use_qk_norm": True,
+        "dense": True,
+        "dynamic_dense": True,
+        "dense_type": "qkvr",
+        "sepln": True,
+        "expand_last": True,
+        "round64": True,
+        "stack_hidden": False,
+        "tie_word_embeddings": False,
+        "is_training": False,
+        "torch_dtype": dtype,
+    }
+    if pythia:
+        config |= {"rotary_pct": 0.25, "use_parallel_residual": True, "use_linear_bias": True}
+    config |= changes
+    shapes: dict[str, tuple[int, ...]] = {
+        "tok_embeddings.weight": (config["vocab_size"], 16),
+        "output.weight": (config["vocab_size"], 16),
+        "norm.weight": (16,),
+    }
+    if pythia:
+        shapes["norm.bias"] = (16,)
+    for layer in range(layers):
+        shapes |= _of_muddformer(config, layer, pythia)
+    return config, _drawn(shapes, dtype)
+
+
+def _of_muddformer(config: dict, layer: int, pythia: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer and of the sum after it."""
+    last = config["n_layer"] - 1
+    width = round(256 * (layer / last + 0.5) / 128) * 128
+    first, prefix = layer == 0, f"layers.{layer}."
+    norms = ["ffn_norm"]
+    norms += ["attention_norm"] if first else [f"attention_norms.{way}" for way in range(3)]
+    products = {f"attention.w{letter}": (16, 16) for letter in "qkvo"}
+    products |= {"feed_forward.w1": (width, 16), "feed_forward.w2": (16, width)}
+    if not pythia:
+        products["feed_forward.w3"] = (width, 16)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": (16,) for name in norms}
+    shapes |= {f"{prefix}{name}.weight": shape for name, shape in products.items()}
+    if config["use_qk_norm"]:
+        shapes |= {f"{prefix}attention.{way}_norm.weight": (8,) for way in "qk"}
+    if pythia:
+        biased = [name for name in products if "attention" in name or config["use_linear_bias"]]
+        shapes |= {f"{prefix}{name}.bias": (16,) for name in norms}
+        shapes |= {f"{prefix}{name}.bias": products[name][:1] for name in biased}
+    ways, sources = 1 if layer == last else 4, layer + 2
+    hidden = ways * sources * (4 if layer == last and config["expand_last"] else 1)
+    if config["round64"]:
+        hidden = (hidden // 64 + 1) * 64
+    return shapes | {
+        f"dense_bs.{layer}": (ways, sources),
+        f"dynamic_dense.{layer}.w1.weight": (hidden, 16),
+        f"dynamic_dense.{layer}.w2.weight": (ways * sources, hidden),
+    }
 
 
 def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:

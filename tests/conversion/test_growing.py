@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,8 @@ from MaxText.conversion.converting import convert
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.errors import UserError
+from MaxText.monitoring.lineage import line_of
+from MaxText.monitoring.run_facts import emit_start
 from tests.checkpointing.growing import (
     by_name,
     config_of,
@@ -58,7 +61,8 @@ def test_the_run_that_is_written(small, tmp_path):
     target = tmp_path / "large"
     lines = made(folder, target, "slot_num=10")
     assert lines[0] == (
-        f"Growth from {stored_in(folder)}: slots 6 -> 10, 24 -> 40; growth_mode=function_preserving"
+        f"Growth from {stored_in(folder)}: slots 6 -> 10 (attention), 24 -> 40 (feed-forward); "
+        "growth_mode=function_preserving"
     )
     assert any(f"load_parameters_path={target}" in line for line in lines)
     assert (target / "tokenizer" / "tokenizer.json").read_text() == "{}"
@@ -82,6 +86,18 @@ def test_the_run_that_is_written(small, tmp_path):
     after = logits_of(result.program.model, result.start.state.params, batch)
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
     assert result.start.how == "parameters"
+    # The growth is known to the run: in its lineage, which every checkpoint keeps, and its events.
+    lineage = line_of(result.start)
+    assert [ancestor.how for ancestor in lineage] == ["growth", "parameters"]
+    assert lineage[-1].growth == lineage[0].growth == result.settled.record
+    rows = []
+    events = SimpleNamespace(lost=0, emit=lambda kind, **facts: rows.append((kind, facts)))
+    emit_start(events, result.start, {}, launched=0.0)
+    assert [kind for kind, _ in rows if kind != "config_change"] == ["start", "growth"]
+    facts = rows[-1][1]
+    assert (facts["from"], facts["through"]) == (str(stored_in(folder)), str(stored_in(target)))
+    assert facts["slots"] == "6 -> 10 (attention), 24 -> 40 (feed-forward)"
+    assert facts["zoom_dim"] == 6
 
 
 @pytest.mark.parametrize("mode", ["function_preserving", "random", "zero"])

@@ -14,7 +14,7 @@ from MaxText.conversion.converting import convert
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
-from tests.conversion.small_folders import random, write
+from tests.conversion.small_folders import muddformer, random, write
 from tests.small_models import trainer
 
 
@@ -54,6 +54,23 @@ def test_the_parameters_are_those_of_the_folder(prefix, tmp_path):
     assert (result.first_step, result.how, result.folder) == (0, "parameters", str(folder))
     assert result.changes == {"rope_max_timescale": ("10000.0", "20000.0")}
     assert any("arrays of params are cast on load: bfloat16 -> float32" in line for line in lines)
+
+
+def test_layers_that_differ(tmp_path):
+    folder = write(tmp_path / "hf", *muddformer("muddformer", "bfloat16", layers=2))
+    weights = FolderWeights(folder)
+    result, _ = start(tmp_path / "run", str(folder), config_of(weights, scan_layers=False))
+    params = result.state.params
+    for name in ("layers/1/mlp/wo/kernel", "connections/after/2/wi/kernel"):
+        found = params
+        for part in name.split("/"):
+            found = found[part]
+        np.testing.assert_array_equal(found, weights.read(name).astype(np.float32))
+    config = config_of(weights, scan_layers=False, dense_first_norms="each", dense_last_expand=1)
+    with pytest.raises(UserError) as caught:
+        start(tmp_path / "other", str(folder), config)
+    assert "dense_first_norms: one -> each" in str(caught.value)
+    assert "dense_last_expand: 4 -> 1" in str(caught.value)
 
 
 def test_a_folder_of_another_model(tmp_path):

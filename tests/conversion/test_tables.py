@@ -21,17 +21,18 @@ from tests.conversion.small_folders import (
     write,
 )
 
+OTHER_ANGLES = {"rope_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+                "original_max_position_embeddings"}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 8, "S": 9}
+SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 8, "S": 9,
+         "C": 4, "L": 13, "W": 12}  # fmt: skip
 
 
 def exported(weights: FolderWeights) -> dict[str, np.ndarray]:
     """All tensors of theirs, made from all arrays of ours."""
-    tensors = weights.map
     return {
-        tensor.name: tensors.whole(tensor, [weights.read(name) for name in row.ours])
-        for row in tensors.rows
-        for tensor in tensors.tensors_of(row)
+        tensor.name: weights.map.whole(tensor, [weights.read(name) for name in tensor.ours])
+        for tensor in weights.map.tensors
     }
 
 
@@ -86,10 +87,11 @@ def test_names_without_the_prefix_and_buffers_are_read(tmp_path):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_of_the_model_is_decided(model_type):
     # A new key that a family neither fixes nor writes would be lost on export.
-    only_how = {"attention", "attention_block_size", "logits_dot_in_fp32"}
+    only_how = {"attention", "attention_block_size", "dense_mixing", "logits_dot_in_fp32"}
     family = FAMILIES[model_type]
     settled = {*family.parts, *(name for setting in family.settings for name in setting.ours)}
-    parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention", "head"}
+    parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention",
+             "dense_connections", "head"}  # fmt: skip
     wanted = {
         key.name
         for key in all_keys().values()
@@ -102,15 +104,19 @@ def test_every_key_of_the_model_is_decided(model_type):
         switched_off = {"trainable_position_size"}
     if family.parts["normalization_type"] == "rms_norm":
         switched_off |= {"normalization_bias"}
+    if family.parts["dense_conn"]:
+        # What other values of dense_sources and rope_type would ask for.
+        switched_off |= {"dense_dilation", "dense_window", "dense_source_list", *OTHER_ANGLES}
+    else:
+        switched_off |= {name for name in wanted if "dense_conn" in all_keys()[name].only_if}
+        switched_off |= {"mlp_dim_multiple"}
     if family.parts["attention_projections"] == "dense":
         switched_off |= {
             key.name for key in all_keys().values() if key.section[1:] == ("pattention",)
         }
     else:
         # Numbers of slots follow slot_num, and rope_type=default has no other keys.
-        switched_off |= {"mlp_activations", "qkv_slot_num", "rope_factor", "low_freq_factor",
-                         "high_freq_factor", "beta_fast", "beta_slow",
-                         "original_max_position_embeddings"}  # fmt: skip
+        switched_off |= {"mlp_activations", "qkv_slot_num", *OTHER_ANGLES}
     assert wanted - settled - only_how <= switched_off
 
 
@@ -277,8 +283,17 @@ def test_all_refusals_come_in_one_message():
 
 def test_a_model_that_no_family_has():
     config = configure(position_embedding="none", vocab_size=64)
-    with pytest.raises(UserError, match=r"llama: position_embedding=none, not rotary"):
+    with pytest.raises(UserError) as caught:
         find_family(config, "")
+    first, difference, others = str(caught.value).splitlines()
+    assert "no family that can be written has the parts of this model" in first
+    assert first.endswith("The nearest is llama, but for:")
+    assert difference == "  position_embedding=none, not rotary"
+    listed = dict(part.split() for part in others.rstrip(".").split(": ")[1].split(", "))
+    assert listed.keys() | {"llama"} == FAMILIES.keys()
+    numbers = [int(number) for number in listed.values()]
+    assert numbers == sorted(numbers)
+    assert numbers[0] >= 1
     with pytest.raises(UserError, match=r"family=qwen3 has other parts"):
         find_family(configure(vocab_size=64), "qwen3")
 

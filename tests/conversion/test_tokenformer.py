@@ -129,8 +129,40 @@ def test_slots_of_the_usual_ratio_follow_one_key(here):
     assert "12 -> 16" in said
     assert "48 -> 64" in said
     # Scores of the grown model are scaled as before, which a folder has no field for.
-    with pytest.raises(UserError, match=r"qkv_zoom_dim=12\.0, not -1\.0"):
-        run("from=large", "to=hf:out", "family=tokenformer")
+    for arguments in ((), ("family=tokenformer",)):
+        with pytest.raises(UserError) as caught:
+            run("from=large", "to=hf:out", *arguments)
+        message = str(caught.value)
+        assert "its layout has no zoom" in message
+        assert "zoom 12 for 16 slots (attention), zoom 48 for 64 slots (feed-forward)" in message
+        assert "growth_mode=random" in message
+    assert not (here / "out").exists()
+    run("grow", "from=run", "to=random", "slot_num=16", "growth_mode=random")
+    assert "Wrote out as" in run("from=random", "to=hf:out")
+
+
+def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
+    config, tensors = tokenformer(slots=(12, 9, 40), layers=1)
+    write(here / "hf", config | {"norm_activation_type": "gelu_l2_norm"}, tensors)
+    run("from=hf:hf", "to=run")
+    sizes = ["slot_num=16", "proj_slot_num=9", "ffn_slot_num=160"]
+    run("grow", "from=run", "to=large", *sizes)
+    said = run("from=large", "to=hf:out")
+    told = [line for line in said.splitlines() if "no zoom" in line]
+    assert len(told) == 1
+    assert told[0].endswith("the function: 0.866 (query, key, value), 0.5 (feed-forward)")
+    run("from=hf:out", "to=again")
+    section = load(["again/config.yml"]).config.model.pattention
+    assert [section.zoom(place, 16) for place in ("qkv", "proj", "ffn")] == [16, 9, 160]
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 500, (2, 8)), jnp.int32)
+    batch = Batch(tokens, tokens, jnp.ones(tokens.shape))
+    before = logits("run", batch)
+    close(logits("large", batch), before)
+    close(logits("again", batch), before)
+    # What else keeps a model out of the layout is told with its zoom.
+    other = own_configuration.load(["load_parameters_path=large", "ffn_bias=true"]).config
+    with pytest.raises(UserError, match=r"ffn_zoom_dim=40\.0, not -1\.0\n  ffn_bias=True, not"):
+        find_family(other, "tokenformer")
 
 
 def test_a_file_of_torch(here):

@@ -21,6 +21,7 @@ from MaxText.inference.trained_model import (
     with_stored_zoom,
 )
 from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.scoring.text_pairs import first_id
 from tests.inference.small_models import END, llama_folder
 
 
@@ -101,6 +102,23 @@ def test_a_tokenizer_of_another_model(tmp_path):
     config = load([f"load_parameters_path={folder}", "vocab_size=100"]).config
     with pytest.raises(UserError, match="makes ids up to 256, and the model has vocab_size=100"):
         open_tokenizer(config, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("rows", "add_bos", "largest"),
+    [(258, True, None), (257, False, None), (257, True, 257), (256, False, 256)],
+)
+def test_a_model_needs_rows_for_the_ids_of_its_data_alone(tmp_path, rows, add_bos, largest):
+    keys = {"tokenizer_path": "byte", "vocab_size": rows, "add_bos": add_bos}
+    config = configure(dataset_type="synthetic", **keys)
+    if largest is not None:
+        with pytest.raises(UserError, match=f"ids up to {largest}, and .* vocab_size={rows} rows"):
+            open_tokenizer(config, str(tmp_path), typed=True)
+        return
+    tokenizer = open_tokenizer(config, str(tmp_path), typed=True)
+    assert tokenizer.encode("hi") == ([257, 104, 105] if add_bos else [104, 105])
+    # What precedes a text that is scored has a row as well.
+    assert first_id(tokenizer) == (257 if add_bos else 256)
 
 
 def test_a_plain_tokenizer_puts_nothing_before_a_text(tmp_path):

@@ -13,10 +13,10 @@ from tests.small_models import tiny_config
 RATE = 0.01
 
 
-def updates_of(gradient=1.0, **keys):
+def updates_of(gradient=1.0, block="llama2", **keys):
     """Name -> update of each parameter (value 2) after one step with gradients of one value."""
     keys = {"lr_schedule_type": "constant", "gradient_clipping_threshold": 0.0} | keys
-    config = tiny_config(learning_rate=RATE, **keys)
+    config = tiny_config(block, learning_rate=RATE, **keys)
     parameters = Model(config.model).parameters
     optimizer = make_optimizer(
         config.optimizer, learning_rate_schedule(config.schedule), parameters
@@ -50,6 +50,30 @@ def test_decay_mask_and_overrides_by_name():
     }
     for name, value in expected.items():
         np.testing.assert_allclose(updates[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_names_of_dense_connections_and_of_layers_that_differ():
+    mudd = {"block": "muddformer", "scan_layers": False, "mlp_dim_multiple": 8}
+    updates = updates_of(
+        **mudd,
+        adam_weight_decay=0.5,
+        adamw_mask=["scale", "static"],
+        weight_decay_overrides=[["layers/0/mlp", 0.25]],
+        learning_rate_overrides=[["^connections/", 0.1]],
+    )
+    expected = {
+        "connections/after/2/static": -RATE * 0.1,
+        "connections/after/3/wi/kernel": -RATE * 0.1 * 2,
+        "layers/0/mlp/wo/kernel": -RATE * 1.5,
+        "layers/2/mlp/wo/kernel": -RATE * 2,
+        "layers/1/pre_self_attention_layer_norm_q/scale": -RATE,
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(updates[name], value, rtol=1e-5, err_msg=name)
+    alone = updates_of(**mudd, trainable_parameters_mask=["^connections/"])
+    assert {name for name, update in alone.items() if np.any(update)} == {
+        name for name in alone if name.startswith("connections/")
+    }
 
 
 def test_frozen_parameters_do_not_move():
@@ -117,3 +141,26 @@ def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
     # Adam with Nesterov's look-ahead: each element of the first update has one and the same size.
     for table in (updates["token_embedder"]["embedding"], updates["logits_dense"]["kernel"]):
         np.testing.assert_allclose(np.abs(table), np.abs(table).mean(), rtol=1e-3)
+
+
+def test_muon_trains_the_first_product_of_dense_connections_and_adam_the_second():
+    config = tiny_config("muddformer", opt_type="muon", scan_layers=False, mlp_dim_multiple=8)
+    parameters = Model(config.model).parameters
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), parameters
+    )
+    state = jax.eval_shape(optimizer.init, Model(config.model).abstract)
+    # Second moments are Adam's alone.
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    names = ["/".join(str(getattr(part, "key", getattr(part, "name", "")))
+                      for part in path) for path, _ in paths]  # fmt: skip
+    of_adam = {name.partition("nu/")[2] for name in names if "nu/" in name}
+    of_muon = set(parameters) - of_adam
+    assert {name.rpartition("/")[0].rpartition("/")[2] for name in of_muon} == {
+        "wi", "query", "key", "value", "out", "wi_0", "wi_1", "wo",
+    }  # fmt: skip
+    for depth in (1, 2, 3):
+        assert f"connections/after/{depth}/wi/kernel" in of_muon
+        assert f"connections/after/{depth}/wo/kernel" in of_adam
+        assert f"connections/after/{depth}/static" in of_adam
+        assert f"layers/{depth - 1}/mlp/wo/kernel" in of_muon

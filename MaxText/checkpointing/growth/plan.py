@@ -4,13 +4,14 @@ Only the logical axes say what may change. `slots` is the axis of the parameter 
 Pattention (Wang et al. 2024), `layers` that of the stack; every other size must agree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing.matching import Leaf
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.layers.weights import ParameterInfo
 
 SLOTS = "slots"
@@ -18,6 +19,46 @@ LAYERS = "layers"
 
 Mode = Literal["function_preserving", "random", "zero"]
 Role = Literal["key", "value", "bias"]
+
+# The places of slots, in the order of messages, and how these call them.
+_PLACES: Mapping[SlotPlace, str] = {
+    "qkv": "query, key, value",
+    "proj": "output projection",
+    "ffn": "feed-forward",
+}
+
+
+def place_of(name: str) -> SlotPlace | None:
+    """The place of a parameter's slots, by its name; None for names of another kind."""
+    parts = name.split("/")
+    if "mlp" in parts:
+        return "ffn"
+    if "self_attention" in parts:
+        return "proj" if "out" in parts else "qkv"
+    return None
+
+
+def by_place(numbers: Mapping[str, str]) -> str:
+    """Numbers with the places they belong to: "24 -> 40 (attention), 96 -> 160 (feed-forward)".
+
+    Args:
+      numbers: parameter name -> what there is to say of its slots.
+    """
+    order = [None, *_PLACES]
+    pairs: set[tuple[SlotPlace | None, str]] = {
+        (place_of(name), words) for name, words in numbers.items()
+    }
+    places: dict[str, list[SlotPlace | None]] = {}
+    for place, words in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
+        places.setdefault(words, []).append(place)
+    return ", ".join(f"{words}{_called(found)}" for words, found in places.items())
+
+
+def _called(places: Sequence[SlotPlace | None]) -> str:
+    names = [_PLACES[place] for place in places if place]
+    if names[:2] == [_PLACES["qkv"], _PLACES["proj"]]:
+        names[:2] = ["attention"]
+    return f" ({', '.join(names)})" if names else ""
 
 
 class AxisSizes(NamedTuple):
@@ -88,9 +129,9 @@ class GrowthPlan(NamedTuple):
         }
 
     @property
-    def stored_slots(self) -> list[int]:
-        """All numbers of slots that are stored, ascending."""
-        return sorted({leaf.slots.old for leaf in self.leaves.values() if leaf.slots})
+    def stored_slots(self) -> dict[str, int]:
+        """Parameter name -> slots stored, of all that have slots."""
+        return {name: leaf.slots.old for name, leaf in self.leaves.items() if leaf.slots}
 
     @property
     def layers(self) -> tuple[int, int] | None:
@@ -111,9 +152,11 @@ class GrowthPlan(NamedTuple):
     @property
     def drops(self) -> list[str]:
         """What is stored and finds no place, in words."""
-        pairs = {(SLOTS, *pair) for pair in self.slots.values()}
-        pairs |= {(LAYERS, *self.layers)} if self.layers else set()
-        return [f"{name} {old} -> {new}" for name, old, new in sorted(pairs) if new < old]
+        slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
+        words = [f"{SLOTS} {by_place(slots)}"] if slots else []
+        if self.layers and self.layers[1] < self.layers[0]:
+            words.append("{} {} -> {}".format(LAYERS, *self.layers))
+        return words
 
 
 class Misfits(Exception):
@@ -138,6 +181,8 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
     Raises:
       Misfits: parameters are missing or extra, or differ in another axis than slots and layers.
     """
+    if reason := _fixed_depth(stored, wanted):
+        raise Misfits([reason])
     problems = [f"missing     {name}: wanted {_leaf(wanted[name])}" for name in wanted
                 if name not in stored]  # fmt: skip
     problems += [f"extra       {name}: stored {stored[name]}" for name in stored
@@ -159,6 +204,36 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
     if problems:
         raise Misfits(problems)
     return GrowthPlan(leaves)
+
+
+def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
+    """Why these layers cannot become more or fewer; None if they can, or need not."""
+    old, new = len(_numbers(stored)), len(_numbers(wanted))
+    if not (old and new):
+        # Layers that are alike are stacked.
+        sizes = (_sizes(LAYERS, stored[name], info) for name, info in wanted.items()
+                 if name in stored and len(stored[name].shape) == len(info.shape))  # fmt: skip
+        stacked = next(filter(None, sizes), None)
+        if stacked is None or not all(map(_has_connections, (stored, wanted))):
+            return None
+        old, new = stacked.old, stacked.new
+    if old == new:
+        return None
+    reason = "no two layers have the same shapes, so none can be a copy of another"
+    if _has_connections(wanted):
+        reason = "each layer of a model with dense connections sums another number of outputs"
+    has_slots = any(SLOTS in info.logical_axes for info in wanted.values())
+    return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
+
+
+def _numbers(names: Iterable[str]) -> set[str]:
+    """Numbers of layers that are stored one by one."""
+    parts = (name.split("/") for name in names)
+    return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
+
+
+def _has_connections(names: Iterable[str]) -> bool:
+    return any(name.startswith("connections/") for name in names)
 
 
 def _leaf(info: ParameterInfo) -> Leaf:

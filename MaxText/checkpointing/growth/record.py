@@ -5,13 +5,13 @@ slots                    {parameter name: [stored, now]} where the two differ
 layers                   [stored, now] or null
 zoom                     keys of the configuration that the growth fixed
 moments, data            values of growth_moments and growth_data
-old_slots_learning_rate  the value of growth_old_slots_learning_rate
+old_slots_learning_rate  what multiplies the updates of slots that were there before
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.checkpointing.growth.plan import GrowthPlan
+from MaxText.checkpointing.growth.plan import GrowthPlan, by_place
 from MaxText.configuration.training_sections import Checkpoint
 
 Record = Mapping[str, Any]
@@ -25,6 +25,7 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
       section: the keys that say how.
       zoom: keys of the configuration that were fixed.
     """
+    rate = section.growth_old_slots_learning_rate
     return {
         "mode": section.mode_of_growth,
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
@@ -32,7 +33,7 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
         "zoom": dict(zoom),
         "moments": section.growth_moments,
         "data": section.growth_data,
-        "old_slots_learning_rate": section.growth_old_slots_learning_rate,
+        "old_slots_learning_rate": 1.0 if rate is None else rate,
     }
 
 
@@ -42,28 +43,41 @@ def latest(metadata: Mapping[str, Any]) -> Record | None:
     return lineage[-1].get("growth")
 
 
+def old_slots(record: Record | None) -> dict[str, int]:
+    """Parameter name -> slots it had before it grew; they lead along its slots."""
+    slots = record["slots"] if record else {}
+    return {name: old for name, (old, new) in slots.items() if old < new}
+
+
+def smaller_model(metadata: Mapping[str, Any]) -> str:
+    """The folder that the run which wrote a checkpoint began from; empty if it does not say."""
+    lineage = metadata.get("lineage") or [{}]
+    return lineage[-1].get("folder", "")
+
+
 def sizes(record: Record) -> dict[str, str]:
-    """What changed, in words: {"slots": "24 -> 40, 96 -> 160", "layers": "18 -> 24"}."""
-    pairs = {
-        "slots": sorted({tuple(pair) for pair in record["slots"].values()}),
-        "layers": [record["layers"]] if record["layers"] else [],
-    }
-    return {
-        name: ", ".join(f"{old} -> {new}" for old, new in found)
-        for name, found in pairs.items()
-        if found
-    }
+    """What changed, in words; empty for a record of a zoom alone.
+
+    {"slots": "24 -> 40 (attention), 96 -> 160 (feed-forward)", "layers": "18 -> 24"}
+    """
+    slots = {name: f"{old} -> {new}" for name, (old, new) in record["slots"].items()}
+    found = {"slots": by_place(slots)} if slots else {}
+    if record["layers"]:
+        found["layers"] = "{} -> {}".format(*record["layers"])
+    return found
 
 
-def event_facts(record: Record, folder: str) -> dict[str, Any]:
+def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """What the event of kind `growth` says, short enough for one line.
 
     Args:
       folder: of the smaller model.
+      grown: of the larger one that convert.py made of it; empty if the run itself grew.
     """
     others = {
         name: value
         for name, value in record.items()
         if name not in ("mode", "slots", "layers", "zoom")
     }
-    return {"from": folder, "mode": record["mode"], **sizes(record), **record["zoom"], **others}
+    begun = {"from": folder, "through": grown} if grown else {"from": folder}
+    return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}

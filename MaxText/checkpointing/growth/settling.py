@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
 from MaxText.checkpointing.growth import zoom
-from MaxText.checkpointing.growth.plan import GrowthPlan, Mode
-from MaxText.checkpointing.growth.record import Record, latest, make_record, sizes
+from MaxText.checkpointing.growth.plan import GrowthPlan, Mode, by_place, place_of
+from MaxText.checkpointing.growth.record import Record, latest, make_record, old_slots, sizes
 from MaxText.checkpointing.growth.source import Source, open_source
 from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
+
+_RATE = "growth_old_slots_learning_rate"
 
 
 class Growth(NamedTuple):
@@ -53,8 +55,12 @@ class Settled:
     @property
     def old_slots(self) -> dict[str, int]:
         """Parameter name -> slots it had before it grew; they lead along its slots."""
-        slots = (self.record or {}).get("slots", {})
-        return {name: old for name, (old, new) in slots.items() if old < new}
+        return old_slots(self.record)
+
+    @property
+    def old_slots_learning_rate(self) -> float:
+        """What multiplies their updates: of this run, whatever its command line says by now."""
+        return self.record["old_slots_learning_rate"] if self.record else 1.0
 
 
 def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
@@ -67,25 +73,67 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
     Raises:
       UserError: the stored parameters do not fit, or cannot become the model in this way.
     """
+    section = config.checkpoint
     if own:
-        return _as_recorded(config, own)
-    if config.checkpoint.load_full_state_path:
-        path = config.checkpoint.load_full_state_path
-        return _as_recorded(config, [layout.find(path, "load_full_state_path")])
-    if not config.checkpoint.load_parameters_path:
+        return _as_recorded(config, own, is_resumed=True)
+    if section.load_full_state_path:
+        stored = layout.find(section.load_full_state_path, "load_full_state_path")
+        return _as_recorded(config, [stored], is_resumed=False)
+    if not section.load_parameters_path:
+        if _asked_rate(config):
+            raise UserError(
+                f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
+                "smaller model: a new run has no old slots."
+            )
         return Settled(config)
-    return settle_source(config, open_source(config.checkpoint.load_parameters_path, flat(config)))
+    return settle_source(config, open_source(section.load_parameters_path, flat(config)))
 
 
-def _as_recorded(config: Config, checkpoints: Sequence[layout.Stored]) -> Settled:
-    """For a run that goes on with a whole state."""
+def _as_recorded(
+    config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
+) -> Settled:
+    """For a run that goes on with a whole state: its own, or that of another run."""
     metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
     record = latest(metadata)
     # Whether growth fixed it, the user, or a config file of the first start: it is trained with it.
     # The user's own is left alone; restoring says where it differs.
     keys = zoom.inherited(zoom.stored_config(metadata), config)
+    if not metadata.get(layout.PARAMETERS_ONLY):  # where no run goes on, which restoring says
+        record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
+        keys |= rate
     lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
     return Settled(_with(config, keys), None, record, lines)
+
+
+def _recorded_rate(
+    config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
+) -> tuple[Record | None, dict[str, float]]:
+    """The record with the rate of old slots that holds from now on, and the key if it lacks it."""
+    asked = config.checkpoint.growth_old_slots_learning_rate
+    if record is None or not old_slots(record):
+        if _asked_rate(config):
+            raise UserError(
+                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so there are no old "
+                "ones. learning_rate_overrides sets rates by name."
+            )
+        return record, {}
+    recorded = record["old_slots_learning_rate"]
+    if asked is None:
+        return record, {_RATE: recorded} if recorded != 1 else {}
+    if is_resumed and asked != recorded:
+        raise UserError(
+            f"{_RATE}={asked:g}: since it grew, this run has trained its old slots with "
+            f"{recorded:g} ({stored}), and it goes on so. Leave the key out. To train on with "
+            "another rate, start another run_name with "
+            f"load_full_state_path={stored.folder.parent.parent}."
+        )
+    return {**record, "old_slots_learning_rate": asked}, {}
+
+
+def _asked_rate(config: Config) -> dict[str, float]:
+    """The key that keeps old slots apart from new ones, where it is set to do so."""
+    asked = config.checkpoint.growth_old_slots_learning_rate
+    return {} if asked is None or asked == 1 else {_RATE: asked}
 
 
 def settle_source(config: Config, source: Source) -> Settled:
@@ -104,6 +152,9 @@ def settle_source(config: Config, source: Source) -> Settled:
         _check_possible(config, growth, mode, source)
     keys = _zoom_keys(config, growth, mode, source)
     lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
+    if keys and growth.slots and mode != "function_preserving":
+        names = " and ".join(keys)
+        lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
     if not growth.changes:
         return _settled_without_change(config, source, keys, lines)
     record = make_record(growth, section, keys)
@@ -134,13 +185,13 @@ def _settled_without_change(
     # What convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(layout.PARAMETERS_ONLY)
     record = latest(source.metadata) if grown_by_itself else None
+    asked = _asked_rate(config)
     if record:
-        record = {**record, "old_slots_learning_rate": section.growth_old_slots_learning_rate}
-    if section.growth_old_slots_learning_rate != 1 and not record:
+        record = {**record, "old_slots_learning_rate": asked.get(_RATE, 1.0)}
+    if asked and not old_slots(record):
         raise UserError(
-            f"growth_old_slots_learning_rate={section.growth_old_slots_learning_rate:g}: "
-            f"{source.folder} has the slots of this model, so none of them is new. "
-            "learning_rate_overrides sets rates by name."
+            f"{_words(asked)}: {source.folder} has the slots of this model, so none of them is "
+            "new. learning_rate_overrides sets rates by name."
         )
     if keys:
         record = {**(record or make_record(GrowthPlan({}), section, keys)), "zoom": dict(keys)}
@@ -156,14 +207,45 @@ def _words(keys: Mapping[str, float]) -> str:
 
 
 def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
+    """Compares load_parameters_path_slot_number, -1 for none, with what is stored."""
     stored = growth.stored_slots
-    if number == -1 or (number in stored and set(stored) <= {number, 4 * number}):
+    if number == -1:
         return
-    found = ", ".join(map(str, stored)) or "no"
+    if not stored:
+        raise UserError(
+            f"load_parameters_path_slot_number={number}: {source.folder} has no slots. Leave the "
+            "key out."
+        )
+    right = _slot_numbers(stored, zoom.stored_config(source.metadata))
+    if number in right:
+        return
+    found = by_place({name: str(slots) for name, slots in stored.items()})
     raise UserError(
-        f"load_parameters_path_slot_number={number}: {source.folder} holds parameters of {found} "
-        "slots. The number is read from the checkpoint; leave the key out."
+        f"load_parameters_path_slot_number={number}: {source.folder} has slots {found}, which is "
+        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; leave "
+        "the key out."
     )
+
+
+def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
+    """What can be called slot_num of a stored model.
+
+    Args:
+      stored: parameter name -> slots, of at least one.
+      config: of the model, None if unknown.
+    """
+    counts = {place_of(name): slots for name, slots in stored.items()}
+    if config is not None:
+        section = config.model.pattention
+        if section.slot_num != -1:
+            return [section.slot_num]
+        if any(getattr(section, f"{place}_slot_num", -1) == -1 for place in counts):
+            return [config.model.shape.dimensions.emb_dim]
+    bases = {slots / 4 if place == "ffn" else slots for place, slots in counts.items()}
+    if len(bases) == 1 and (base := bases.pop()) == int(base):
+        return [int(base)]
+    # Each place has a number of its own, of which none is more right than another.
+    return sorted(set(counts.values()))
 
 
 def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> None:
@@ -173,10 +255,9 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
             "last slots, or layers evenly, set growth_allow_shrinking=true."
         )
-    if section.growth_old_slots_learning_rate != 1 and not growth.adds_slots:
+    if (asked := _asked_rate(config)) and not growth.adds_slots:
         raise UserError(
-            f"growth_old_slots_learning_rate={section.growth_old_slots_learning_rate:g}: no slots "
-            "are added, so there are none to keep apart from them."
+            f"{_words(asked)}: no slots are added, so there are none to keep apart from them."
         )
     if mode != "function_preserving":
         return
@@ -207,7 +288,9 @@ def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -
     """The keys that keep the scale of the stored slots; empty where it follows their number."""
     stored = zoom.stored_config(source.metadata)
     if growth.slots and mode != "function_preserving":
-        return {}  # as TokenFormer's JAX code, which leaves the scale to the user
+        # As TokenFormer's JAX code, which leaves the scale to the user; what a user or an earlier
+        # growth has fixed stays.
+        return zoom.inherited(stored, config, by_keys=True)
     if not growth.adds_slots:
         return zoom.inherited(stored, config)
     if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:

@@ -45,12 +45,14 @@ def is_fixed(config: Config) -> bool:
     return any(fixed(config, place) for place in places(config))
 
 
-def inherited(stored: Config | None, config: Config) -> dict[str, float]:
+def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
     """The keys that slots bring along which were trained with a zoom that was fixed.
 
     Args:
       stored: the configuration of the stored parameters, None if unknown.
-      config: the current configuration, of a model with as many slots or fewer.
+      config: the current configuration.
+      by_keys: whether the scale of a place that had no fixed zoom goes by its new number of slots,
+        and not by the stored one.
 
     Returns:
       Keys and values; empty where the zoom follows the number of slots, or the user fixes it.
@@ -58,7 +60,10 @@ def inherited(stored: Config | None, config: Config) -> dict[str, float]:
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
     if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
         return {}
-    return keys_for(_zooms(stored, config), config)
+    zooms = _zooms(stored, config)
+    if by_keys:
+        zooms = {place: zoom for place, zoom in zooms.items() if fixed(stored, place)}
+    return keys_for(zooms, config)
 
 
 def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
@@ -115,7 +120,8 @@ def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, floa
     section = config.model.pattention
     own = {f"{place}_zoom_dim": zoom for place, zoom in zooms.items()}
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
-    if len(bases) == 1 and all(getattr(section, name) == -1 for name in own):
+    whole = set(zooms) == set(places(config))
+    if whole and len(bases) == 1 and all(getattr(section, name) == -1 for name in own):
         return {"zoom_dim": bases.pop()}
     return own
 
@@ -133,9 +139,9 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
 
 
 def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
-    """Places whose keys fix another zoom, in words."""
+    """Keys of places that fix another zoom, in words."""
     return [
-        f"{place} {zoom:g}, not {fixed(config, place):g}"
+        f"{place}_zoom_dim {zoom:g}, not {fixed(config, place):g}"
         for place, zoom in zooms.items()
         if fixed(config, place) not in (0, zoom)
     ]

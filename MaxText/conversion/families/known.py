@@ -5,6 +5,7 @@ from MaxText.conversion.families.gpt2 import GPT2
 from MaxText.conversion.families.gpt_neox import GPT_NEOX
 from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mistral import MISTRAL
+from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.qwen import QWEN2, QWEN3
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
@@ -12,7 +13,18 @@ from MaxText.conversion.family import Family
 # In the order in which an export without `family=` tries them.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, TOKENFORMER)
+    for family in (
+        GPT2,
+        GPT_NEOX,
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        GEMMA,
+        TOKENFORMER,
+        MUDDFORMER,
+        MUDDPYTHIA,
+    )
 }
 
 # model_type -> what our parts lack.

@@ -1,0 +1,227 @@
+"""MUDDFormer and MUDDPythia (Xiao et al. 2025, arXiv 2502.12170) as the released models are stored.
+
+The sum after layer i, counted from 0, is dense_bs.i and dynamic_dense.i there and
+connections/after/{i + 1} here. The first layer has one norm before queries, keys and values, which
+all read the embedding; later layers have three. Feed-forwards differ in width. Rotary dimensions
+pair by halves, as ours do.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from MaxText.conversion.family import (
+    BOOLEANS,
+    REQUIRED,
+    SHARED_PARTS,
+    Family,
+    Row,
+    Setting,
+    derived,
+    like,
+    only,
+    ratio,
+    row,
+    same,
+    stated,
+)
+
+_LAYER, _OURS = "layers.{layer}.", "layers/{layer}/"
+_NORM = "pre_self_attention_layer_norm"
+_SUM = "connections/after/{layer+1}/"
+
+
+def _norm(theirs: str, ours: str) -> tuple[Row, ...]:
+    """Scale, and the bias of LayerNorm."""
+    return (
+        row(f"{theirs}.weight", f"{ours}/scale", "D", "D"),
+        row(f"{theirs}.bias", f"{ours}/bias", "D", "D"),
+    )
+
+
+def _projection(theirs: str, ours: str, theirs_axes: str, ours_axes: str) -> tuple[Row, ...]:
+    """A product and its bias, which MUDDPythia has."""
+    outputs = theirs_axes[: theirs_axes.index(")") + 1] if theirs_axes[0] == "(" else theirs_axes[0]
+    return (
+        row(f"{_LAYER}{theirs}.weight", f"{_OURS}{ours}/kernel", theirs_axes, ours_axes),
+        row(f"{_LAYER}{theirs}.bias", f"{_OURS}{ours}/bias", outputs, outputs.strip("()")),
+    )
+
+
+_ROWS = (
+    row("tok_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
+    *_norm(f"{_LAYER}attention_norm", _OURS + _NORM),
+    *_norm(f"{_LAYER}attention_norms.0", f"{_OURS}{_NORM}_q"),
+    *_norm(f"{_LAYER}attention_norms.1", f"{_OURS}{_NORM}_k"),
+    *_norm(f"{_LAYER}attention_norms.2", f"{_OURS}{_NORM}_v"),
+    *_projection("attention.wq", "self_attention/query", "(N H) D", "D N H"),
+    *_projection("attention.wk", "self_attention/key", "(K H) D", "D K H"),
+    *_projection("attention.wv", "self_attention/value", "(K H) D", "D K H"),
+    *_projection("attention.wo", "self_attention/out", "D (N H)", "N H D"),
+    row(f"{_LAYER}attention.q_norm.weight", f"{_OURS}self_attention/query_norm/scale", "H", "H"),
+    row(f"{_LAYER}attention.k_norm.weight", f"{_OURS}self_attention/key_norm/scale", "H", "H"),
+    *_norm(f"{_LAYER}ffn_norm", f"{_OURS}pre_mlp_layer_norm"),
+)
+_CONNECTIONS = (
+    row("dense_bs.{layer}", f"{_SUM}static", "C L", "C L"),
+    row("dynamic_dense.{layer}.w1.weight", f"{_SUM}wi/kernel", "W D", "D W"),
+    row("dynamic_dense.{layer}.w2.weight", f"{_SUM}wo/kernel", "(C L) W", "W C L"),
+    *_norm("norm", "decoder_norm"),
+    row("output.weight", "logits_dense/kernel", "V D", "D V"),
+)
+_GATED = (
+    *_projection("feed_forward.w1", "mlp/wi_0", "F D", "D F"),
+    *_projection("feed_forward.w3", "mlp/wi_1", "F D", "D F"),
+    *_projection("feed_forward.w2", "mlp/wo", "D F", "F D"),
+)
+_PLAIN = (
+    *_projection("feed_forward.w1", "mlp/wi", "F D", "D F"),
+    *_projection("feed_forward.w2", "mlp/wo", "D F", "F D"),
+)
+
+_PARTS: Mapping[str, Any] = {
+    **SHARED_PARTS,
+    "dense_conn": True,
+    "dense_ways": ("q", "k", "v", "r"),
+    "dense_dynamic": True,
+    "dense_static": True,
+    "dense_sources": "all",
+    "dense_period": 1,
+    "dense_after_layers": None,
+    "mudd_prenorm": False,
+    "mudd_postnorm": "none",
+    "dense_activation": "gelu_erf",
+    "dense_first_norms": "one",
+    "dynamic_mlp_dim": True,
+    "mlp_dim_multiple": 128,
+    "position_embedding": "rotary",
+    "rope_type": "default",
+    "logits_via_embedding": False,
+}
+_NO_LAYOUT = "sums with norms exist in the JAX program alone, whose models have no PyTorch layout"
+_WORKS_WITH_ALL = "their program computes sums of all four ways with both kinds of weights"
+_REASONS = {
+    "dense_first_norms": "the layout has one norm in the first layer: dense_first_norms=one before "
+    "training",
+    "mudd_prenorm": _NO_LAYOUT,
+    "mudd_postnorm": _NO_LAYOUT,
+    "dense_ways": _WORKS_WITH_ALL,
+    "dense_dynamic": _WORKS_WITH_ALL,
+    "dense_static": _WORKS_WITH_ALL,
+    "rope_table_dtype": "their program rounds the table; train with this key, or accept the change "
+    "by naming the run's config.yml and this key in front",
+}
+_ALL_GLOBAL = "Every layer attends to all earlier tokens here."
+_ALL_SUMS = "Their program computes sums of all four ways with both kinds of weights."
+_NO_SUMS = "Without sums their program fuses queries, keys and values, which has no table."
+_OWN_NORMS = "Queries, keys and values that read different sums have norms of their own here."
+
+
+def _multiple_of(config: Mapping[str, Any]) -> int:
+    """Two thirds of four times the width, up to a multiple of 256."""
+    return -(-int(2 * 4 * config["dim"] / 3) // 256) * 256
+
+
+def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
+    """What both families have.
+
+    Args:
+      epsilon, width, expands: defaults.
+    """
+    return (
+        same("vocab_size", "vocab_size"),
+        same("block_size", "max_target_length", default=2048),
+        same("dim", "base_emb_dim"),
+        same("n_layer", "base_num_decoder_layers"),
+        same("n_head", "base_num_query_heads"),
+        # Keys and values are never repeated for several heads.
+        derived("n_local_heads", "base_num_kv_heads", like("n_head"), unset=-1),
+        derived("head_dim", "head_dim", ratio("dim", "n_head")),
+        same("intermediate_size", "base_mlp_dim", default=width),
+        same("norm_eps", "normalization_layer_epsilon", default=epsilon),
+        same("rope_base", "rope_max_timescale", default=10_000.0),
+        same("use_qk_norm", "use_qk_norm", default=False, values=BOOLEANS),
+        stated("dense", True, default=True, remedy=_NO_SUMS),
+        stated("dynamic_dense", True, default=True, remedy=_ALL_SUMS),
+        # An older version of their program calls the residual stream m.
+        stated("dense_type", "qkvr", "qkvm", default="qkvr", remedy=_ALL_SUMS),
+        stated("sepln", True, default=True, remedy=_OWN_NORMS),
+        same("expand_last", "dense_last_expand", expands, ((True, 4), (False, 1))),
+        same("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
+        stated("tie_word_embeddings", False, default=False),
+        # Only how sums are computed.
+        stated("stack_hidden", False, True, default=False),
+    )
+
+
+_IGNORED = (".kv_cache.k_cache", ".kv_cache.v_cache", "layer_cache.layer_cache")
+
+
+def _auto_map(architecture: str) -> dict[str, str]:
+    name = architecture.lower()
+    return {
+        "AutoConfig": f"configuration_{name}.{architecture}Config",
+        "AutoModelForCausalLM": f"modeling_{name}.{architecture}",
+    }
+
+
+MUDDFORMER = Family(
+    model_type="muddformer",
+    architecture="MUDDFormer",
+    decoder_block="muddformer",
+    parts={
+        **_PARTS,
+        "block_arrangement": "sequential",
+        "normalization_type": "rms_norm",
+        "mlp_activations": ("silu", "linear"),
+        "rotary_pct": 1.0,
+        "rope_table_dtype": "bfloat16",
+        "qkv_bias": False,
+        "proj_bias": False,
+        "ffn_bias": False,
+    },
+    settings=_settings(1e-6, _multiple_of, expands=False),
+    rows=(*_ROWS, *_GATED, *_CONNECTIONS),
+    prefix="",
+    head="output.weight",
+    ignored=_IGNORED,
+    in_transformers=False,
+    auto_map=_auto_map("MUDDFormer"),
+    code="Caiyun-AI/MUDDFormer-2.8B",
+    reasons=_REASONS,
+)
+
+MUDDPYTHIA = Family(
+    model_type="muddpythia",
+    architecture="MUDDPythia",
+    decoder_block="muddpythia",
+    parts={
+        **_PARTS,
+        "normalization_type": "layer_norm",
+        "normalization_bias": True,
+        "mlp_activations": ("gelu_erf",),
+        "rope_table_dtype": "float16",
+        "qkv_bias": True,
+        "proj_bias": True,
+    },
+    settings=(
+        *_settings(1e-5, REQUIRED, expands=True),
+        same("rotary_pct", "rotary_pct", default=0.25),
+        same(
+            "use_parallel_residual",
+            "block_arrangement",
+            default=True,
+            values=((True, "parallel"), (False, "sequential")),
+        ),
+        same("use_linear_bias", "ffn_bias", default=True, values=BOOLEANS),
+        only("window_size", None, remedy=_ALL_GLOBAL),
+        only("window_type", None, remedy=_ALL_GLOBAL),
+    ),
+    rows=(*_ROWS, *_PLAIN, *_CONNECTIONS),
+    prefix="",
+    head="output.weight",
+    ignored=_IGNORED,
+    in_transformers=False,
+    auto_map=_auto_map("MUDDPythia"),
+    code="Caiyun-AI/MUDDPythia-2.8B",
+    reasons=_REASONS,
+)
