@@ -12,7 +12,7 @@ from flax import nnx
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.attention import Attention, Scalars
 from MaxText.layers.building import Building
-from MaxText.layers.connections import Inputs
+from MaxText.layers.connections import Inputs, Normalized
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
@@ -86,13 +86,27 @@ class Block(nnx.Module):
         )
         return y_BTD, scalars | mlp_scalars, state
 
+    @property
+    def norms_of_ways(self) -> dict[str, nnx.Module]:
+        """Way -> the norm that only its input goes through; none where all go through one."""
+        if len(self.norm_names) == 1:
+            return {}
+        return {
+            name.removeprefix("_"): getattr(self, f"pre_self_attention_layer_norm{name}")
+            for name in self.norm_names
+        }
+
     def _normalized(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        norms = [getattr(self, f"pre_self_attention_layer_norm{n}") for n in self.norm_names]
-        if len(norms) == 1:
+        norms = self.norms_of_ways
+        if not norms:
             # One norm over three inputs happens only where they are the same.
-            y_BTD = norms[0](inputs.q)
+            norm = getattr(self, f"pre_self_attention_layer_norm{self.norm_names[0]}")
+            y_BTD = norm(inputs.q)
             return y_BTD, y_BTD, y_BTD
-        q_BTD, k_BTD, v_BTD = (norm(x) for norm, x in zip(norms, inputs[:3], strict=True))
+        q_BTD, k_BTD, v_BTD = (
+            x.x_BTD if isinstance(x, Normalized) else norms[way](x)
+            for way, x in zip("qkv", inputs[:3], strict=True)
+        )
         return q_BTD, k_BTD, v_BTD
 
     def _dropped(self, x_BTD: jax.Array, context: Context, branch: int) -> jax.Array:

@@ -3,8 +3,8 @@
 Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,24 @@ from MaxText.configuration.layer_sections import DenseConnections as DenseSectio
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
-from MaxText.layers.depth_mixing import mix
+from MaxText.layers.depth_mixing import NO_NORMS, Norms, mix, normalizes, to_be_scaled
 from MaxText.layers.normalization import RMSNorm, factor
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import constrain
 
 
+class Normalized(NamedTuple):
+    """An input that the layer's own norm has been applied to."""
+
+    x_BTD: jax.Array
+
+
 class Inputs(NamedTuple):
     """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    q: jax.Array | Normalized
+    k: jax.Array | Normalized
+    v: jax.Array | Normalized
     r: jax.Array
 
     @classmethod
@@ -40,26 +46,26 @@ class Source(NamedTuple):
 
     Attributes:
       x_BTD: the embedding, or the output of a layer.
-      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps), where sums are over normalised states.
-        Later layers would have to read the whole state twice to have it.
+      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps), where sums are over normalised states:
+        made for the first sum that reads the state, as later ones would have to read all of it
+        twice. From then on gradients are those of scale * x (depth_mixing.to_be_scaled).
     """
 
     x_BTD: jax.Array
     inverse_rms_BT1: jax.Array | None = None
 
 
+Sources = tuple[Source, ...]
+
+
 class ResidualStream(nnx.Module):
     """Each layer reads the output of the one before it (He et al. 2016)."""
 
-    keeps_all = False
-
-    def source(self, x_BTD: jax.Array) -> Source:
-        """What is kept of a hidden state."""
-        return Source(x_BTD)
-
-    def __call__(self, depth: int | None, sources: Sequence[Source]) -> Inputs:
-        """Inputs of the layer after `depth` others."""
-        return Inputs.all(sources[-1].x_BTD)
+    def __call__(
+        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
+    ) -> tuple[Inputs, Sources]:
+        """Inputs of the layer after `depth` others, and what layers after it may read: nothing."""
+        return Inputs.all(sources[-1].x_BTD), ()
 
 
 class DenseConnections(nnx.Module):
@@ -67,8 +73,6 @@ class DenseConnections(nnx.Module):
 
     Below, X_0 is the embedding and X_i the output of layer i, counted from 1.
     """
-
-    keeps_all = True
 
     def __init__(
         self, section: DenseSection, epsilon: float, building: Building, rngs: nnx.Rngs
@@ -87,26 +91,26 @@ class DenseConnections(nnx.Module):
             SourceScales((num_layers + 1, D), building, rngs) if section.mudd_prenorm else None
         )
 
-    def source(self, x_BTD: jax.Array) -> Source:
-        """What is kept of a hidden state."""
-        if self.source_norm is None:
-            return Source(x_BTD)
-        mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-        return Source(x_BTD, jax.lax.rsqrt(mean_square + self.epsilon))
-
-    def __call__(self, depth: int, sources: Sequence[Source]) -> Inputs:
+    def __call__(
+        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
+    ) -> tuple[Inputs, Sources]:
         """Inputs of the layer after `depth` others; after the last one only `r` is meant.
 
         Args:
-          sources: of X_0 to X_depth.
+          sources: of X_0 to X_depth, as the layer before has handed them on.
+          norms: the layer's own, of ways whose input it normalises alone. They may be applied
+            here, where that costs less.
+
+        Returns:
+          Inputs, and the sources to be handed on.
         """
         x_BTD = sources[-1].x_BTD
         if str(depth) not in self.after:
-            return Inputs.all(x_BTD)
+            return Inputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
-        sums = self.after[str(depth)](sources, scales)
+        sums, sources = self.after[str(depth)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
-        return Inputs(*(sums.get(way, rest) for way in Inputs._fields))
+        return Inputs(*(sums.get(way, rest) for way in Inputs._fields)), sources
 
 
 class SourceScales(nnx.Module):
@@ -138,6 +142,7 @@ class DepthSum(nnx.Module):
     ):
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
         self.section = section
+        self.epsilon = epsilon
         self.sources = section.sources(depth)
         # Only one stream goes on after the last layer.
         self.ways = ("r",) if depth == num_layers else section.dense_ways
@@ -189,35 +194,65 @@ class DepthSum(nnx.Module):
         return weights_BTCS + self.wo(hidden_BTK).astype(jnp.float32)
 
     def __call__(
-        self, sources: Sequence[Source], scales_SD: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        """y_BTD of each way.
+        self, sources: Sources, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
+    ) -> tuple[dict[str, Any], Sources]:
+        """y_BTD of each way, some of them Normalized, and the sources to be handed on.
 
         Args:
           sources: X_0 to X_i.
           scales_SD: of normalised states, a row for each of X_0 to X_L, or None.
+          norms: of the layer, as in DenseConnections.
         """
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
         chosen = [sources[place] for place in self.sources]
         if scales_SD is not None:
+            scales_SD = scales_SD[np.array(self.sources)]
+            chosen = [self._normalized(*one) for one in zip(chosen, scales_SD, strict=True)]
             # The factors of a token go into its weights.
-            inverse = [source.inverse_rms_BT1 for source in chosen]
-            assert all(factor is not None for factor in inverse)
-            weights_BTCS = weights_BTCS * jnp.concatenate(inverse, axis=-1)[:, :, None]  # type: ignore
-        states = [source.x_BTD for source in chosen]
-        rows = None if scales_SD is None else [scales_SD[place] for place in self.sources]
-        sums = mix(weights_BTCS, states, self.section.dense_mixing, scales=rows)
-        outputs = {}
-        for way, y_BTD in zip(self.ways, sums, strict=True):
+            inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
+            weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
+        fused, factors_MD = self._fused(norms, x_BTD)
+        mixed = mix(
+            weights_BTCS,
+            [source.x_BTD for source in chosen],
+            self.section.dense_mixing,
+            scales_SD=scales_SD,
+            norms=fused,
+            factors_MD=factors_MD,
+        )
+        outputs: dict[str, Any] = {}
+        for place, (way, y_BTD) in enumerate(zip(self.ways, mixed.sums, strict=True)):
             if way in self.post_norms:
                 y_BTD = self.post_norms[way](y_BTD)
             if self.section.adds:
                 y_BTD = x_BTD + y_BTD
-            outputs[way] = constrain(
-                y_BTD, "activation_batch", "activation_length", "activation_embed"
-            )
-        return outputs
+            y_BTD = constrain(y_BTD, "activation_batch", "activation_length", "activation_embed")
+            outputs[way] = Normalized(y_BTD) if place in fused.ways else y_BTD
+        handed_on = list(sources)
+        for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
+            handed_on[place] = source._replace(x_BTD=state_BTD)
+        return outputs, tuple(handed_on)
+
+    def _fused(
+        self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
+    ) -> tuple[Norms, jax.Array | None]:
+        """The layer's norms that are applied along with the sums, and their factors [M, D]."""
+        of_ways = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
+        chosen = [(place, norm) for place, norm in of_ways if isinstance(norm, RMSNorm)]
+        if not chosen or self.section.adds or not normalizes(self.section.dense_mixing, x_BTD):
+            return NO_NORMS, None
+        places, modules = zip(*chosen, strict=True)
+        factors_MD = jnp.stack([module.factors() for module in modules])
+        return Norms(places, modules[0].epsilon), factors_MD
+
+    def _normalized(self, source: Source, scale_D: jax.Array) -> Source:
+        """A source as sums over normalised states read it."""
+        if source.inverse_rms_BT1 is not None:
+            return source
+        x_BTD = source.x_BTD
+        mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+        return Source(to_be_scaled(x_BTD, scale_D), jax.lax.rsqrt(mean_square + self.epsilon))
 
 
 def _rounded(width: int, rounding: str) -> int:

@@ -15,7 +15,7 @@ from MaxText.configuration.model_sections import RematPolicy
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
-from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source
+from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
@@ -158,19 +158,18 @@ class Decoder(nnx.Module):
     ) -> Walked:
         """All layers, each with its inputs and its state; outputs are sources of `connections`."""
 
-        def apply(layer: Block, sources: tuple[Source, ...], index: int, state: Any):
+        def apply(layer: Block, sources: Sources, index: int, state: Any):
             # Inputs are made where the layer is, so that its backward pass makes them again
             # instead of keeping them.
-            inputs = self.connections(index, sources)
+            inputs, sources = self.connections(index, sources, layer.norms_of_ways)
             y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
-            return self.connections.source(y_BTD), scalars, state
+            return (*sources, Source(y_BTD)), scalars, state
 
         return walk_written_out(
             self.layers,
-            self.connections.source(x_BTD),
+            Source(x_BTD),
             apply,
             policy=policy,
-            keep_outputs=self.connections.keeps_all,
             states=states,
         )
 
@@ -178,7 +177,7 @@ class Decoder(nnx.Module):
         """What the final norm reads."""
         depth = self.section.shape.dimensions.num_layers
         read = rematerialized(
-            lambda sources: self.connections(depth, sources).r, policy, in_scan=False
+            lambda sources: self.connections(depth, sources, {})[0].r, policy, in_scan=False
         )
         return read(walked.outputs)
 

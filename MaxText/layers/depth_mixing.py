@@ -1,12 +1,75 @@
-"""Weighted sums over depth, the products of dense connections.
+"""Weighted sums over depth, the products of dense connections, and their gradients.
 
-Legend: B sequences, T tokens, D emb_dim, C ways, S sources.
+The cost of a sum is the memory traffic of its sources, so gradients are written by hand: a source
+is handed on by each sum that reads it, and its gradient comes back through the same chain. The
+gradient of a sum is then added to what later layers have left, one read and one write for all ways,
+instead of being an array of its own that is added up at the end.
+
+Legend: B sequences, T tokens, D emb_dim, C ways, S sources; N = B * T, K = C * S.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+
+from MaxText.parallelism.constraints import platform, sharding_in_force
+
+# With fewer tokens (a step of text generation) a tile of a kernel is not full.
+KERNEL_TOKENS = 16
+
+
+_STATE = ("activation_batch", "activation_length", "activation_embed")
+# Largest power of two that has to divide emb_dim for the kernels.
+KERNEL_WIDTHS = {"tpu": 128, "gpu": 64}
+
+
+def kernel_refused(emb_dim: int, backend: str) -> str | None:
+    """Why sums over states of this width have no kernel on "gpu" or "tpu"; None where they have."""
+    divisor = KERNEL_WIDTHS[backend]
+    return f"emb_dim {emb_dim} is no multiple of {divisor}" if emb_dim % divisor else None
+
+
+class Norms(NamedTuple):
+    """RMS norms of sums, y / sqrt(mean(y^2) + eps) * factor, that a kernel does along with them.
+
+    Attributes:
+      ways: places of the normalised ways among all, in their order.
+      epsilon: the same for all.
+    """
+
+    ways: tuple[int, ...] = ()
+    epsilon: float = 0.0
+
+
+NO_NORMS = Norms()
+
+
+def normalizes(form: str, state_BTD: jax.Array) -> bool:
+    """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
+    writes what a kernel has made several times for a norm.
+    """
+    sharding = sharding_in_force(_STATE, state_BTD.shape)
+    batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
+    whole = dims == state_BTD.shape[2]
+    # Tiles have to be full, as gradients of norms are sums over tokens.
+    return form == "kernel" and _target() != "gpu" and batch * length % KERNEL_TOKENS == 0 and whole
+
+
+class Mixed(NamedTuple):
+    """Sums and what they were made of.
+
+    Attributes:
+      sums: y_BTD of each way, in the format of the sources.
+      sources: the sources, to be read by later layers in place of those given.
+    """
+
+    sums: list[jax.Array]
+    sources: list[jax.Array]
 
 
 def mix(
@@ -14,32 +77,260 @@ def mix(
     sources: Sequence[jax.Array],
     form: str,
     *,
-    scales: Sequence[jax.Array] | None = None,
-) -> list[jax.Array]:
-    """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c.
+    scales_SD: jax.Array | None = None,
+    norms: Norms = NO_NORMS,
+    factors_MD: jax.Array | None = None,
+) -> Mixed:
+    """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c, with float32 sums.
 
     Args:
       weights_BTCS: float32; B and T may be 1, for weights that are the same everywhere.
-      sources: x_BTD each.
-      form: "sum" adds one source after another, "einsum" stacks them for one product.
-      scales: float32 [D] of each source; None is 1.
-
-    Returns:
-      y_BTD for each way, in the format of the sources. Sums are float32.
+      sources: x_BTD each. With scales they have to come from `to_be_scaled`.
+      form: "sum" adds one source after another, and so does "auto"; "einsum" stacks them for one
+        product; "kernel" is one Pallas kernel, interpreted on CPU. No effect on the result.
+      scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
+      norms: of sums, where `normalizes` says so.
+      factors_MD: float32, of these norms.
     """
-    dtype = sources[0].dtype
-    floats = [source.astype(jnp.float32) for source in sources]
-    if scales is not None:
-        floats = [scale * x_BTD for scale, x_BTD in zip(scales, floats, strict=True)]
-    if form == "einsum":
-        shape = (*sources[0].shape[:2], *weights_BTCS.shape[2:])
-        y_CBTD = jnp.einsum(
-            "btcs,sbtd->cbtd", jnp.broadcast_to(weights_BTCS, shape), jnp.stack(floats)
+    batch, length = sources[0].shape[:2]
+    weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
+    if form == "kernel" and batch * length < KERNEL_TOKENS:
+        form = "sum"
+    mixed: Any = _mix(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
+    return Mixed(*mixed)
+
+
+@jax.custom_vjp
+def to_be_scaled(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """x as it is, with scale * x as that whose gradient is taken from here on.
+
+    All sums over scale * x multiply by the same scale, so its gradient, and that of x, are made of
+    the added gradient once, instead of once for each sum.
+    """
+    del scale_D
+    return x_BTD
+
+
+def _to_be_scaled_forward(x_BTD, scale_D):
+    return x_BTD, (x_BTD, scale_D)
+
+
+def _to_be_scaled_backward(kept, gradient_BTD):
+    x_BTD, scale_D = kept
+    gradient_BTD = gradient_BTD.astype(jnp.float32)
+    of_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
+    return (scale_D * gradient_BTD).astype(x_BTD.dtype), of_scale_D
+
+
+to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
+    if form == "kernel":
+        return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
+    assert not norms.ways
+    make = _einsum if form == "einsum" else _sum
+    # Without a barrier the compiler makes a sum again inside each operation that reads it.
+    return jax.lax.optimization_barrier(make(weights_BTCS, sources, scales_SD)), sources
+
+
+def _mix_forward(form, norms, *arguments):
+    # With symbolic zeros, arguments come with the question whether they are differentiated.
+    arguments = jax.tree.map(lambda x: x.value, arguments)
+    return _mix(form, norms, *arguments), arguments
+
+
+def _mix_backward(form, norms, kept, gradients):
+    weights_BTCS, sources, scales_SD, factors_MD = kept
+    of_sums, accumulated = gradients
+    of_sums = [_array(g) for g in of_sums]
+    if all(isinstance(a, SymbolicZero) for a in accumulated):
+        accumulated = None
+    else:
+        accumulated = [_array(a) for a in accumulated]
+    if form == "kernel":
+        of_weights_BTCS, new, of_factors_MD = _kernel_gradients(
+            norms, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated
         )
-        return list(y_CBTD.astype(dtype))
-    sums = []
-    for way in range(weights_BTCS.shape[2]):
-        total = sum(weights_BTCS[:, :, way, s, None] * x for s, x in enumerate(floats))
-        assert isinstance(total, jax.Array)
-        sums.append(total.astype(dtype))
-    return sums
+        return of_weights_BTCS, new, None, of_factors_MD
+    one_by_one = _product_gradients if platform() == "cpu" else _sum_gradients
+    differentiate = _einsum_gradients if form == "einsum" else one_by_one
+    of_sums = jax.lax.optimization_barrier(of_sums)
+    return *differentiate(weights_BTCS, sources, scales_SD, of_sums, accumulated), None, None
+
+
+_mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
+
+
+def _array(gradient: Any) -> jax.Array:
+    if isinstance(gradient, SymbolicZero):
+        return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)  # type: ignore
+    return gradient
+
+
+def _floats(arrays, scales_SD=None):
+    floats = [x.astype(jnp.float32) for x in arrays]
+    if scales_SD is None:
+        return floats
+    return [scale * x for scale, x in zip(scales_SD, floats, strict=True)]
+
+
+def _sum(weights_BTCS, sources, scales_SD):
+    floats = _floats(sources, scales_SD)
+    return [
+        _total(weights_BTCS[:, :, way, s, None] * x for s, x in enumerate(floats)).astype(
+            sources[0].dtype
+        )
+        for way in range(weights_BTCS.shape[2])
+    ]
+
+
+def _sum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
+    floats, of_sums = _floats(sources, scales_SD), _floats(of_sums)
+    of_weights_BTCS = jnp.stack(
+        [jnp.stack([jnp.sum(g * x, axis=-1) for x in floats], axis=-1) for g in of_sums], axis=-2
+    )
+    new = []
+    for s, source in enumerate(sources):
+        total = _total(weights_BTCS[:, :, way, s, None] * g for way, g in enumerate(of_sums))
+        if accumulated is not None:
+            total = total + accumulated[s].astype(jnp.float32)
+        new.append(total.astype(source.dtype))
+    return of_weights_BTCS, new
+
+
+def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
+    """As `_sum_gradients`, by one small product for all ways of a source: takes 0.6 of its time on
+    CPU, where a sum over dimensions is a loop of its own for each way and source.
+    """
+    of_sums_BTCD = jnp.stack(_floats(of_sums), axis=2)
+    of_weights, new = [], []
+    for s, x_BTD in enumerate(_floats(sources, scales_SD)):
+        of_weights.append(_product("btcd,btd->btc", of_sums_BTCD, x_BTD))
+        total = _product("btc,btcd->btd", weights_BTCS[..., s], of_sums_BTCD)
+        if accumulated is not None:
+            total = total + accumulated[s].astype(jnp.float32)
+        new.append(total.astype(sources[s].dtype))
+    return jnp.stack(of_weights, axis=-1), new
+
+
+# Of float32 in float32 on every device.
+_product = functools.partial(jnp.einsum, precision="highest")
+
+
+def _total(terms) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _einsum(weights_BTCS, sources, scales_SD):
+    stacked_SBTD = jnp.stack(_floats(sources, scales_SD))
+    sums_CBTD = _product("btcs,sbtd->cbtd", weights_BTCS, stacked_SBTD)
+    return list(sums_CBTD.astype(sources[0].dtype))
+
+
+def _einsum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
+    stacked_SBTD = jnp.stack(_floats(sources, scales_SD))
+    of_sums_CBTD = jnp.stack(_floats(of_sums))
+    of_weights_BTCS = _product("cbtd,sbtd->btcs", of_sums_CBTD, stacked_SBTD)
+    new_SBTD = _product("btcs,cbtd->sbtd", weights_BTCS, of_sums_CBTD)
+    if accumulated is not None:
+        new_SBTD = new_SBTD + jnp.stack(_floats(accumulated))
+    return of_weights_BTCS, list(new_SBTD.astype(sources[0].dtype))
+
+
+def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
+    # Pallas takes a second to import.
+    from MaxText.layers import mixing_kernel
+
+    def run(_, weights_BTCS, scales_SD, factors_MD, sources):
+        sums = mixing_kernel.forward(
+            _flat(weights_BTCS),
+            [_flat(x) for x in sources],
+            _target(),
+            scales_SD=scales_SD,
+            norms=norms,
+            factors_MD=factors_MD,
+        )
+        return [y_ND.reshape(sources[0].shape) for y_ND in sums]
+
+    return _on_each_device(
+        run, lambda state, _: state, weights_BTCS, scales_SD, factors_MD, sources
+    )
+
+
+def _kernel_gradients(norms, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated):
+    from MaxText.layers import mixing_kernel
+
+    def run(axes, weights_BTCS, scales_SD, factors_MD, sources, of_sums, accumulated):
+        of_weights_NK, new, of_factors_MD = mixing_kernel.backward(
+            _flat(weights_BTCS),
+            [_flat(x) for x in sources],
+            [_flat(g) for g in of_sums],
+            None if accumulated is None else [_flat(a) for a in accumulated],
+            _target(),
+            scales_SD=scales_SD,
+            norms=norms,
+            factors_MD=factors_MD,
+        )
+        # A device that holds some of the dimensions, or some of the tokens, has that part of
+        # what is summed over them.
+        if axes.dims:
+            of_weights_NK = jax.lax.psum(of_weights_NK, axes.dims)
+        if of_factors_MD is not None and axes.tokens:
+            of_factors_MD = jax.lax.psum(of_factors_MD, axes.tokens)
+        new = [a_ND.reshape(sources[0].shape) for a_ND in new]
+        return of_weights_NK.reshape(weights_BTCS.shape), new, of_factors_MD
+
+    return _on_each_device(
+        run,
+        lambda state, weights: (weights, state, PartitionSpec()),
+        weights_BTCS,
+        scales_SD,
+        factors_MD,
+        sources,
+        of_sums,
+        accumulated,
+    )
+
+
+def _target() -> Literal["tpu", "gpu", "interpret"]:
+    backend = platform()
+    return "tpu" if backend == "tpu" else "interpret" if backend == "cpu" else "gpu"
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [N, all the rest]."""
+    return x.reshape(x.shape[0] * x.shape[1], -1)
+
+
+class _Axes(NamedTuple):
+    """Mesh axes that divide states."""
+
+    tokens: tuple[str, ...] = ()
+    dims: tuple[str, ...] = ()
+
+
+def _on_each_device(
+    run, result_specs, weights_BTCS, scales_SD, factors_MD, sources, *states
+) -> Any:
+    """run(axes, weights, scales, factors, sources, *states) on each device's share.
+
+    The compiler cannot divide a kernel among devices by itself.
+
+    Args:
+      result_specs: (spec of states, spec of weights) -> spec of what `run` returns.
+    """
+    sharding = sharding_in_force(_STATE, sources[0].shape)
+    if sharding is None:
+        return run(_Axes(), weights_BTCS, scales_SD, factors_MD, sources, *states)
+    batch, length, dims = state = sharding.spec
+    axes = _Axes((*(batch or ()), *(length or ())), dims or ())
+    weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
+    return jax.shard_map(
+        functools.partial(run, axes),
+        mesh=sharding.mesh,
+        in_specs=(weights, rows, rows, *[state] * (1 + len(states))),
+        out_specs=result_specs(state, weights),
+        check_vma=False,
+    )(weights_BTCS, scales_SD, factors_MD, sources, *states)

@@ -34,11 +34,18 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
         self.zero_centered = building.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
+        self.size = size
         self.scale = (
             weight(rngs, (size,), (logical_axis,), stored, dtype=building.weight_dtype)
             if parametric
             else None
         )
+
+    def factors(self) -> jax.Array:
+        """Float32 [size], 1 without a scale."""
+        if self.scale is None:
+            return jnp.ones(self.size, jnp.float32)
+        return factor(self.scale, self.zero_centered)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float = x.astype(jnp.float32)

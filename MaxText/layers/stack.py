@@ -139,7 +139,7 @@ class Walked(NamedTuple):
     """What layers that were written out have given.
 
     Attributes:
-      outputs: the first input, then what each layer returned; the last alone unless all are kept.
+      outputs: what the last layer handed on.
       scalars: summed over layers.
       states: of the mixers, one per layer.
     """
@@ -152,10 +152,11 @@ class Walked(NamedTuple):
 def walk_written_out(
     layers: Any,
     first: Any,
-    apply: Callable[[Any, tuple[Any, ...], int, Any], tuple[Any, dict[str, jax.Array], Any]],
+    apply: Callable[
+        [Any, tuple[Any, ...], int, Any], tuple[tuple[Any, ...], dict[str, jax.Array], Any]
+    ],
     *,
     policy: RematPolicy = "none",
-    keep_outputs: bool = False,
     states: Sequence[Any] | None = None,
 ) -> Walked:
     """Sends `first` through all layers, each written out by itself.
@@ -165,9 +166,9 @@ def walk_written_out(
 
     Args:
       layers: what `stack` returned.
-      apply: (layer, outputs so far, index, state or None) -> (output, scalars, state).
+      apply: (layer, outputs so far, index, state or None) -> (outputs, scalars, state), where
+        outputs are what the next layer reads, of this layer alone or of earlier ones, too.
       policy: what each layer's backward pass computes again. Outputs of layers are always kept.
-      keep_outputs: whether a layer reads the outputs of all before it, or of the last alone.
       states: of each layer, or None before there are any.
     """
     outputs, totals, new_states = (first,), {}, []
@@ -176,10 +177,9 @@ def walk_written_out(
         def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), outputs, index, state)
 
-        y, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
+        outputs, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
             weights, outputs, None if states is None else states[index]
         )
-        outputs = (*outputs, y) if keep_outputs else (y,)
         totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
         new_states.append(state)
     return Walked(outputs, totals, tuple(new_states))

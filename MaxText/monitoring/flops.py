@@ -11,6 +11,8 @@ forward:
     attention values     2 L N H S             probabilities times v
     attention output     2 L N H D
     feed-forward         2 L (A + 1) D F       A activations: 1 is plain, 2 is gated
+    dense connections    2 sum_i K_i (D + C_i S_i)
+    sums over depth      2 D sum_i C_i S_i     C_i ways, each a sum of S_i hidden states
     norms                0
     head                 2 D V                 tied or not
 
@@ -21,8 +23,14 @@ N H = K H = D and m = 4 n, a layer has 16 D n weights.
     attention output     2 L n (N H + D)
     feed-forward         4 L D m
 
+Dense connections (MUDDFormer) make C_i S_i weights after layer i by two products with K_i hidden
+units between, none where the weights are fixed. Their sums are counted as the products of weights
+with hidden states that they are, as probabilities times v are, in whichever form they are
+computed. MUDDFormer's paper (Xiao et al. 2025) counts the same, but for the second product and the
+rounding of K_i: (L + 3) / D / (3 + T / 4 D) of the layers' own operations.
+
 Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With
-P weights that a token is multiplied with, that is 6 P + 12 L N H S.
+P weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
 
 S, the keys that a query counts, has two readings:
 
@@ -40,6 +48,7 @@ F mlp_dim, V vocab_size.
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 
@@ -49,9 +58,10 @@ from MaxText.layers.model import Model
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _BETWEEN_TOKENS = ("attention scores", "attention values")
+_DEPTH_SUMS = "sums over depth"
 # Parts in the order of the forward pass, and how the names of their parameters look; attention
-# between tokens has none. A parameter that no row knows is a part with the name of its folder,
-# which comes last, so a new part is counted whether or not it has a row.
+# between tokens and sums over depth have none. A parameter that no row knows is a part with the
+# name of its folder, which comes last, so a new part is counted whether or not it has a row.
 _PARTS: tuple[tuple[str, str | None], ...] = (
     ("token embedding", r"^token_embedder/"),
     ("position embedding", r"^position_embedder/"),
@@ -59,7 +69,9 @@ _PARTS: tuple[tuple[str, str | None], ...] = (
     *((name, None) for name in _BETWEEN_TOKENS),
     ("attention output", r"/self_attention/out/"),
     ("feed-forward", r"/mlp/"),
-    ("norms", r"norm/"),
+    ("dense connections", r"^connections/"),
+    (_DEPTH_SUMS, None),
+    ("norms", r"norm(_[qkv])?/"),
     ("head", r"^logits_dense/"),
 )
 # Products whose results only the residual stream takes: nothing in the backward pass of their
@@ -115,12 +127,18 @@ class FlopCount:
     @property
     def weights(self) -> float:
         """Operations of training that multiply tokens with weights."""
-        return 3 * sum(part.flops for part in self.parts if part.name not in _BETWEEN_TOKENS)
+        others = (*_BETWEEN_TOKENS, _DEPTH_SUMS)
+        return 3 * sum(part.flops for part in self.parts if part.name not in others)
 
     @property
     def attention(self) -> float:
         """Operations of training that multiply tokens with tokens."""
         return 3 * sum(part.flops for part in self.parts if part.name in _BETWEEN_TOKENS)
+
+    @property
+    def depth_sums(self) -> float:
+        """Operations of training that sum hidden states over depth."""
+        return 3 * sum(part.flops for part in self.parts if part.name == _DEPTH_SUMS)
 
     @property
     def matmul_parameters(self) -> int:
@@ -143,11 +161,11 @@ class FlopCount:
 
     def line(self, num_tokens: float) -> str:
         """MaxText's line for a step of this many tokens on a device."""
-        share = 100 * self.weights / self.per_token
+        weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.depth_sums))
         return (
-            f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {share:.2f}% "
-            f"learnable weight flops and {100 - share:.2f}% attention flops"
-        )
+            f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
+            f"learnable weight flops and {100 - weights - sums:.2f}% attention flops"
+        ) + (f", and {sums:.2f}% sums over depth" if sums else "")
 
 
 def count_flops(model: Model, sequence_length: int) -> FlopCount:
@@ -169,6 +187,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     if section.head.logits_via_embedding:
         products["head"] += 2 * model.parameters[_TOKEN_TABLE].size
     d, attention = section.shape.dimensions, section.attention
+    sums = float(sum(_depth_sums(model).values()))
     per_key = 2 * d.num_layers * d.num_query_heads * d.head_dim
     by_rule = per_key * keys_by_rule(sequence_length, causal=attention.causal)
     computed = per_key * keys_multiplied(attention, sequence_length)
@@ -176,6 +195,8 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     for name in dict.fromkeys([*(name for name, _ in _PARTS), *held]):
         if name in _BETWEEN_TOKENS:
             parts.append(Part(name, 0, by_rule, computed))
+        elif name == _DEPTH_SUMS:
+            parts += [Part(name, 0, sums, sums)] if sums else []
         elif held[name] or products[name]:
             parts.append(Part(name, held[name], products[name], products[name]))
     return FlopCount(sequence_length, tuple(parts), _recomputed(model, parts))
@@ -215,7 +236,18 @@ def _part_of(name: str) -> str:
     for part, pattern in _PARTS:
         if pattern is not None and re.search(pattern, name):
             return part
-    return name.rpartition("/")[0].removeprefix("layers/")
+    return re.sub(r"^layers/(\d+/)?", "", name.rpartition("/")[0])
+
+
+def _depth_sums(model: Model) -> dict[int, int]:
+    """Number of layers before a sum over depth -> its forward operations on a token, 2 C S D."""
+    sizes = {}
+    for name, info in model.parameters.items():
+        # One of the two may be missing; both end in [C, S].
+        if match := re.match(r"connections/after/(\d+)/(static|wo/kernel)$", name):
+            sizes[int(match[1])] = info.shape[-2:]
+    emb_dim = model.section.shape.dimensions.emb_dim
+    return {depth: 2 * math.prod(size) * emb_dim for depth, size in sizes.items()}
 
 
 def _recomputed(model: Model, parts: Iterable[Part]) -> float | None:
@@ -235,6 +267,13 @@ def _recomputed(model: Model, parts: Iterable[Part]) -> float | None:
     weights = sum(
         info.size
         for name, info in model.parameters.items()
-        if name.startswith("layers/") and info.num_in_dims and not re.search(not_again, name)
+        if name.startswith(("layers/", "connections/"))
+        and info.num_in_dims
+        and not re.search(not_again, name)
     )
-    return head + 2 * weights + sum(executed[name] for name in _BETWEEN_TOKENS)
+    sums = _depth_sums(model)
+    if section.dense_connections.mudd_postnorm == "none":
+        # Nothing in its own backward pass reads the sum after the last layer.
+        sums.pop(section.shape.dimensions.num_layers, None)
+    between_tokens = sum(executed[name] for name in _BETWEEN_TOKENS)
+    return head + 2 * weights + between_tokens + sum(sums.values())

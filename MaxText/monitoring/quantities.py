@@ -83,6 +83,14 @@ class Quantities:
         parameters = self.model.num_parameters
         # Two products per layer, 2 operations each, 3 times for training; causal counts half.
         attention = 6 if self.model.section.attention.causal else 12
+        formula = f"6 x matmul parameters + {attention} x layers x heads x head_dim x length"
+        numbers = (
+            f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
+            f"{d.num_query_heads} x {d.head_dim} x {stage.length}"
+        )
+        if flops.depth_sums:
+            formula += " + 6 x outputs summed x width"
+            numbers += f" + 6 x {int(flops.depth_sums) // (6 * d.emb_dim)} x {d.emb_dim}"
         rows = [
             (
                 "sequences per update",
@@ -111,9 +119,8 @@ class Quantities:
             ),
             (
                 "FLOPs per token",
-                f"6 x matmul parameters + {attention} x layers x heads x head_dim x length",
-                f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
-                f"{d.num_query_heads} x {d.head_dim} x {stage.length}",
+                formula,
+                numbers,
                 flops.per_token,
             ),
             (

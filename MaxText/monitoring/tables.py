@@ -14,6 +14,8 @@ def parameter_table(
 ) -> str:
     """Every parameter with its shape, format, size and share; repeated layers on one row.
 
+    Sizes that differ between layers are shown as the least and the greatest, "8..24".
+
     Args:
       parameters: name ("layers/0/mlp/wi") -> anything with .shape and .dtype.
       sharding_of: name -> how it is split over devices; adds a column.
@@ -21,24 +23,27 @@ def parameter_table(
     Returns:
       Lines of at most 110 characters.
     """
-    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
-        key = (_pattern(name), tuple(parameter.shape), np.dtype(parameter.dtype).name)
+        key = (_pattern(name), len(parameter.shape), np.dtype(parameter.dtype).name)
         groups.setdefault(key, []).append(name)
-    num_parameters = sum(math.prod(shape) * len(names) for (_, shape, _), names in groups.items())
+
+    def size(names: Iterable[str]) -> int:
+        return sum(math.prod(parameters[name].shape) for name in names)
+
+    num_parameters = size(parameters)
     num_bytes = sum(
-        math.prod(shape) * len(names) * parameters[names[0]].dtype.itemsize
-        for (_, shape, _), names in groups.items()
+        size(names) * np.dtype(parameters[names[0]].dtype).itemsize for names in groups.values()
     )
     header = ["parameter", "shape", "format", "count", "share"]
     rows = []
-    for (pattern, shape, dtype), names in groups.items():
-        count = math.prod(shape) * len(names)
+    for (pattern, _, dtype), names in groups.items():
+        count = size(names)
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
-        dims = " x ".join(map(str, shape)) or "scalar"
-        rows.append([name, dims, dtype, f"{count:,}", share(count, num_parameters)])
+        shapes = _shapes([parameters[name].shape for name in names])
+        rows.append([name, shapes, dtype, f"{count:,}", share(count, num_parameters)])
         if sharding_of is not None:
-            rows[-1].append(sharding_of(names[0]))
+            rows[-1].append(" or ".join(dict.fromkeys(map(sharding_of, names))))
     if sharding_of is not None:
         header.append("split over")
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
@@ -52,6 +57,13 @@ def parameter_table(
 
 def _pattern(name: str) -> str:
     return "/".join("*" if part.isdigit() else part for part in name.split("/"))
+
+
+def _shapes(shapes: Sequence[Sequence[int]]) -> str:
+    """Shapes of as many dimensions in one: "64 x 8..24"."""
+    spans = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
+    words = [str(low) if low == high else f"{low}..{high}" for low, high in spans]
+    return " x ".join(words) or "scalar"
 
 
 def ruled_table(

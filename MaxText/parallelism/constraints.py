@@ -60,11 +60,23 @@ def partition_spec(
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Asks the compiler to lay out `x` as the rules in force say for its dimensions' names."""
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
+    sharding = sharding_in_force(names, x.shape)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
+    """What the rules in force say for an array of these dimensions; None on one device."""
     in_force = _in_force.get()
-    if in_force is None:
-        return x
+    if in_force is None or in_force[0].size == 1:
+        return None
     mesh, rules = in_force
-    if mesh.size == 1:
-        return x
-    sharding = NamedSharding(mesh, partition_spec(names, x.shape, rules, mesh))
-    return jax.lax.with_sharding_constraint(x, sharding)
+    return NamedSharding(mesh, partition_spec(names, shape, rules, mesh))
+
+
+def platform() -> str:
+    """The kind of device that is compiled for: "cpu", "gpu" or "tpu".
+
+    It is that of the mesh in force, which need not be of this machine.
+    """
+    in_force = _in_force.get()
+    return jax.default_backend() if in_force is None else in_force[0].devices.flat[0].platform

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -237,14 +238,34 @@ def check_sharding(
     share = sum(whole.values()) / sum(info.size for info in parameters.values())
     if share > tolerance:
         largest = sorted(whole, key=lambda name: -whole[name])[:5]
-        lines = [f"    {name} {parameters[name].shape}" for name in largest]
+        lines = [
+            f"    {name} {parameters[name].shape}{_undivided(parameters[name], layout)}"
+            for name in largest
+        ]
         sizes = ", ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items())
+        differ = any(re.search(r"^layers/\d+/mlp/", name) for name in largest)
         raise UserError(
             f"{share:.1%} of the parameters lie whole on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {sizes}; the largest:\n"
             + "\n".join(lines)
-            + "\n  What to do: choose sizes that the mesh divides, another mesh "
+            + "\n  What to do: choose sizes that the mesh divides"
+            + (" (widths of dynamic_mlp_dim are multiples of mlp_dim_multiple)" if differ else "")
+            + ", another mesh "
             "(ici_data_parallelism copies on purpose), other logical_axis_rules, or a higher "
             "sharding_tolerance."
         )
     return share
+
+
+def _undivided(info: ParameterInfo, layout: Layout) -> str:
+    """The sizes of a parameter that a mesh axis was meant to split and does not divide."""
+    first_rule: dict[str, Sequence[str]] = {}
+    for name, axes in layout.rules:
+        first_rule.setdefault(name, axes)
+    words = [
+        f"{name} {size} is no multiple of {axis} {layout.mesh.shape[axis]}"
+        for name, size in zip(info.logical_axes, info.shape, strict=True)
+        for axis in (first_rule[name] if name else ())
+        if size % layout.mesh.shape[axis]
+    ]
+    return f": {', '.join(words)}" if words else ""

@@ -1,6 +1,7 @@
 """What `auto` means on the device at hand. Every choice is printed and can be overridden."""
 
 from MaxText.configuration.model_sections import Model
+from MaxText.layers.depth_mixing import kernel_refused
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): written-out layers are 20 % faster at
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
@@ -45,8 +46,19 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         "none" if unrolled_cpu else "full",
         "saves no memory for written-out layers on CPU" if unrolled_cpu else "least memory",
     )
+    dense = section.dense_connections
+    if dense.dense_conn:
+        mixing = choose("dense_mixing", dense.dense_mixing, *_mixing(dimensions.emb_dim, backend))
+        refused = None if on_cpu else kernel_refused(dimensions.emb_dim, backend)
+        if mixing == "kernel" and refused is not None:
+            lines.append(f"dense_mixing: kernel -> sum ({refused})")
+            mixing = "sum"
+        if mixing == "kernel" and on_cpu:
+            lines.append("dense_mixing=kernel is interpreted on CPU: for tests, not for training")
+        dense = dense.model_copy(update={"dense_mixing": mixing})
     resolved = section.model_copy(
         update={
+            "dense_connections": dense,
             "numerics": section.numerics.model_copy(update={"dtype": dtype}),
             "memory": section.memory.model_copy(
                 update={"scan_layers": scan, "remat_policy": policy}
@@ -54,3 +66,13 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         }
     )
     return resolved, lines
+
+
+def _mixing(emb_dim: int, backend: str) -> tuple[str, str]:
+    """The form of sums over depth, and the reason for it. Figures are in docs/mudd_cost.md."""
+    if backend == "cpu":
+        return "sum", "fastest on CPU"
+    if backend == "gpu":
+        return "sum", "the kernel's speed is not known on GPU, and it takes long to compile"
+    refused = kernel_refused(emb_dim, backend)
+    return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

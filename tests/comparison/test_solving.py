@@ -96,6 +96,31 @@ def test_width_keeps_the_feed_forward_in_proportion():
     assert (shape.base_num_query_heads, shape.head_dim) == (4, 8)
 
 
+@pytest.mark.parametrize(
+    ("block", "match", "free", "key"),
+    [
+        ("muddformer", "params", "width", "base_emb_dim"),
+        ("muddformer_prepost", "flops", "depth", "base_num_decoder_layers"),
+        ("tokenformer", "params", "slots", "slot_num"),
+    ],
+)
+def test_budgets_of_models_with_dense_connections(block, match, free, key):
+    """Of layers that differ, the feed-forward's widths change in multiples of their own."""
+    config = tiny_config(
+        block, per_device_batch_size=1, vocab_size=4096, scan_layers=False, dense_conn=True,
+        dense_hidden_rounding="none",
+        **({"slot_num": 64} if block == "tokenformer" else {"mlp_dim_multiple": 8}),
+    )  # fmt: skip
+    tolerance = 0.2 if free == "depth" else 0.02  # layers are coarse
+    budget, found = solved(config, match, free, 1.7, tolerance=tolerance)
+    of = cost(found.config, 1)
+    assert {"params": of.parameters, "flops": of.flops}[match] == found.amount
+    assert found.amount == pytest.approx(budget, rel=tolerance)
+    assert found.changes[key][1] > found.changes[key][0]
+    assert set(found.changes) <= {key, "base_mlp_dim"}
+    assert not solving.broken_rules(found.config)
+
+
 def test_width_is_divided_by_the_heads_into_even_sizes_where_head_dim_follows_it():
     config = tiny_config(
         base_emb_dim=192, base_mlp_dim=512, base_num_query_heads=6, base_num_kv_heads=6, head_dim=-1

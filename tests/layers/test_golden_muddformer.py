@@ -109,7 +109,7 @@ def test_logits_hidden_states_and_sums(golden):
         module = golden.model.merge(parameters)
         sources = golden.walked(module)
         mixed = [
-            module.connections(depth, sources[: depth + 1])
+            module.connections(depth, sources[: depth + 1], {})[0]
             for depth in range(1, golden.num_layers + 1)
         ]
         logits = module.logits(module.hidden(golden.batch)[0])

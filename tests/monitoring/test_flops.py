@@ -28,6 +28,14 @@ SIZES = {
     "attention": "dot_product",
 }
 BLOCKED = {"attention": "blocked", "attention_block_size": 64}
+# einsum is the form whose sums the traced program shows as products. gelu_erf is over 20 operations
+# to XLA for each element.
+MUDD = {
+    "decoder_block": "muddformer",
+    "base_num_decoder_layers": 3,
+    "dense_mixing": "einsum",
+    "dense_activation": "gelu",
+}
 CASES = {
     "gpt2": {"decoder_block": "gpt2"},  # tied head, learned positions, plain MLP
     "gpt2, untied, blocked": {"decoder_block": "gpt2", "logits_via_embedding": False} | BLOCKED,
@@ -52,13 +60,33 @@ CASES = {
     },
     "llama2, full": {"base_num_kv_heads": 2, "remat_policy": "full"},
     "gpt_neox, full": {"decoder_block": "gpt_neox", "remat_policy": "full"},
+    "muddformer": MUDD,  # layers that differ
+    "muddformer, full": MUDD | {"remat_policy": "full"},
+    "muddpythia, full": MUDD
+    | {"decoder_block": "muddpythia", "mlp_activations": ["gelu"], "remat_policy": "full"},
 }
+SUMS_ONE_BY_ONE = MUDD | {"dense_mixing": "sum"}
 # XLA counts the body of a loop once, whatever its length, so these are for the traced program.
-LOOPS = {
+TRACED = {
     "scanned": {"scan_layers": True},
     "scanned, full": {"scan_layers": True, "remat_policy": "full"},
     "head in chunks": {"num_vocab_tiling": 4, "logits_via_embedding": True},
     "head in chunks, full": {"num_vocab_tiling": 4, "remat_policy": "full"},
+    # Kinds of sums, which take no loop but time to compile.
+    "muddformer, pre- and post-norm, full": MUDD
+    | {"decoder_block": "muddformer_prepost", "remat_policy": "full"},
+    "muddformer, pre-norm alone, full": MUDD | {"mudd_prenorm": True, "remat_policy": "full"},
+    "muddformer, norms after all sums, full": MUDD
+    | {"mudd_postnorm": "all", "remat_policy": "full"},
+    "fixed weights, layers alike, full": MUDD
+    | {"dense_dynamic": False, "dynamic_mlp_dim": False, "dense_first_norms": "each"}
+    | {"remat_policy": "full"},
+    "two ways of the last two outputs, no fixed weights, full": MUDD
+    | {"dense_ways": ["q", "v"], "dense_static": False, "dense_sources": "window"}
+    | {"dense_window": 2, "remat_policy": "full"},
+    "sums after every second layer, slots, full": MUDD
+    | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2}
+    | {"remat_policy": "full"},
 }
 
 
@@ -96,7 +124,7 @@ def products(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", [*CASES.values(), SUMS_ONE_BY_ONE], ids=[*CASES, "sums"])
 def test_xla_counts_the_same_within_5_percent(case):
     """XLA's own count of the optimised programs.
 
@@ -113,7 +141,7 @@ def test_xla_counts_the_same_within_5_percent(case):
         assert formula * tokens <= cost["flops"] <= 1.05 * formula * tokens
 
 
-@pytest.mark.parametrize("case", (CASES | LOOPS).values(), ids=CASES | LOOPS)
+@pytest.mark.parametrize("case", (CASES | TRACED).values(), ids=CASES | TRACED)
 def test_the_products_of_the_traced_program_are_the_same_exactly(case):
     count, logits, loss_and_gradient, arguments, tokens = built(case)
     for function, formula in (
@@ -176,6 +204,62 @@ def test_published_models_by_hand(name, length, forward, training):
     count = count_flops(Model(config.model), length)
     assert count.forward == forward
     assert count.per_token == training
+
+
+@pytest.mark.parametrize("mixing", ["sum", "einsum"])
+def test_dense_connections_by_hand(mixing):
+    # Sums of 2, 3 and 4 hidden states, on four ways but after the last layer; 64 hidden units each.
+    L, D, F = 3, 32, 64
+    model = Model(tiny_config("muddformer", mlp_dim_multiple=8, scan_layers=False,
+                              dense_mixing=mixing).model)  # fmt: skip
+    count = count_flops(model, 16)
+    parts = {part.name: part for part in count.parts}
+    pairs = 4 * 2 + 4 * 3 + 4
+    assert parts["sums over depth"] == Part("sums over depth", 0, 2 * D * pairs, 2 * D * pairs)
+    of_weights = parts["dense connections"]
+    assert of_weights.parameters == L * D * 64 + 64 * pairs + pairs
+    assert of_weights.flops == 2 * (L * D * 64 + 64 * pairs)
+    # Widths 32, 64 and 96 under numbers of their own.
+    assert parts["feed-forward"] == Part("feed-forward", L * 3 * D * F, *[2 * L * 3 * D * F] * 2)
+    # One norm before the first layer's attention, three before that of the others; and heads'.
+    assert parts["norms"].parameters == (1 + 3 + 3 + L) * D + L * 2 * 8 + D
+    assert {"layers", "connections"}.isdisjoint(name.partition("/")[0] for name in parts)
+    assert count.per_token == count.weights + count.attention + count.depth_sums
+    assert count.weights == 6 * count.matmul_parameters
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "width", "heads", "published"),
+    [(24, 2048, 16, (0.0022, 0.0038)), (32, 2560, 32, (0.0023, 0.0040))],
+    ids=["1.4B", "2.8B"],
+)
+def test_published_overhead_of_dense_connections(num_layers, width, heads, published):
+    """Parameters and operations over those of the layers, for 4096 tokens (Xiao et al. 2025).
+
+    The paper counts eta / 6 and eta / (3 + rho / 4) with eta = (L + 3) / D and rho = T / D: four
+    ways after the last layer, too, and no second product.
+    """
+    L, D, T = num_layers, width, 4096
+    config = configure(
+        decoder_block="muddpythia", base_emb_dim=D, base_num_decoder_layers=L, base_mlp_dim=4 * D,
+        base_num_query_heads=heads, base_num_kv_heads=heads, head_dim=D // heads,
+        dense_hidden_rounding="none", dense_last_expand=1, dtype="float32", scan_layers=False,
+        remat_policy="none", dataset_type="synthetic",
+    )  # fmt: skip
+    parts = {part.name: part for part in count_flops(Model(config.model), T).parts}
+    pairs = [4 * (depth + 1) for depth in range(1, L)] + [L + 1]
+    counted = parts["dense connections"].flops + parts["sums over depth"].flops
+    assert counted == 2 * sum(K * D + K * K + K * D for K in pairs)
+    layers = sum(
+        parts[name].flops
+        for name in ("query, key, value", "attention scores", "attention values",
+                     "attention output", "feed-forward")
+    )  # fmt: skip
+    eta, rho = (L + 3) / D, T / D
+    whole = counted - 2 * sum(K * K for K in pairs) + 4 * D * 3 * (L + 1)
+    assert whole / layers == pytest.approx(eta / (3 + rho / 4), rel=1e-12)
+    assert (round(eta / 6, 4), round(whole / layers, 4)) == published
+    assert counted / layers == pytest.approx(whole / layers, rel=0.05)
 
 
 def test_parts_by_hand():
@@ -248,4 +332,11 @@ def test_line_of_maxtext():
     assert line == (
         "Per train step: Total TFLOPs: 10.00 split as 90.00% learnable weight flops and "
         "10.00% attention flops"
+    )
+    parts = (Part("feed-forward", 1, 8e9, 8e9), Part("attention values", 0, 1e9, 1e9),
+             Part("sums over depth", 0, 1e9, 1e9))  # fmt: skip
+    line = FlopCount(sequence_length=8, parts=parts, recomputed=0.0).line(1000)
+    assert line.endswith(
+        "split as 80.00% learnable weight flops and 10.00% attention flops, and 10.00% sums over "
+        "depth"
     )

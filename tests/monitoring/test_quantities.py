@@ -71,3 +71,12 @@ def test_the_printed_formula_gives_the_printed_number(keys, formula):
     summands = numbers.partition("= ")[2].split(" + ")
     by_hand = sum(math.prod(map(int, summand.split(" x "))) for summand in summands)
     assert by_hand == count.per_token
+
+
+def test_sums_over_depth_are_in_the_printed_formula():
+    ours = quantities(CONSTANT, decoder_block="denseformer", scan_layers=False)
+    lines, count = " ".join(ours.describe().split()), ours.flops(0)
+    # Of 2, 3 and 4 outputs, the embedding among them.
+    assert " + 6 x outputs summed x width = " in lines
+    assert f"16 + 6 x 9 x 32 = {count.per_token:,.0f}" in lines
+    assert count.per_token == 6 * count.matmul_parameters + 6 * 3 * 4 * 8 * 16 + 6 * 9 * 32

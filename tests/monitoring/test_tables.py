@@ -1,9 +1,13 @@
 """Printed tables."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 
+from MaxText.layers.model import Model
 from MaxText.monitoring.tables import byte_count, derived_quantities, parameter_table, ruled_table
+from tests.small_models import tiny_config
 
 
 def test_parameter_table_groups_repeated_layers():
@@ -22,6 +26,29 @@ def test_parameter_table_groups_repeated_layers():
     long = parameter_table({"a/very/long/name/" * 20 + "kernel": leaf(2, 3)})
     assert max(map(len, long.splitlines())) <= 110
     assert "name/kernel" in long
+
+
+def test_layers_that_differ_share_a_row():
+    config = tiny_config(
+        "muddformer", base_num_decoder_layers=24, mlp_dim_multiple=8, scan_layers=False
+    )
+    parameters = Model(config.model).parameters
+
+    def split(name):
+        return "tensor" if re.fullmatch(r"layers/[02]/mlp/wi_0/kernel", name) else "-"
+
+    header, _, *lines, total, _ = parameter_table(parameters, split).splitlines()
+    # The end of a long name is shown.
+    rows = {re.split(r"  +", line)[0][-35:]: re.split(r"  +", line)[1:] for line in lines}
+    assert len(rows) == len(lines) == 21
+    assert rows["layers/*/mlp/wi_0/kernel"][:2] == ["x24", "32 x 32..96"]
+    assert rows["layers/*/mlp/wi_0/kernel"][-1] == "tensor or -"
+    assert rows["connections/after/*/static"][:2] == ["x24", "1..4 x 2..25"]
+    assert rows["e_self_attention_layer_norm_q/scale"][:2] == ["x23", "32"]
+    assert rows["/0/pre_self_attention_layer_norm/scale"[-35:]][0] == "32"
+    place = header.index("count") + len("count")
+    counted = [int(line[:place].split()[-1].replace(",", "")) for line in [*lines[:-1], total]]
+    assert sum(counted[:-1]) == counted[-1] == sum(info.size for info in parameters.values())
 
 
 def test_derived_quantities_show_their_formula():

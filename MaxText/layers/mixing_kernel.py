@@ -1,0 +1,429 @@
+"""Weighted sums over depth as one Pallas kernel each way, for TPU (Mosaic) and GPU (Triton).
+
+The sources stay the arrays that they are: a kernel has one operand for each, so nothing is stacked.
+One program owns a few tokens with all their dimensions. It reads each source once for all ways, and
+may normalise sums before it writes them.
+
+Legend: N tokens of all sequences, D emb_dim, C ways, S sources, M ways whose sum is normalised;
+K = C * S weights of a token.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from MaxText.layers.depth_mixing import NO_NORMS, Norms
+
+Target = Literal["tpu", "gpu", "interpret"]
+
+# Bytes of on-chip memory that the blocks of a TPU kernel may take, both buffers of each counted.
+TPU_BLOCKS = 24 * 2**20
+# On-chip memory a TPU kernel may ask for.
+TPU_LIMIT = 64 * 2**20
+TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
+MAX_ROWS = {"tpu": 128, "gpu": 8, "interpret": 16}
+MAX_CHUNK = {"tpu": 512, "gpu": 256, "interpret": 256}  # dimensions that are in registers at once
+
+
+def forward(
+    weights_NK: jax.Array,
+    sources: Sequence[jax.Array],
+    target: Target,
+    *,
+    scales_SD: jax.Array | None = None,
+    norms: Norms = NO_NORMS,
+    factors_MD: jax.Array | None = None,
+) -> list[jax.Array]:
+    """y_c = norm_c(sum_s w_cs * scale_s * x_s).
+
+    Args:
+      weights_NK: float32, w_cs at c * S + s.
+      sources: x_ND each.
+      target: what the kernel is compiled for.
+      scales_SD: float32; None is 1.
+      norms: which ways are normalised; N has to be a multiple of 16 then.
+      factors_MD: float32, of these norms.
+
+    Returns:
+      y_ND of each way, in the format of the sources.
+    """
+    num_ways, num_sources = weights_NK.shape[1] // len(sources), len(sources)
+    state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
+    sums: list[jax.Array] = _call(
+        functools.partial(_forward_body, norms),
+        {"sources": list(sources), "weights": weights_NK}
+        | _given(scales=scales_SD, factors=factors_MD),
+        {"sums": [state] * num_ways},
+        norms=norms,
+        flops_per_number=2 * num_ways * num_sources,
+        target=target,
+    )["sums"]
+    return sums
+
+
+class Gradients(NamedTuple):
+    """Of `forward`.
+
+    Attributes:
+      of_weights_NK: float32.
+      of_sources: [N, D] each, with what was there before; for scaled sources of scale * x
+        (depth_mixing.to_be_scaled).
+      of_factors_MD: float32; None without norms.
+    """
+
+    of_weights_NK: jax.Array
+    of_sources: list[jax.Array]
+    of_factors_MD: jax.Array | None
+
+
+def backward(
+    weights_NK: jax.Array,
+    sources: Sequence[jax.Array],
+    of_sums: Sequence[jax.Array],
+    accumulated: Sequence[jax.Array] | None,
+    target: Target,
+    *,
+    scales_SD: jax.Array | None = None,
+    norms: Norms = NO_NORMS,
+    factors_MD: jax.Array | None = None,
+) -> Gradients:
+    """Gradients of `forward`, added in place to those that the sources have already.
+
+        of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
+
+    g_c is the gradient of a sum before its norm. Such sums are made again from the sources, which
+    are on the chip anyway.
+
+    Args:
+      of_sums: gradients of what `forward` returned, [N, D] each.
+      accumulated: of each source, or None for 0; their memory is used for the result.
+    """
+    num_ways, num_sources = len(of_sums), len(sources)
+    given = {"sources": list(sources), "of_sums": list(of_sums), "weights": weights_NK}
+    given |= _given(scales=scales_SD, factors=factors_MD)
+    if accumulated is not None:
+        given["accumulated"] = list(accumulated)
+    results: dict[str, Any] = {
+        "of_sources": [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sources],
+        "of_weights": jax.ShapeDtypeStruct(weights_NK.shape, jnp.float32),
+    }
+    if norms.ways:
+        # Of each tile; few bytes beside those of the sources.
+        shape = (_TILES, len(norms.ways), sources[0].shape[1])
+        results["part_of_factors"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    found = _call(
+        functools.partial(_backward_body, norms),
+        given,
+        results,
+        norms=norms,
+        flops_per_number=(4 * num_ways + 2 * len(norms.ways)) * num_sources,
+        target=target,
+    )
+    of_factors_MD = jnp.sum(found["part_of_factors"], axis=0) if norms.ways else None
+    return Gradients(found["of_weights"], found["of_sources"], of_factors_MD)
+
+
+_TILES = -1  # stands for the number of tiles in a shape
+
+
+def _given(**arrays: jax.Array | None) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _call(
+    body: Callable,
+    given: dict[str, Any],
+    results: dict[str, Any],
+    *,
+    norms: Norms,
+    flops_per_number: int,
+    target: Target,
+) -> dict[str, Any]:
+    """Results of a kernel over tiles of tokens.
+
+    Args:
+      body: (chunk, target, refs of what is given, refs of results, scratch) -> None.
+      given: arrays; "scales" and "factors" are the same for all tiles. "accumulated" gives its
+        memory to "of_sources": either is the first in the order of its names.
+      results: shapes.
+    """
+    num_tokens, emb_dim = given["sources"][0].shape
+
+    def num_bytes(x) -> int:
+        return x.size * x.dtype.itemsize
+
+    fixed = sum(num_bytes(given[name]) for name in ("scales", "factors") if name in given)
+    of_tokens = [x for x in jax.tree.leaves((given, results)) if x.shape[0] == num_tokens]
+    bytes_of_token = sum(map(num_bytes, of_tokens)) // num_tokens
+    in_scratch = 4 * emb_dim * len(norms.ways)
+    rows = _rows(num_tokens, 2 * bytes_of_token + in_scratch, target)
+    tiles = pl.cdiv(num_tokens, rows)
+
+    def sized(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if x.shape[0] != _TILES:
+            return x
+        return jax.ShapeDtypeStruct((tiles, *x.shape[1:]), x.dtype)
+
+    results = jax.tree.map(sized, results)
+
+    def spec(name: str, x) -> pl.BlockSpec:
+        if name in ("scales", "factors"):
+            return pl.BlockSpec(x.shape, lambda tile: (0, 0))
+        if name == "part_of_factors":
+            return pl.BlockSpec((1, *x.shape[1:]), lambda tile: (tile, 0, 0))
+        return pl.BlockSpec((rows, x.shape[1]), lambda tile: (tile, 0))
+
+    def specs(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: [spec(name, x) for x in x] if isinstance(x, list) else spec(name, x)
+            for name, x in arrays.items()
+        }
+
+    options: dict[str, Any] = {}
+    # Each module takes a second to import.
+    if norms.ways:
+        from jax.experimental.pallas import tpu as pltpu
+
+        shape = (len(norms.ways), rows, emb_dim)
+        options["scratch_shapes"] = [pltpu.VMEM(shape, jnp.float32)]
+    if target == "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
+        options["compiler_params"] = pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=min(TPU_LIMIT, max(16 * 2**20, needed + 8 * 2**20)),
+        )
+    elif target == "gpu":
+        from jax.experimental.pallas import triton as pltriton
+
+        options["compiler_params"] = pltriton.CompilerParams(num_warps=4, num_stages=2)
+    return pl.pallas_call(
+        functools.partial(body, _chunk(emb_dim, MAX_CHUNK[target]), target),
+        grid=(tiles,),
+        in_specs=[specs(given)],
+        out_specs=specs(results),
+        out_shape=results,
+        input_output_aliases={i: i for i in range(len(given.get("accumulated", ())))},
+        cost_estimate=pl.CostEstimate(
+            flops=flops_per_number * num_tokens * emb_dim,
+            bytes_accessed=sum(map(num_bytes, jax.tree.leaves((given, results)))),
+            transcendentals=0,
+        ),
+        interpret=target == "interpret",
+        **options,
+    )(given)
+
+
+def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
+    """Tokens of a tile."""
+    rows = MAX_ROWS[target]
+    if target == "tpu":
+        while rows > TPU_ROWS and rows * bytes_of_token > TPU_BLOCKS:
+            rows //= 2
+        if num_tokens % TPU_ROWS:
+            return rows  # the last tile is masked
+    while num_tokens % rows:
+        rows //= 2
+    return rows
+
+
+def _chunk(emb_dim: int, largest: int) -> int:
+    """The largest power of two that divides the width."""
+    return min(largest, emb_dim & -emb_dim)
+
+
+def _for_each(number: int, do: Callable[[Any], Any]) -> None:
+    def body(index, _):
+        do(index)
+
+    jax.lax.fori_loop(0, number, body, None)
+
+
+class _Tile(NamedTuple):
+    """A tile in parts that fit into registers."""
+
+    shape: tuple[int, ...]
+    chunk: int
+    target: Target
+
+    @property
+    def step(self) -> int:
+        """Tokens of a part."""
+        return min(self.shape[0], TPU_ROWS) if self.target == "tpu" else self.shape[0]
+
+    def for_tokens(self, do: Callable[[Any], Any]) -> None:
+        """do(slice of tokens) for each part."""
+        _for_each(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
+
+    def for_columns(self, do: Callable[[Any], Any]) -> None:
+        """do(slice of dimensions)."""
+        _for_each(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
+
+    def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
+        """Float32 [tokens] sums over all dimensions.
+
+        Args:
+          terms: slice of dimensions -> `number` arrays [tokens, dimensions].
+        """
+        width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
+
+        def folded(x):
+            # Up to the width of a register, so that few additions go across its lanes.
+            return functools.reduce(
+                jnp.add, [x[:, i : i + width] for i in range(0, self.chunk, width)]
+            )
+
+        def add(d, totals):
+            columns = pl.ds(d * self.chunk, self.chunk)
+            return tuple(t + folded(x) for t, x in zip(totals, terms(columns), strict=True))
+
+        zeros = (jnp.zeros((self.step, width), jnp.float32),) * number
+        totals = jax.lax.fori_loop(0, self.shape[1] // self.chunk, add, zeros)
+        return [jnp.sum(total, axis=1) for total in totals]
+
+    def weight(self, ref, token, k: int) -> jax.Array:
+        """[tokens, 1] of one weight of each token."""
+        # Mosaic cuts a column out of memory, Triton loads a vector of addresses.
+        return ref[token, pl.ds(k, 1)] if self.target == "tpu" else ref[token, k][:, None]
+
+    def put_weight(self, ref, token, k: int, values: jax.Array) -> None:
+        """Inverse of `weight`, from values [tokens]."""
+        if self.target == "tpu":
+            ref[token, pl.ds(k, 1)] = values[:, None]
+        else:
+            ref[token, k] = values
+
+
+def _source(given, s, token, columns):
+    x = given["sources"][s][token, columns].astype(jnp.float32)
+    return x * given["scales"][pl.ds(s, 1), columns] if "scales" in given else x
+
+
+def _sums(tile: _Tile, given, ways: Sequence[int], token, columns) -> list[jax.Array]:
+    """Of some ways, float32."""
+    num_sources = len(given["sources"])
+    totals: list[Any] = [None] * len(ways)
+    for s in range(num_sources):
+        x = _source(given, s, token, columns)
+        for place, c in enumerate(ways):
+            product = tile.weight(given["weights"], token, c * num_sources + s) * x
+            totals[place] = product if totals[place] is None else totals[place] + product
+    return totals
+
+
+def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
+    tile, sums = _Tile(given["sources"][0].shape, chunk, target), results["sums"]
+    ways = range(len(sums))
+
+    def at_tokens(token):
+        def make(columns):
+            normed = []
+            for c, total in zip(ways, _sums(tile, given, ways, token, columns), strict=True):
+                if c in norms.ways:
+                    scratch[norms.ways.index(c), token, columns] = total
+                    normed.append(total * total)
+                else:
+                    sums[c][token, columns] = total.astype(sums[c].dtype)
+            return normed
+
+        if not norms.ways:
+            tile.for_columns(make)
+            return
+        inverse_rms = _inverse_rms(tile, norms, tile.sums(make, len(norms.ways)))
+
+        def normalize(columns):
+            for m, c in enumerate(norms.ways):
+                factor = given["factors"][pl.ds(m, 1), columns]
+                y = scratch[m, token, columns] * inverse_rms[m] * factor
+                sums[c][token, columns] = y.astype(sums[c].dtype)
+
+        tile.for_columns(normalize)
+
+    tile.for_tokens(at_tokens)
+
+
+def _inverse_rms(tile: _Tile, norms: Norms, squares: Sequence[jax.Array]) -> list[jax.Array]:
+    """[tokens, 1] of each normalised way, from sums of squares."""
+    return [jax.lax.rsqrt(total[:, None] / tile.shape[1] + norms.epsilon) for total in squares]
+
+
+def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
+    tile = _Tile(given["sources"][0].shape, chunk, target)
+    num_sources, of_sums = len(given["sources"]), given["of_sums"]
+    if norms.ways:
+        results["part_of_factors"][...] = jnp.zeros(results["part_of_factors"].shape, jnp.float32)
+
+    def at_tokens(token):
+        def gradient(c, columns):
+            """Of a sum before its norm."""
+            if c in norms.ways:
+                return scratch[norms.ways.index(c), token, columns]
+            return of_sums[c][token, columns].astype(jnp.float32)
+
+        if norms.ways:
+            _through_norms(tile, norms, given, results["part_of_factors"], scratch, token)
+        for s in range(num_sources):
+            places = [c * num_sources + s for c in range(len(of_sums))]
+            weights = [tile.weight(given["weights"], token, k) for k in places]
+
+            def products(columns, s=s, weights=weights):
+                x = _source(given, s, token, columns)
+                new = results["of_sources"][s]
+                total = None
+                if "accumulated" in given:
+                    total = given["accumulated"][s][token, columns].astype(jnp.float32)
+                found = []
+                for c, weight in enumerate(weights):
+                    g = gradient(c, columns)
+                    total = weight * g if total is None else total + weight * g
+                    found.append(g * x)
+                assert total is not None
+                new[token, columns] = total.astype(new.dtype)
+                return found
+
+            for k, total in zip(places, tile.sums(products, len(places)), strict=True):
+                tile.put_weight(results["of_weights"], token, k, total)
+
+    tile.for_tokens(at_tokens)
+
+
+def _through_norms(tile: _Tile, norms: Norms, given, part_of_factors, scratch, token) -> None:
+    """Puts the gradients of sums before their norms into `scratch`.
+
+    With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
+    """
+    num_norms = len(norms.ways)
+
+    def make_again(columns):
+        squares, inner = [], []
+        sums = _sums(tile, given, norms.ways, token, columns)
+        for m, (c, y) in enumerate(zip(norms.ways, sums, strict=True)):
+            scratch[m, token, columns] = y
+            h = given["of_sums"][c][token, columns].astype(jnp.float32)
+            h = h * given["factors"][pl.ds(m, 1), columns]
+            squares.append(y * y)
+            inner.append(h * y)
+        return [*squares, *inner]
+
+    totals = tile.sums(make_again, 2 * num_norms)
+    inverse_rms = _inverse_rms(tile, norms, totals[:num_norms])
+    shares = [
+        r * r * r * total[:, None] / tile.shape[1]
+        for r, total in zip(inverse_rms, totals[num_norms:], strict=True)
+    ]
+
+    def differentiate(columns):
+        for m, c in enumerate(norms.ways):
+            y, r = scratch[m, token, columns], inverse_rms[m]
+            g = given["of_sums"][c][token, columns].astype(jnp.float32) * r
+            of_factor = jnp.sum(g * y, axis=0, keepdims=True)
+            part_of_factors[0, pl.ds(m, 1), columns] += of_factor
+            factor = given["factors"][pl.ds(m, 1), columns]
+            scratch[m, token, columns] = g * factor - shares[m] * y
+
+    tile.for_columns(differentiate)

@@ -1,0 +1,263 @@
+"""Cost of dense connections against the plain Transformer of the same shape, in one run.
+
+    python benchmarks/mudd.py                              train steps on this machine, in turn
+    python benchmarks/mudd.py --shape wide --rounds 15
+    python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
+
+Rows: the Transformer with its layers written out and in a scan; dense connections on all four ways
+with each form of `dense_mixing`; and every second sum over every second output (2x2). The block is
+the same everywhere, so that differences are those of the connections.
+
+With --topology steps are compiled for one chip of a TPU that need not be there (pip install libtpu,
+of the version that `jax[tpu]` names), and the figures are the compiler's own: it takes a kernel's
+bytes from the kernel's own declaration, and counts the body of a loop once. Ratios of step time are
+medians over rounds, so that drifts of the machine's speed cancel.
+
+The count is what dense connections cannot do without as they are written here: each sum reads its
+sources once forward, once to be computed again, once for the gradient of its weights, and reads
+and writes their gradients once.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from MaxText.parallelism import start_up  # noqa: E402
+
+PASSES = 5  # of the count
+
+
+class Shape(NamedTuple):
+    """Sizes of a job."""
+
+    num_layers: int
+    width: int
+    head_dim: int
+    mlp_dim: int
+    vocabulary: int
+    length: int
+    batch: int
+
+
+SHAPES = {
+    "small": Shape(6, 256, 64, 704, 2048, 256, 8),
+    "wide": Shape(12, 512, 64, 1408, 2048, 256, 4),
+    "405m": Shape(24, 1024, 64, 2816, 50432, 2048, 8),
+    "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
+}
+DENSE = {"dense_conn": True}
+SPARSE = {"dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2}
+ROWS: dict[str, dict[str, Any]] = {
+    "Transformer": {"scan_layers": False},
+    "Transformer, scan": {"scan_layers": True},
+    "sum": DENSE | {"dense_mixing": "sum"},
+    "einsum": DENSE | {"dense_mixing": "einsum"},
+    "kernel": DENSE | {"dense_mixing": "kernel"},
+    "2x2": DENSE | SPARSE,
+}
+
+
+class Compiled(NamedTuple):
+    """One row's step.
+
+    Attributes:
+      one_step: does a step and waits for it; None where there is no device.
+      seconds: to compile it.
+      estimate: seconds of a step, by the compiler; 0 where it says nothing.
+      num_bytes: accessed by a step, by the compiler.
+      temporaries: bytes that a step needs besides its arguments.
+      count: bytes that dense connections cannot do without.
+    """
+
+    one_step: Any
+    seconds: float
+    estimate: float
+    num_bytes: float
+    temporaries: int
+    count: float
+
+
+def keys_of(shape: Shape, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Our configuration of a row."""
+    num_heads = shape.width // shape.head_dim
+    return {
+        "decoder_block": "llama2",
+        "base_num_decoder_layers": shape.num_layers,
+        "base_emb_dim": shape.width,
+        "base_num_query_heads": num_heads,
+        "base_num_kv_heads": num_heads,
+        "head_dim": shape.head_dim,
+        "base_mlp_dim": shape.mlp_dim,
+        "vocab_size": shape.vocabulary,
+        "max_target_length": shape.length,
+        "per_device_batch_size": shape.batch,
+        "attention": options.attention,
+        "remat_policy": options.remat_policy,
+        "dataset_type": "synthetic",
+        "steps": 1000,
+        **row,
+    }
+
+
+def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, device) -> Compiled:
+    """Compiles a row's step for `device`, and draws its state where the device is real."""
+    import jax
+    import numpy as np
+
+    from MaxText.configuration.loading import configure
+    from MaxText.input_pipeline.batch import Batch, batch_shapes
+    from MaxText.layers.model import Model
+    from MaxText.parallelism.mesh import Layout, make_mesh
+    from MaxText.training import backend_defaults
+    from MaxText.training.optimizer import make_optimizer
+    from MaxText.training.schedule import learning_rate_schedule
+    from MaxText.training.step import make_initialize, make_train_step
+
+    config = configure(**keys_of(shape, row, options))
+    section, choices = backend_defaults.resolve(config.model, device.platform)
+    for choice in choices:
+        if "dense_mixing" in choice:
+            print(f"    {choice}")
+    layout = Layout(make_mesh(config.mesh, [device]), config.mesh.logical_axis_rules)
+    model = Model(section)
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    initialize = make_initialize(model, optimizer)
+    state = layout.abstract_state(initialize, model.parameters)
+    batch = batch_shapes(shape.batch, shape.length, with_documents=False)
+    step, seconds = layout.compile_step(
+        make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
+        state,
+        layout.abstract_batch(batch),
+    )
+    program: Any = step
+    costs, memory = program.cost_analysis(), program.memory_analysis()
+    dense = section.dense_connections
+    num_reads = sum(
+        len(dense.sources(depth))
+        for depth in range(1, shape.num_layers + 1)
+        if dense.stands_after(depth)
+    )
+    state_bytes = (
+        shape.batch * shape.length * shape.width * np.dtype(section.numerics.dtype).itemsize
+    )
+    one_step: Any = None
+    if options.topology is None:
+        numbers = np.random.default_rng(0)
+        tokens = numbers.integers(0, shape.vocabulary, (shape.batch, shape.length + 1), np.int32)
+        weights = np.ones((shape.batch, shape.length), np.float32)
+        given = jax.device_put(Batch(tokens[:, :-1], tokens[:, 1:], weights), device)
+        current = layout.draw_state(initialize, state, seed=0)
+
+        def on_device() -> None:
+            nonlocal current
+            current, _ = jax.block_until_ready(step(current, given))
+
+        one_step = on_device
+
+    return Compiled(
+        one_step,
+        seconds,
+        costs.get("optimal_seconds", 0.0),
+        costs["bytes accessed"],
+        memory.temp_size_in_bytes,
+        PASSES * num_reads * state_bytes,
+    )
+
+
+def medians(rows: dict[str, Compiled], rounds: int) -> dict[str, tuple[float, float]]:
+    """Name -> median seconds of a step, and median ratio to the first row's step of its round."""
+    import numpy as np
+
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for number in range(rounds + 1):
+        for name, row in rows.items():
+            began = time.perf_counter()
+            row.one_step()
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - began)
+    plain = np.array(next(iter(seconds.values())))
+    return {
+        name: (float(np.median(taken)), float(np.median(np.array(taken) / plain)))
+        for name, taken in seconds.items()
+    }
+
+
+def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> None:
+    """Prints the table. Extra figures are against the first row, the Transformer written out."""
+    plain = next(iter(rows.values()))
+    head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile s")
+    layout = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>11}"
+    print(layout.format(*head))
+    for name, row in rows.items():
+        second, ratio = times.get(name, (row.estimate, row.estimate / (plain.estimate or 1.0)))
+        cells = [
+            f"{second:.4f}",
+            f"{ratio:.3f}",
+            f"{row.num_bytes / 1e9:.2f}",
+            f"{(row.num_bytes - plain.num_bytes) / 1e9:.2f}",
+            f"{row.count / 1e9:.2f}",
+            f"{row.temporaries / 1e9:.3f}",
+            f"{row.seconds:.1f}",
+        ]
+        if "scan" in name:
+            # The compiler counts the body of a loop once.
+            unknown = (2, 3) if times else (0, 1, 2, 3)
+            cells = ["" if place in unknown else cell for place, cell in enumerate(cells)]
+        print(layout.format(name, *cells))
+
+
+def chip_of(topology: str):
+    """A chip of a TPU that need not be there."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Cost of dense connections.")
+    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--layers", type=int, help="number of layers in place of the shape's")
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=None)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--attention", default="dot_product")
+    parser.add_argument("--remat-policy", default="full")
+    parser.add_argument("--topology", help="of a TPU to compile for, as v5p:2x2x1")
+    options = parser.parse_args()
+    start_up.restart_with_allocator_setting()
+    if options.topology is None:
+        for line in start_up.choose_platform("auto"):
+            print(line)
+    else:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # Else libtpu asks the network what machine this is.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    import jax
+
+    device = jax.devices()[0] if options.topology is None else chip_of(options.topology)
+    shape = SHAPES[options.shape]
+    if options.layers is not None:
+        shape = shape._replace(num_layers=options.layers)
+    names = options.rows or [
+        # Interpreted there, it shows nothing.
+        name for name in ROWS if not (name == "kernel" and device.platform == "cpu")
+    ]  # fmt: skip
+    names = ["Transformer", *(name for name in names if name != "Transformer")]
+    print(f"{options.shape}: {shape}, {device.device_kind}, remat_policy={options.remat_policy}")
+    rows = {}
+    for name in names:
+        print(f"  {name}", flush=True)
+        rows[name] = compiled(shape, ROWS[name], options, device)
+    show(rows, {} if options.topology is not None else medians(rows, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

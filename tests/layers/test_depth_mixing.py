@@ -1,0 +1,327 @@
+"""Sums over depth: every form against sums written down naively, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from MaxText.layers import depth_mixing, mixing_kernel
+from MaxText.layers.depth_mixing import Norms, kernel_refused, mix, normalizes, to_be_scaled
+from MaxText.layers.model import Model
+from MaxText.parallelism.constraints import axis_rules
+from MaxText.training import backend_defaults
+from MaxText.training.objective import loss_sums
+from tests.small_models import random_batch, tiny_config
+
+FORMS = ("sum", "einsum", "kernel")
+# The kernel takes 384 dimensions in three chunks, and 32 tokens in two tiles.
+B, T, D, S, C = 2, 16, 384, 3, 4
+
+
+def given(dtype, seed=0):
+    """Weights of each token, weights of all tokens, sources and scales."""
+    numbers = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(numbers.normal(size=shape), jnp.float32)
+
+    sources = [normal(B, T, D).astype(dtype) for _ in range(S)]
+    return normal(B, T, C, S), normal(1, 1, C, S - 1), sources, normal(S, D)
+
+
+def of_sums(sums, offset):
+    """A number that depends on every element of every way in another way."""
+    return sum(jnp.sum(jnp.sin(jnp.float32(y) + offset) * (c + 1)) for c, y in enumerate(sums))
+
+
+def naive(weights, fixed, sources, scales):
+    """Two sums over the same sources, the second one of fewer, by autodiff."""
+    rows = [1.0] * S if scales is None else list(scales)
+    floats = [scale * x.astype(jnp.float32) for scale, x in zip(rows, sources, strict=True)]
+    total = 0.0
+    for w, number in ((weights, S), (fixed, S - 1)):
+        sums = [
+            jnp.stack([w[:, :, c, s, None] * floats[s] for s in range(number)]).sum(axis=0)
+            for c in range(C)
+        ]
+        sums = [y.astype(sources[0].dtype) for y in sums]
+        total = total + of_sums(sums, number)
+    return total
+
+
+def chained(form, weights, fixed, sources, scales):
+    """The same by `mix`, each sum reading what the one before has handed on."""
+    if scales is not None:
+        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
+    first = mix(weights, sources, form, scales_SD=scales)
+    fewer = None if scales is None else scales[: S - 1]
+    second = mix(fixed, first.sources[: S - 1], form, scales_SD=fewer)
+    return of_sums(first.sums, S) + of_sums(second.sums, S - 1)
+
+
+def differentiated(function, arguments):
+    argnums = (0, 1, 2) if arguments[-1] is None else (0, 1, 2, 3)
+    return jax.jit(jax.value_and_grad(function, argnums))(*arguments)
+
+
+@functools.cache
+def expected(dtype, has_scales):
+    *rest, scales = given(dtype)
+    return differentiated(naive, (*rest, scales if has_scales else None))
+
+
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients(form, dtype, has_scales):
+    *rest, scales = given(dtype)
+    value, gradients = differentiated(
+        functools.partial(chained, form), (*rest, scales if has_scales else None)
+    )
+    expected_value, expected_gradients = expected(dtype, has_scales)
+    # Sums are float32 in every form: bfloat16 is rounded to once where the naive form does, too;
+    # gradients of sources once for each sum that reads them.
+    step = 2e-6 if dtype == jnp.float32 else 2.0**-7
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5 if dtype == jnp.float32 else 1e-3)
+    for ours, theirs in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        ours, theirs = np.float32(ours), np.float32(theirs)
+        np.testing.assert_allclose(ours, theirs, atol=2 * step * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
+def test_gradients_of_other_backends(has_scales):
+    """CPU has another form of the gradients of sums one by one, so theirs is tried alone."""
+    weights, _, sources, scales = given(jnp.float32)
+    ways = [sources[c % S] * (c + 1) for c in range(C)]
+    arguments = (weights, sources, scales if has_scales else None, ways, sources[::-1])
+    ours = depth_mixing._sum_gradients(*arguments)
+    near(ours, depth_mixing._product_gradients(*arguments))
+
+
+def test_sums_are_float32():
+    """1 + 128 terms of 2^-8, each lost in bfloat16, which has 8 bits."""
+    one, little = jnp.ones((1, 16, 64), jnp.bfloat16), jnp.full((1, 16, 64), 2.0**-8, jnp.bfloat16)
+    sources = [one, *[little] * 128]
+    weights = jnp.ones((1, 1, 1, len(sources)))
+    for form in FORMS:
+        (y_BTD,) = mix(weights, sources, form).sums
+        assert np.all(y_BTD == 1.5), form
+
+
+def test_a_source_that_is_not_read_again_has_no_gradient_to_be_added():
+    """The last sum starts from nothing: its gradient is not added to an array of zeros."""
+    weights, _, sources, _ = given(jnp.float32)
+
+    def last(sources):
+        return of_sums(mix(weights, sources, "kernel").sums, 0)
+
+    # Forward and backward, no memory handed over.
+    assert handed_over(jax.make_jaxpr(jax.grad(last))(sources)) == ["()", "()"]
+
+
+def test_gradients_are_added_in_the_memory_of_those_before():
+    weights, _, sources, _ = given(jnp.float32)
+
+    def two(sources):
+        first = mix(weights, sources, "kernel")
+        return of_sums(first.sums, 0) + of_sums(mix(weights, first.sources, "kernel").sums, 1)
+
+    # The last sum has no gradients before it; that of the first is given one for each source.
+    each = "(" + ", ".join(f"({s}, {s})" for s in range(S)) + ")"
+    program = jax.make_jaxpr(jax.grad(two))(sources)
+    assert sorted(handed_over(program)) == sorted(["()", "()", "()", each])
+
+
+def handed_over(program):
+    """(operand, result) that share memory, of each kernel in a program."""
+    return [part.split("\n")[0] for part in str(program).split("input_output_aliases=")[1:]]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
+def test_kernels_lower(platform, has_scales):
+    """Mosaic and Triton take the kernels, a ragged last tile and an odd width included."""
+    target = "tpu" if platform == "tpu" else "gpu"
+    num_tokens, width = 40, 384
+    shape = jax.ShapeDtypeStruct
+    weights = shape((num_tokens, C * S), jnp.float32)
+    states = [shape((num_tokens, width), jnp.bfloat16)] * S
+    ways = [shape((num_tokens, width), jnp.bfloat16)] * C
+    scales = shape((S, width), jnp.float32) if has_scales else None
+
+    def both(weights, states, scales, ways, old):
+        backward = functools.partial(mixing_kernel.backward, weights, states, ways)
+        sums = mixing_kernel.forward(weights, states, target, scales_SD=scales)
+        first = backward(None, target, scales_SD=scales)
+        return sums, first, backward(old, target, scales_SD=scales)
+
+    traced = jax.jit(both).trace(weights, states, scales, ways, states)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("custom_call") >= 3
+
+
+# Ways 1 and 3 are normalised, ways 0 and 2 are not.
+NORMS = Norms((1, 3), 1e-3)
+FACTORS = jnp.asarray(np.random.default_rng(1).normal(size=(2, D)), jnp.float32)
+
+
+def naive_norms(weights, factors, sources, scales):
+    rows = [1.0] * S if scales is None else list(scales)
+    sums = [
+        sum(weights[:, :, c, s, None] * rows[s] * sources[s] for s in range(S)) for c in range(C)
+    ]
+    for place, c in enumerate(NORMS.ways):
+        mean_square = jnp.mean(sums[c] ** 2, axis=-1, keepdims=True)
+        sums[c] = sums[c] / jnp.sqrt(mean_square + NORMS.epsilon) * factors[place]
+    return of_sums(sums, 0)
+
+
+def kernel_norms(weights, factors, sources, scales):
+    if scales is not None:
+        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
+    mixed = mix(weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors)
+    return of_sums(mixed.sums, 0)
+
+
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
+def test_kernel_with_norms(has_scales):
+    weights, _, sources, scales = given(jnp.float32)
+    arguments = (weights, FACTORS, sources, scales if has_scales else None)
+    assert normalizes("kernel", sources[0])
+    value, gradients = differentiated(kernel_norms, arguments)
+    expected_value, expected_gradients = differentiated(naive_norms, arguments)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    near(gradients, expected_gradients)
+
+
+def near(ours, theirs):
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, atol=4e-6 * np.abs(other).max())
+
+
+def test_kernel_with_norms_lowers_for_tpu():
+    num_tokens, shape = 2 * T, jax.ShapeDtypeStruct
+    states = [shape((num_tokens, D), jnp.bfloat16)] * S
+    ways = [shape((num_tokens, D), jnp.bfloat16)] * C
+
+    def both(weights, states, ways, factors):
+        options: dict = {"norms": NORMS, "factors_MD": factors}
+        sums = mixing_kernel.forward(weights, states, "tpu", **options)
+        return sums, mixing_kernel.backward(weights, states, ways, states, "tpu", **options)
+
+    traced = jax.jit(both).trace(shape((num_tokens, C * S), jnp.float32), states, ways, FACTORS)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
+
+
+def test_states_whose_sums_a_kernel_does_not_normalise():
+    assert not normalizes("sum", jnp.zeros((2, 16, D)))
+    # Tiles of tokens that are not full would add what is not there to gradients of factors.
+    assert not normalizes("kernel", jnp.zeros((2, 11, D)))
+
+
+def test_model_by_kernels_is_the_model_by_sums():
+    """Loss and gradients of a whole model, layers made again in the backward pass."""
+    found = {}
+    for form in ("sum", "kernel"):
+        config = tiny_config(
+            "muddformer", base_num_decoder_layers=2, scan_layers=False, remat_policy="full",
+            mlp_dim_multiple=16, dense_mixing=form,
+        )  # fmt: skip
+        batch = random_batch(config, 2)
+        model = Model(config.model)
+        parameters = jax.jit(model.initialize)(jax.random.key(0))
+        # Fresh weights of sums are those of no connections.
+        parameters["connections"] = jax.tree.map(
+            lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape),
+            parameters["connections"],
+        )
+
+        def loss(parameters, model=model, batch=batch):
+            return loss_sums(model.merge(parameters), batch, model.section.objective)[0]
+
+        program = jax.jit(jax.value_and_grad(loss))
+        found[form] = program(parameters)
+    np.testing.assert_allclose(found["kernel"][0], found["sum"][0], rtol=1e-6)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found["kernel"], found["sum"])), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_width_that_kernels_refuse():
+    assert kernel_refused(192, "gpu") is None
+    assert kernel_refused(192, "tpu") == "emb_dim 192 is no multiple of 128"
+    assert kernel_refused(96, "gpu") == "emb_dim 96 is no multiple of 64"
+
+
+@pytest.mark.parametrize(
+    ("given", "emb_dim", "backend", "chosen", "line"),
+    [
+        ("auto", 128, "cpu", "sum", "dense_mixing: auto -> sum (fastest on CPU)"),
+        ("auto", 128, "tpu", "kernel", "dense_mixing: auto -> kernel (least memory traffic)"),
+        ("auto", 64, "tpu", "sum", "dense_mixing: auto -> sum (emb_dim 64 is no multiple of 128)"),
+        ("auto", 128, "gpu", "sum", "dense_mixing: auto -> sum (the kernel's speed is not known "
+         "on GPU, and it takes long to compile)"),
+        ("kernel", 128, "gpu", "kernel", None),
+        ("kernel", 32, "gpu", "sum", "dense_mixing: kernel -> sum (emb_dim 32 is no multiple of "
+         "64)"),
+        ("kernel", 32, "cpu", "kernel", "dense_mixing=kernel is interpreted on CPU: for tests, not "
+         "for training"),
+        ("einsum", 32, "tpu", "einsum", None),
+    ],
+)  # fmt: skip
+def test_form_on_each_backend(given, emb_dim, backend, chosen, line):
+    section = tiny_config(
+        dense_conn=True, scan_layers=False, dense_mixing=given, base_emb_dim=emb_dim
+    ).model
+    resolved, lines = backend_defaults.resolve(section, backend)
+    assert resolved.dense_connections.dense_mixing == chosen
+    assert [one for one in lines if "dense_mixing" in one] == ([] if line is None else [line])
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("embed_axes", [(), ("tensor",)], ids=["whole", "divided"])
+def test_kernel_on_several_devices(embed_axes):
+    """Each device sums its own tokens; where states are divided, weights' gradients are added."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    rules = [
+        ("activation_batch", ("data",)),
+        ("activation_length", ()),
+        ("activation_embed", embed_axes),
+    ]
+    *rest, scales = given(jnp.float32)
+
+    def sharded(*arguments):
+        with axis_rules(mesh, rules):
+            return chained("kernel", *arguments)
+
+    value, gradients = differentiated(sharded, (*rest, scales))
+    expected_value, expected_gradients = expected(jnp.float32, True)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    near(gradients, expected_gradients)
+    assert not embed_axes or not normalized_on(mesh, rules, rest[-1])
+
+
+def normalized_on(mesh, rules, sources):
+    with axis_rules(mesh, rules):
+        return normalizes("kernel", sources[0])
+
+
+@pytest.mark.multi_device
+def test_kernel_with_norms_on_several_devices():
+    """Gradients of factors are added over the devices that have other tokens."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rules = [("activation_batch", ("data",)), ("activation_length", ()), ("activation_embed", ())]
+    weights, _, sources, scales = given(jnp.float32)
+    assert normalized_on(mesh, rules, sources)
+
+    def sharded(*arguments):
+        with axis_rules(mesh, rules):
+            return kernel_norms(*arguments)
+
+    arguments = (weights, FACTORS, sources, scales)
+    near(differentiated(sharded, arguments), differentiated(naive_norms, arguments))
