@@ -66,7 +66,7 @@ def train(config, launched: float) -> int:
     start_up.use_compilation_cache(run.jax_cache_dir)
     checkpoints.preload()
     devices = start_up.find_devices(run.hardware)
-    layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = mesh.make_layout(config.mesh, devices)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh {dict(layout.mesh.shape)}")
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
@@ -147,7 +147,7 @@ def train(config, launched: float) -> int:
     compiling = start_up.in_background(
         lambda: train_step.prepare(layout.abstract_batch(first_shapes))
     )
-    eval_step = layout.jit(steps.make_eval_step(model))
+    eval_step = layout.jit(steps.make_eval_step(model, count_correct=config.masking.mlm_training))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.matching import checkpoint_metadata
@@ -191,7 +191,7 @@ def train(config, launched: float) -> int:
     lineage = Lineage.of(start, quantities)
     opt_state = abstract_state.opt_state
     cost = model_cost(model, sequence_length=length, optimizer_state=opt_state)
-    entropy = train_batches.unigram_entropy
+    entropy = train_batches.unigram_entropy if model_section.objective.is_in_nats else None
     print(f"{quantities.describe()}\n{cost.describe()}")
     if monitoring.enable_tensorboard:
         print(f"To see full metrics 'tensorboard --logdir={run_folder / TENSORBOARD_FOLDER}'")

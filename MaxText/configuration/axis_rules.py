@@ -6,7 +6,7 @@ from MaxText.configuration import values
 from MaxText.configuration.problems import nearest
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 LOGICAL_NAMES = tuple(dict.fromkeys(name for name, _ in LOGICAL_AXIS_RULES))
 KNOWN = f"axes are {', '.join(MESH_AXES)}"
 

@@ -7,8 +7,16 @@ from MaxText.configuration.keys import Section, key
 
 Activation = Literal[
     "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
-    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign",
+    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign", "abs", "sin",
+    "cos", "sign", "id", "lrelu001", "lrelu020", "triangle_relax", "square_relax", "spike",
+    "spike2", "tanhshrink", "softsign", "bipolarsigmoid", "elish", "arcsinh", "maxsig", "cosid",
+    "minsin", "maxtanh", "tanhexp", "lisht", "seagull", "snake", "roottanh", "softplusmone",
 ]  # fmt: skip
+# Over all features of a token, with learned numbers, or random in training: only in an MLP.
+NotElementwise = Literal[
+    "softmax", "logsoftmax", "aria", "prelu", "parcsinh", "psoftplus", "proottanh", "rrelu"
+]
+MLPActivation = Literal[Activation, NotElementwise]
 
 
 class Dimensions(NamedTuple):
@@ -36,8 +44,19 @@ class Block(Section):
         "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
         "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
     )
-    normalization_type: Literal["rms_norm", "layer_norm"] = key(
-        "rms_norm", "Norm before each part."
+    parallel_residual_shared_norm: bool = key(
+        False,
+        "One norm before both parts of a parallel layer (GPT-J, fattorib/transformer's fused "
+        "residuals) instead of one each.",
+        only_if={"block_arrangement": ["parallel"]},
+    )
+    normalization_type: Literal["rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"] = (
+        key(
+            "rms_norm",
+            "Norm before each part. scale_norm: g x / |x|, one g for all dimensions (Nguyen and "
+            "Salazar 2019). scale_norm_centered: LayerNorm with one scale and no bias, GPT-Neo's "
+            "scalenorm.",
+        )
     )
     normalization_bias: bool = key(
         True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
@@ -53,7 +72,25 @@ class Block(Section):
         "Whether the norms before the parts of a layer have scale and bias (TokenFormer: false). "
         "The final norm always has.",
     )
+    use_rezero: bool = key(
+        False,
+        "Multiply what a part adds to the stream by a learned number that starts at 0, and leave "
+        "out the norms before parts (ReZero).",
+    )
+    use_macaron: bool = key(
+        False,
+        "Half a feed-forward before attention and half a one after it (Macaron).",
+        only_if={"block_arrangement": ["sequential"]},
+    )
+    macaron_prenorm: bool = key(
+        True,
+        "Whether the first half has a norm and a gate as other parts have; GPT-Neo's has neither.",
+        only_if={"use_macaron": [True]},
+    )
+    share_parameters: bool = key(False, "All layers are one and the same (ALBERT).")
 
+
+AttentionKind = Literal["global", "local", "linear", "none"]
 
 _ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
 
@@ -61,8 +98,22 @@ _ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
 class Position(Section):
     """How the model knows where a token stands."""
 
-    position_embedding: Literal["rotary", "learned", "none"] = key(
-        "rotary", "rotary turns queries and keys; learned adds a table to the embedding."
+    position_embedding: Literal["rotary", "learned", "axial", "alibi", "none"] = key(
+        "rotary",
+        "rotary turns queries and keys; learned adds a table to the embedding, axial the mean of "
+        "two small ones; alibi lowers scores with distance.",
+    )
+    axial_pos_shape: tuple[int, ...] = key(
+        (),
+        "Rows of the two tables; position p is row p // b of the first and row p % b of the second "
+        "(GPT-Neo: axial_pos_emb).",
+        only_if={"position_embedding": ["axial"]},
+    )
+    alibi_max_bias: float = key(
+        8.0,
+        "Slopes of n heads are 2^(-alibi_max_bias i / n), i from 1 to n (Press et al. 2022).",
+        only_if={"position_embedding": ["alibi"]},
+        gt=0,
     )
     trainable_position_size: int = key(
         -1,
@@ -156,6 +207,51 @@ class Attention(Section):
     attn_logits_soft_cap: float = key(
         0.0, "Caps attention scores at c * tanh(score / c); 0 is off.", ge=0
     )
+    attention_scale: float | None = key(
+        None, "Multiplies scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
+    )
+    attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(
+        (),
+        "Kinds of attention by layer, patterns and how often each comes: [[[global, local], 12]] "
+        "are 24 layers in turns. local sees sliding_window_size tokens; linear costs as much for "
+        "long texts as for short ones; a layer of kind none has a feed-forward alone. Empty: all "
+        "global.",
+    )
+    sliding_window_size: int = key(
+        256, "Tokens that a token of a local layer sees, itself included.", unit="tokens", ge=1
+    )
+    linear_attention_chunk: int = key(
+        64, "Tokens that a linear layer multiplies at once. No effect on the result.",
+        unit="tokens", ge=1,
+    )  # fmt: skip
+    linear_attention_epsilon: float = key(
+        1e-6, "Added to the sums of keys that linear attention divides by.", ge=0
+    )
+    num_mem_kv: int = key(
+        0, "Learned keys and values that every token of a global layer sees as well.", ge=0
+    )
+    none_doubles_residual: bool = key(
+        False, "Layers of kind none double the stream, as a defect of GPT-Neo does."
+    )
+    static_sgu: bool = key(
+        False,
+        "Half of the channels skip attention and are summed over the tokens before with fixed "
+        "weights 1 / (distance + 2) (fattorib/transformer).",
+    )
+    static_sgu_kernel: int = key(
+        128, "Largest distance of that sum.", unit="tokens", ge=0, only_if={"static_sgu": [True]}
+    )
+
+    def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
+        """The kind of attention of each layer."""
+        if not self.attention_types:
+            return ("global",) * num_layers
+        return tuple(
+            kind
+            for pattern, times in self.attention_types
+            for _ in range(times)
+            for kind in pattern
+        )
 
 
 class FeedForward(Section):
@@ -164,10 +260,11 @@ class FeedForward(Section):
     feed_forward_type: Literal["mlp", "pattention"] = key(
         "mlp", "An MLP, plain or gated, or Pattention over slots (TokenFormer)."
     )
-    mlp_activations: tuple[Activation, ...] = key(
+    mlp_activations: tuple[MLPActivation, ...] = key(
         ("silu", "linear"),
         'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. '
-        "gelu is the tanh approximation, gelu_erf the exact one.",
+        "gelu is the tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus "
+        "and proottanh learn a few numbers.",
         only_if={"feed_forward_type": ["mlp"]},
     )
     ffn_bias: bool = key(False, "Biases on the feed-forward projections.")
@@ -182,6 +279,11 @@ class FeedForward(Section):
         only_if={"dynamic_mlp_dim": [True]},
     )  # fmt: skip
 
+    @property
+    def is_random(self) -> bool:
+        """Whether its activations draw random numbers in training."""
+        return self.feed_forward_type == "mlp" and "rrelu" in self.mlp_activations
+
     def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
         """Hidden width F of each layer's MLP.
 
@@ -193,6 +295,59 @@ class FeedForward(Section):
         step = self.mlp_dim_multiple
         last = max(num_layers - 1, 1)
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
+
+
+_EXPERTS: dict[str, Iterable[Any]] = {"feed_forward_type": ["mlp"]}
+_TWO: dict[str, Iterable[Any]] = {"num_experts_per_tok": [2]}
+
+
+class MixtureOfExperts(Section):
+    """A feed-forward of experts, of which each token visits a few."""
+
+    num_experts: int = key(1, "Experts of a layer; 1 is an ordinary MLP.", ge=1, only_if=_EXPERTS)
+    num_experts_per_tok: int = key(1, "Experts that each token visits.", ge=1)
+    moe_layers: tuple[int, ...] | None = key(
+        None, "Layers with experts, counted from 0; null is all."
+    )
+    moe_mlp_dim: int = key(-1, "Hidden width of an expert; -1 is mlp_dim.", ge=-1)
+    moe_activations: tuple[Activation, ...] | None = key(
+        None, "As mlp_activations, for experts; null is the same (GPT-Neo: [relu])."
+    )
+    capacity_factor: float = key(
+        -1.0,
+        "An expert takes at most this times tokens / experts of a group in training; -1 is as many "
+        "as come (dropless).",
+        ge=-1,
+    )
+    eval_capacity_factor: float = key(
+        -1.0,
+        "The same in evaluation (GPT-Neo: 2). While text is generated experts take what comes.",
+        ge=-1,
+    )
+    moe_group_size: int = key(
+        -1,
+        "Tokens that share the places of experts: a part of a sequence; -1 is a whole one.",
+        unit="tokens",
+        ge=-1,
+    )
+    load_balance_loss_weight: float = key(0.01, "Weight of the load balance loss.", ge=0)
+    router_z_loss_weight: float = key(
+        0.0, "Weight of the squared log of the router's normaliser (ST-MoE: 0.001).", ge=0
+    )
+    moe_second_policy: Literal["all", "none", "threshold", "random"] = key(
+        "all",
+        "When a token's second expert is visited in training. threshold: where its gate is above "
+        "moe_second_threshold. random: with probability gate / moe_second_threshold (GPT-Neo).",
+        only_if=_TWO,
+    )
+    moe_second_policy_eval: Literal["all", "none", "threshold"] = key(
+        "all", "The same outside of training.", only_if=_TWO
+    )
+    moe_second_threshold: float = key(0.2, "See moe_second_policy.", ge=0, only_if=_TWO)
+
+    def stands_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.num_experts > 1 and (self.moe_layers is None or layer in self.moe_layers)
 
 
 _QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}

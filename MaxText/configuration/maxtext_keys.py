@@ -9,6 +9,7 @@ not here and what to use.
 from typing import Any, NamedTuple
 
 from MaxText.configuration import values
+from MaxText.configuration.reference_keys import REFERENCE_KEYS
 
 # Old name -> ours, where both mean exactly the same.
 ALIASES: dict[str, str] = {
@@ -38,7 +39,7 @@ class Absent(NamedTuple):
 _NOT_YET = "not available yet"
 _NO_DOWNLOAD = "nothing is downloaded while training: name files that are there"
 _FILES = "files of any kind are named by one key"
-_MOE = "mixture-of-experts layers are not available yet"
+_MOE = "the form of the products of experts is chosen by the program"
 _KERNEL = "kernels are not tuned by keys"
 _FLOAT32 = "always on: attention scores and softmax accumulate in float32"
 _TIERS = "checkpoints of several tiers are not available yet"
@@ -47,7 +48,6 @@ _GOODPUT = "goodput upload is not available; the time of every step is in metric
 _SPIKES = "skipping updates on loss spikes is not available yet"
 _QUANTIZE = "quantized training is not available yet"
 _OFFLOAD = "offloading to host memory is not available yet"
-_GLOBAL = "only global causal attention is available yet"
 _DCFORMER = "DCFormer's composition of heads is not available yet"
 _SUMS = "how the sums are computed changes no result"
 _ONE_SUM = "one sum, for all inputs, follows the last layer"
@@ -79,10 +79,6 @@ UNAVAILABLE: dict[str, Absent] = {
     ),
     "max_position_embeddings": Absent("windows decide the length", "max_target_length"),
     "use_iota_embed": Absent("the form of the token lookup is chosen by the program"),
-    "num_experts": Absent(_MOE),
-    "num_experts_per_tok": Absent(_MOE),
-    "capacity_factor": Absent(_MOE),
-    "load_balance_loss_weight": Absent(_MOE),
     "megablox": Absent(_MOE),
     "sparse_matmul": Absent(_MOE),
     "mtp_num_layers": Absent("multi-token prediction is not available yet"),
@@ -102,7 +98,7 @@ UNAVAILABLE: dict[str, Absent] = {
     "mgate": Absent("gates over groups of the feed-forward are not available yet"),
     "pre_compose": Absent(_DCFORMER),
     "post_compose": Absent(_DCFORMER),
-    "window_size": Absent(_GLOBAL),
+    "window_size": Absent("windows go by the kind of a layer", "sliding_window_size"),
     "num_layers_per_block": Absent("all layers attend alike"),
     "query_chunk_size": Absent("rows of queries are a block", "attention_block_size"),
     # Precision, memory, kernels
@@ -112,17 +108,17 @@ UNAVAILABLE: dict[str, Absent] = {
     "param_scan_axis": Absent("layers are always stacked on axis 0 on disk"),
     "optimizer_memory_host_offload": Absent(_OFFLOAD),
     "parameter_memory_host_offload": Absent(_OFFLOAD),
-    "attention_type": Absent(_GLOBAL),
-    "sliding_window_size": Absent(_GLOBAL),
+    "attention_type": Absent("kinds of attention go by layer", "attention_types"),
     "sa_block_q": Absent(_KERNEL, "attention_block_size"),
     "use_tokamax_splash": Absent(_KERNEL, "attention"),
     "float32_qk_product": Absent(_FLOAT32),
     "float32_logits": Absent(_FLOAT32),
     # Parallelism
-    "mesh_axes": Absent("the mesh axes are always data, fsdp and tensor", "logical_axis_rules"),
+    "mesh_axes": Absent(
+        "the mesh axes are always data, fsdp, expert and tensor", "logical_axis_rules"
+    ),
     "data_sharding": Absent("follows from the rule of activation_batch", "logical_axis_rules"),
     "ici_context_parallelism": Absent("splitting the sequence over devices is not available yet"),
-    "ici_expert_parallelism": Absent(_MOE),
     "ici_pipeline_parallelism": Absent("pipeline stages are not available yet"),
     "ici_fsdp_transpose_parallelism": Absent("there is one fsdp axis", "ici_fsdp_parallelism"),
     "ici_tensor_sequence_parallelism": Absent(
@@ -142,9 +138,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "num_slices": Absent("not needed: the devices are counted at start"),
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),
-    "shard_optimizer_over_data": Absent(
-        "the optimizer state is split as the parameters are", "ici_fsdp_parallelism"
-    ),
     "allow_split_physical_axes": Absent("jax arranges the devices by its own default"),
     "context_parallel_strategy": Absent("splitting the sequence over devices is not available yet"),
     "shardy": Absent("jax's default partitioner is used"),
@@ -217,7 +210,7 @@ _FAMILIES: dict[str, Absent] = {
     "hf_": Absent(_FILES, "grain_train_files"),
     "grain_": Absent("Grain reads by these keys", "grain_worker_count"),
     "dcn_": Absent("the mesh covers the devices of all hosts by one set of sizes"),
-    "ici_": Absent("the mesh axes are data, fsdp and tensor", "logical_axis_rules"),
+    "ici_": Absent("the mesh axes are data, fsdp, expert and tensor", "logical_axis_rules"),
     "lora.": Absent("not available: this program pre-trains"),
     "rl.": Absent("not available: this program pre-trains"),
 }
@@ -291,7 +284,6 @@ TRANSLATIONS: dict[tuple[str, str], Translation] = {
     ("pre_compose", "false"): _nothing("heads are not composed"),
     ("post_compose", "false"): _nothing("heads are not composed"),
     ("window_size", "null"): _nothing("attention is global"),
-    ("sliding_window_size", "null"): _nothing("attention is global"),
     ("num_layers_per_block", "1"): _nothing("all layers attend alike"),
     ("query_chunk_size", "null"): _nothing("attention chooses its own blocks"),
     ("compile_topology_num_slices", "-1"): _nothing("the mesh covers all devices"),
@@ -314,7 +306,7 @@ def translation(name: str, value: Any) -> Translation | None:
 
 
 def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
-    """What to say about a key of MaxText that is not here; None for any other name.
+    """What to say about a key of MaxText or another program; None for any other name.
 
     Args:
       name: what the user wrote.
@@ -322,6 +314,8 @@ def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
     """
     if name in UNAVAILABLE:
         return UNAVAILABLE[name]
+    if name in REFERENCE_KEYS:
+        return Absent(*REFERENCE_KEYS[name])
     if known:
         return None
     return next((reason for prefix, reason in _FAMILIES.items() if name.startswith(prefix)), None)

@@ -1,5 +1,8 @@
 """Combinations of the model's keys that cannot work."""
 
+from typing import get_args
+
+from MaxText.configuration.layer_sections import MixtureOfExperts, NotElementwise
 from MaxText.configuration.rule import Rule
 from MaxText.configuration.schema import Config
 
@@ -146,9 +149,14 @@ def _scan(config: Config) -> str | None:
         return None
     if config.model.dense_connections.dense_conn:
         return "scan_layers=true: with dense_conn=true each layer reads another number of outputs"
-    if not config.model.layers_are_alike:
+    if config.model.layers_are_alike:
+        return None
+    if config.model.feed_forward.dynamic_mlp_dim:
         return "scan_layers=true: with dynamic_mlp_dim=true no two layers have the same width"
-    return None
+    if config.model.mixture_of_experts.moe_layers is not None:
+        return "scan_layers=true: moe_layers gives some layers experts and others none"
+    found = ", ".join(sorted(set(config.model.attention_kinds)))
+    return f"scan_layers=true: layers of kinds {found} have different parameters"
 
 
 def _dense_weights(config: Config) -> str | None:
@@ -193,6 +201,197 @@ def _dense_places(config: Config) -> str | None:
     return None
 
 
+def _attention_types(config: Config) -> str | None:
+    section, num_layers = config.model.attention, config.model.shape.dimensions.num_layers
+    if any(times < 1 or not pattern for pattern, times in section.attention_types):
+        return (
+            "attention_types: pairs of a pattern, which names a kind or more, and 1 or more times"
+        )
+    given = len(config.model.attention_kinds)
+    if given != num_layers:
+        return (
+            f"attention_types names {given} layers, and base_num_decoder_layers gives {num_layers}"
+        )
+    return None
+
+
+# Key -> the kinds of attention that read it, one of which has to be there.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "sliding_window_size": ("local",),
+    "linear_attention_chunk": ("linear",),
+    "linear_attention_epsilon": ("linear",),
+    "num_mem_kv": ("global",),
+    "none_doubles_residual": ("none",),
+    "attention_scale": ("global", "local"),
+    "attn_logits_soft_cap": ("global", "local"),
+}
+
+
+def _read_by_no_layer(config: Config) -> str | None:
+    section, kinds = config.model.attention, set(config.model.attention_kinds)
+    for name, readers in _READ_BY.items():
+        default = type(section).model_fields[name].default
+        if getattr(section, name) != default and not kinds.intersection(readers):
+            found = ", ".join(sorted(kinds))
+            return (
+                f"{name} is for layers of kind {' and '.join(readers)}, and attention_types has "
+                f"{found} alone"
+            )
+    return None
+
+
+def _linear(config: Config) -> str | None:
+    kinds, position = config.model.attention_kinds, config.model.position
+    if "linear" in kinds and position.position_embedding == "alibi":
+        return "position_embedding=alibi lowers scores, and linear attention has none"
+    return None
+
+
+def _axial(config: Config) -> str | None:
+    position, length = config.model.position, config.model.shape.max_target_length
+    if position.position_embedding != "axial":
+        return None
+    shape = position.axial_pos_shape
+    if len(shape) != 2 or min(shape) < 1:
+        near = max(int(length**0.5), 1)
+        return (
+            "axial_pos_shape: two numbers whose product is max_target_length or more\n"
+            f"axial_pos_shape=[{-(-length // near)}, {near}]"
+        )
+    if shape[0] * shape[1] < length:
+        return (
+            f"axial_pos_shape: {shape[0]} * {shape[1]} are {shape[0] * shape[1]} positions, fewer "
+            f"than max_target_length={length}"
+        )
+    return None
+
+
+def _rezero(config: Config) -> str | None:
+    block = config.model.block
+    if not block.use_rezero:
+        return None
+    if block.normalization_type.startswith("scale_norm"):
+        return (
+            f"use_rezero=true leaves norms before parts out, normalization_type="
+            f"{block.normalization_type} chooses one for them"
+        )
+    if not block.block_norm_parametric:
+        return "use_rezero=true leaves norms before parts out; block_norm_parametric has no effect"
+    if block.block_arrangement == "parallel" and block.parallel_residual_shared_norm:
+        return "parallel_residual_shared_norm=true: use_rezero=true leaves no norm to share"
+    return None
+
+
+def _inputs_of_parts(config: Config) -> str | None:
+    model = config.model
+    if not model.dense_connections.mixes_attention_inputs:
+        return None
+    if model.block.use_macaron:
+        what = "use_macaron=true puts a feed-forward before attention"
+    elif model.block.block_arrangement == "parallel" and model.block.parallel_residual_shared_norm:
+        what = "parallel_residual_shared_norm=true has one norm before attention"
+    elif model.attention.static_sgu:
+        what = "static_sgu=true splits the one input of attention"
+    else:
+        return None
+    return (
+        f"{what}, but dense_conn=true gives queries, keys and values inputs of their own\n"
+        "dense_ways=[r]"
+    )
+
+
+def _shared(config: Config) -> str | None:
+    model = config.model
+    if not model.block.share_parameters:
+        return None
+    given = model.attention_kinds
+    kinds = set(given)
+    if model.feed_forward.dynamic_mlp_dim:
+        return "share_parameters=true: with dynamic_mlp_dim=true layers have different widths"
+    if len(kinds) > 1 and ("none" in kinds or model.attention.num_mem_kv):
+        found = ", ".join(sorted(kinds))
+        return f"share_parameters=true: layers of kinds {found} have different parameters"
+    if len({model.mixture_of_experts.stands_in(layer) for layer in range(len(given))}) > 1:
+        return "share_parameters=true: moe_layers gives some layers experts and others none"
+    dense = model.dense_connections
+    if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
+        return "share_parameters=true: with dense_first_norms=one the first layer has fewer norms"
+    return None
+
+
+def _static_sgu(config: Config) -> str | None:
+    model = config.model
+    if not model.attention.static_sgu:
+        return None
+    if model.shape.dimensions.emb_dim % 2:
+        return f"static_sgu=true halves the width, and {model.shape.dimensions.emb_dim} is not even"
+    if model.attention.attention_projections == "pattention":
+        return "static_sgu=true needs attention_projections=dense: slots are as wide as the model"
+    if not model.attention.causal:
+        return "static_sgu=true sums over earlier tokens, but causal=false"
+    return None
+
+
+def _head_qk(config: Config) -> str | None:
+    if config.model.head.head_qk and not config.model.attention.causal:
+        return "head_qk=true points back at earlier tokens, but causal=false"
+    return None
+
+
+def _experts(config: Config) -> str | None:
+    section, num_layers = config.model.mixture_of_experts, config.model.shape.dimensions.num_layers
+    set_without = [
+        name
+        for name, field in type(section).model_fields.items()
+        if section.num_experts == 1 and getattr(section, name) != field.default
+    ]
+    if set_without:
+        return f"{set_without[0]} is for layers with experts, and num_experts=1 has none"
+    if section.num_experts_per_tok > section.num_experts:
+        return (
+            f"num_experts_per_tok={section.num_experts_per_tok} is more than there are experts "
+            f"({section.num_experts})"
+        )
+    beyond = [i for i in section.moe_layers or () if not 0 <= i < num_layers]
+    if beyond:
+        return f"moe_layers: layers are counted from 0 to {num_layers - 1}, so {beyond[0]} is none"
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        if -1 < getattr(section, name) <= 0:
+            return f"{name}: use a number above 0, or -1 for as many tokens as come"
+    if section.moe_mlp_dim == 0 or section.moe_group_size == 0:
+        name = "moe_mlp_dim" if section.moe_mlp_dim == 0 else "moe_group_size"
+        return f"{name}: 0 is not possible; use 1 or more, or -1"
+    group, length = section.moe_group_size, config.model.shape.max_target_length
+    if group != -1 and length % group:
+        return f"moe_group_size={group} does not divide max_target_length={length}"
+    inherited = config.model.feed_forward.mlp_activations
+    if section.num_experts > 1 and section.moe_activations is None:
+        for name in set(inherited) & set(get_args(NotElementwise)):
+            return (
+                f"mlp_activations: {name} is no function of one number, which those of experts "
+                "are\nmoe_activations=[gelu]"
+            )
+    if section.num_experts > 1 and config.model.feed_forward.feed_forward_type == "pattention":
+        return "num_experts: experts are MLPs; with feed_forward_type=pattention there is none"
+    return None
+
+
+def _expert_axis(config: Config) -> str | None:
+    devices, section = config.mesh.ici_expert_parallelism, config.model.mixture_of_experts
+    if devices in (0, 1):
+        return None
+    if section.num_experts == 1:
+        return "ici_expert_parallelism splits experts, and num_experts=1 has none"
+    if section.num_experts % max(devices, 1):
+        return f"ici_expert_parallelism={devices} does not divide num_experts={section.num_experts}"
+    if section.capacity_factor < 0 or section.eval_capacity_factor < 0:
+        return (
+            "ici_expert_parallelism: experts on several devices need capacity_factor and "
+            "eval_capacity_factor above 0\ncapacity_factor=1.25 eval_capacity_factor=2"
+        )
+    return None
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(("base_num_query_heads", "base_num_kv_heads"), _kv_heads),
     Rule(("head_dim", "base_emb_dim", "base_num_query_heads"), _head_dim),
@@ -215,7 +414,38 @@ MODEL_RULES: tuple[Rule, ...] = (
         ("dynamic_mlp_dim", "base_mlp_dim", "mlp_dim_multiple", "base_num_decoder_layers"),
         _mlp_dims,
     ),
-    Rule(("scan_layers", "dense_conn", "dynamic_mlp_dim"), _scan),
+    Rule(("scan_layers", "dense_conn", "dynamic_mlp_dim", "moe_layers", "attention_types"), _scan),
+    Rule(("attention_types", "base_num_decoder_layers"), _attention_types),
+    Rule((*_READ_BY, "attention_types"), _read_by_no_layer),
+    Rule(("position_embedding", "attention_types"), _linear),
+    Rule(("axial_pos_shape", "position_embedding", "max_target_length"), _axial),
+    Rule(
+        (
+            "use_rezero",
+            "normalization_type",
+            "block_norm_parametric",
+            "parallel_residual_shared_norm",
+        ),
+        _rezero,
+    ),
+    Rule(
+        ("use_macaron", "parallel_residual_shared_norm", "static_sgu", "dense_ways"),
+        _inputs_of_parts,
+    ),
+    Rule(
+        (
+            "share_parameters",
+            "dynamic_mlp_dim",
+            "attention_types",
+            "moe_layers",
+            "dense_first_norms",
+        ),
+        _shared,
+    ),
+    Rule(("static_sgu", "base_emb_dim"), _static_sgu),
+    Rule((*MixtureOfExperts.model_fields, "feed_forward_type", "mlp_activations"), _experts),
+    Rule(("ici_expert_parallelism", "num_experts", "capacity_factor"), _expert_axis),
+    Rule(("head_qk", "causal", "mlm_training"), _head_qk),
     Rule(("dense_dynamic", "dense_static"), _dense_weights),
     Rule(("dense_ways", "mudd_postnorm"), _dense_ways),
     Rule(

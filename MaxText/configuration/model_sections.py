@@ -5,10 +5,12 @@ from typing import Literal
 from MaxText.configuration.keys import Section, key
 from MaxText.configuration.layer_sections import (
     Attention,
+    AttentionKind,
     Block,
     DenseConnections,
     Dimensions,
     FeedForward,
+    MixtureOfExperts,
     Pattention,
     Position,
 )
@@ -79,6 +81,15 @@ class Head(Section):
     """From the last hidden state to logits."""
 
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
+    final_norm: bool = key(True, "A norm after the last layer.")
+    head_qk: bool = key(
+        False,
+        "Add to the logit of each id how well earlier tokens with that id match the current one "
+        "(Head-QK, fattorib/transformer).",
+    )
+    head_qk_dim: int = key(
+        256, "Width of the queries and keys of Head-QK.", ge=1, only_if={"head_qk": [True]}
+    )
     normalize_embedding_logits: bool = key(
         True,
         "Divide tied logits by sqrt(emb_dim).",
@@ -91,9 +102,20 @@ class Head(Section):
 class Objective(Section):
     """What is minimised."""
 
+    loss_type: Literal["cross_entropy", "entmax"] = key(
+        "cross_entropy",
+        "entmax: the loss of alpha-entmax, which gives most ids probability 0 (Peters et al. "
+        "2019; GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
+    )
+    entmax_alpha: float = key(
+        1.3, "From 1, which is softmax, to 2, sparsemax.", ge=1, le=2,
+        only_if={"loss_type": ["entmax"]},
+    )  # fmt: skip
     z_loss_multiplier: float = key(
         0.0,
-        "Weight of log(Z)^2, which keeps the logits' normaliser near 1 (PaLM, section 5).",
+        "Weight of log(Z)^2, which keeps the logits' normaliser near 1 (PaLM, section 5). Entmax "
+        "has no such normaliser.",
+        only_if={"loss_type": ["cross_entropy"]},
         ge=0,
     )
     num_vocab_tiling: int = key(
@@ -102,6 +124,11 @@ class Objective(Section):
         "exists.",
         ge=1,
     )
+
+    @property
+    def is_in_nats(self) -> bool:
+        """Whether the loss is minus a log-probability, so that it has a perplexity."""
+        return self.loss_type == "cross_entropy"
 
 
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
@@ -142,16 +169,39 @@ class Initialization(Section):
     """Starting values of the weights."""
 
     weight_init: Literal[
-        "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang"
+        "fan_in",
+        "gpt2",
+        "neox",
+        "xavier",
+        "xavier_uniform",
+        "normal",
+        "tokenformer",
+        "wang",
+        "gpt_neo",
     ] = key(
         "fan_in",
         "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
         "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). "
         "tokenformer: fan_in, not truncated in attention. wang: N(0, init_std), outputs and value "
-        "slots 2/(layers sqrt(d)).",
+        "slots 2/(layers sqrt(d)). gpt_neo: N(0, init_std), attention 1/sqrt(d), its queries "
+        "1/sqrt(d head_dim).",
     )
     init_std: float = key(
-        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal", "wang"]}, gt=0
+        0.02,
+        "Standard deviation.",
+        only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]},
+        gt=0,
+    )
+    init_scale_by_depth: bool = key(
+        False,
+        "Divide outputs by sqrt(layers) (GPT-Neo: scale_by_depth, of the feed-forward alone).",
+        only_if={"weight_init": ["normal", "gpt_neo"]},
+    )
+    init_scale_by_in: bool = key(
+        False,
+        "Divide by sqrt of the number of inputs as well (GPT-Neo: scale_by_in, of the feed-forward "
+        "alone).",
+        only_if={"weight_init": ["normal", "gpt_neo"]},
     )
     embedding_init_std: float | None = key(
         None,
@@ -199,6 +249,7 @@ class Model(Section):
     position: Position = Position()
     attention: Attention = Attention()
     feed_forward: FeedForward = FeedForward()
+    mixture_of_experts: MixtureOfExperts = MixtureOfExperts()
     pattention: Pattention = Pattention()
     dense_connections: DenseConnections = DenseConnections()
     head: Head = Head()
@@ -209,9 +260,34 @@ class Model(Section):
     memory: Memory = Memory()
 
     @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kind of attention of each layer."""
+        return self.attention.kinds(self.shape.dimensions.num_layers)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training draws random numbers besides initial weights."""
+        routing = self.mixture_of_experts
+        if self.feed_forward.is_random:
+            return True
+        return any(self.dropout.rate(place) for place in DROPOUT_PLACES) or (
+            routing.num_experts > 1
+            and routing.num_experts_per_tok == 2
+            and routing.moe_second_policy == "random"
+        )
+
+    @property
     def layers_are_alike(self) -> bool:
         """Whether all layers have parameters of the same shapes, so that they can be stacked."""
+        if self.block.share_parameters:
+            return True
         dense, d = self.dense_connections, self.shape.dimensions
+        kinds = set(self.attention.kinds(d.num_layers))
+        if len(kinds) > 1 and ("none" in kinds or self.attention.num_mem_kv):
+            return False
         one_norm_first = dense.mixes_attention_inputs and dense.dense_first_norms == "one"
+        experts = {self.mixture_of_experts.stands_in(i) for i in range(d.num_layers)}
+        if len(experts) > 1:
+            return False
         widths = set(self.feed_forward.mlp_dims(d))
         return len(widths) == 1 and not one_norm_first

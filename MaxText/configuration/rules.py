@@ -66,12 +66,24 @@ def _length(config: Config) -> str | None:
 
 def _schedule(config: Config) -> str | None:
     schedule = config.schedule
-    total = schedule.warmup_steps_fraction + schedule.wsd_decay_steps_fraction
-    if schedule.lr_schedule_type == "wsd" and total > 1 + 1e-9:
+    length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
+    if schedule.warmup_steps > length:
+        return (
+            f"warmup_steps={warmup} does not end within learning_rate_schedule_steps={length}\n"
+            f"warmup_steps={length // 10}"
+        )
+    decay = schedule.wsd_decay_steps_fraction
+    if schedule.lr_schedule_type != "wsd":
+        return None
+    if schedule.warmup_steps != -1 and warmup + int(length * decay) > length:
+        return (
+            f"warmup_steps={warmup} and wsd_decay_steps_fraction={decay:g} are more than the "
+            f"{length} steps of the schedule together"
+        )
+    if schedule.warmup_steps == -1 and schedule.warmup_steps_fraction + decay > 1 + 1e-9:
         return (
             f"warmup_steps_fraction={schedule.warmup_steps_fraction:g} and "
-            f"wsd_decay_steps_fraction={schedule.wsd_decay_steps_fraction:g} are more than 1 "
-            "together"
+            f"wsd_decay_steps_fraction={decay:g} are more than 1 together"
         )
     return None
 
@@ -295,7 +307,12 @@ def _one_start(config: Config) -> str | None:
     return None
 
 
-_MESH_SIZES = ("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+_MESH_SIZES = (
+    "ici_data_parallelism",
+    "ici_fsdp_parallelism",
+    "ici_expert_parallelism",
+    "ici_tensor_parallelism",
+)
 
 
 def _mesh(config: Config) -> str | None:
@@ -409,7 +426,7 @@ RULES: tuple[Rule, ...] = (
     _not_zero("run", "steps", "-1 for learning_rate_schedule_steps"),
     _not_zero("schedule", "learning_rate_schedule_steps", "-1 for steps"),
     Rule(("steps", "learning_rate_schedule_steps"), _length),
-    Rule(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule),
+    Rule(("warmup_steps_fraction", "warmup_steps", "wsd_decay_steps_fraction"), _schedule),
     Rule(("grain_train_files", "dataset_mix", "dataset_path"), _one_data_set),
     Rule(("dataset_mix", "num_epoch"), _mixture),
     Rule(

@@ -1,6 +1,7 @@
 """Keys about data, optimisation, devices, checkpoints and what is written."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from MaxText.configuration.keys import Section, key
 
@@ -59,6 +60,12 @@ class Batch(Section):
     )
 
 
+_ADAFACTOR: dict[str, Iterable[Any]] = {"opt_type": ["adafactor"]}
+_DECAYING: dict[str, Iterable[Any]] = {
+    "lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]
+}
+
+
 class Optimizer(Section):
     """Update rule."""
 
@@ -79,6 +86,12 @@ class Optimizer(Section):
     )
     adam_eps_root: float = key(
         0.0, "Added inside the root.", only_if={"opt_type": ["adamw", "muon"]}, ge=0
+    )
+    adam_bias_correction: bool = key(
+        True,
+        "Divide both moments by what they lack in the first steps (Kingma and Ba 2015, section "
+        "3). GPT-Neo's Adam does not.",
+        only_if={"opt_type": ["adamw"]},
     )
     adam_weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
     adamw_mask: tuple[str, ...] = key(
@@ -102,6 +115,31 @@ class Optimizer(Section):
     nesterov: bool = key(
         True, "Nesterov's form of momentum.", only_if={"opt_type": ["sgd", "muon"]}
     )
+    adafactor_decay_exponent: float = key(
+        0.8, "Step t keeps 1 - t^-exponent of the second moment.", gt=0,
+        only_if=_ADAFACTOR,
+    )  # fmt: skip
+    adafactor_epsilon_gradient: float = key(
+        1e-30, "Added to the squares of gradients (GPT-Neo: ada_epsilon1).", ge=0,
+        only_if=_ADAFACTOR,
+    )  # fmt: skip
+    adafactor_epsilon_parameter: float = key(
+        1e-3,
+        "Least size of a parameter for the relative learning rate (GPT-Neo: ada_epsilon2).",
+        ge=0,
+        only_if=_ADAFACTOR,
+    )
+    adafactor_clipping_threshold: float = key(
+        1.0, "Bound on the root mean square of a parameter's update.", gt=0, only_if=_ADAFACTOR
+    )
+    adafactor_min_dim_size_to_factor: int = key(
+        128, "Arrays whose second largest dimension is smaller keep the whole second moment.",
+        ge=1, only_if=_ADAFACTOR,
+    )  # fmt: skip
+    adafactor_momentum: float = key(
+        0.0, "Decay of a mean over updates; 0 keeps none (GPT-Neo: beta1).", ge=0, lt=1,
+        only_if=_ADAFACTOR,
+    )  # fmt: skip
     gradient_clipping_threshold: float = key(1.0, "Bound on the gradient; 0 is off.", ge=0)
     gradient_clipping_type: Literal["global_norm", "value"] = key(
         "global_norm", "Whether the bound is on the global norm or on each element."
@@ -109,30 +147,59 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Learning rate over time: warm-up, body, then 0 after learning_rate_schedule_steps."""
+    """Learning rate over time: warm-up, body, and what follows learning_rate_schedule_steps."""
 
     learning_rate: float = key(3e-5, "Peak.", gt=0)
-    lr_schedule_type: Literal["cosine", "linear", "wsd", "constant"] = key(
+    lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key(
         "cosine", "Body of the schedule; wsd is warm-up, stable, decay."
     )
+    lr_polynomial_power: float = key(
+        1.0, "The body falls as (1 - share of it that is over)^power.", gt=0,
+        only_if={"lr_schedule_type": ["polynomial"]},
+    )  # fmt: skip
     learning_rate_schedule_steps: int = key(
         -1, "Length of the schedule; -1 is `steps`.", unit="steps", ge=-1
     )
-    warmup_steps_fraction: float = key(0.1, "Share of the schedule spent warming up.", ge=0, le=1)
+    warmup_steps_fraction: float = key(
+        0.1, "Share of the schedule spent warming up.", ge=0, le=1, only_if={"warmup_steps": [-1]}
+    )
+    warmup_steps: int = key(
+        -1, "Steps spent warming up; -1 takes warmup_steps_fraction.", unit="steps", ge=-1
+    )
+    warmup_multiplies_schedule: bool = key(
+        False,
+        "The body counts from step 0 and is multiplied by the warm-up (GPT-Neo). Otherwise it "
+        "begins where the warm-up ends.",
+        only_if=_DECAYING,
+    )
     learning_rate_final_fraction: float = key(
-        0.1, "Last learning rate over the peak.", ge=0, le=1,
-        only_if={"lr_schedule_type": ["cosine", "linear", "wsd"]},
-    )  # fmt: skip
+        0.1, "Last learning rate over the peak.", ge=0, le=1, only_if=_DECAYING
+    )
+    learning_rate_after_schedule: Literal["zero", "final"] = key(
+        "zero",
+        "Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the last one "
+        "(GPT-Neo after lr_decay_end, fattorib/transformer).",
+        only_if=_DECAYING,
+    )
     wsd_decay_steps_fraction: float = key(
         0.1, "Share of the schedule spent decaying.", ge=0, le=1,
         only_if={"lr_schedule_type": ["wsd"]},
     )  # fmt: skip
 
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of the warm-up; learning_rate_schedule_steps is known by then."""
+        if self.warmup_steps != -1:
+            return self.warmup_steps
+        return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
+
 
 # Base rules: logical name -> mesh axes. Weights first, then activations. A name may appear again:
 # the later entry is used where a mesh axis of the earlier one is already taken in that array.
 LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("activation_batch", ("data", "fsdp")),
+    ("activation_batch", ("data", "fsdp", "expert")),
+    ("activation_groups", ("data", "fsdp")),
+    ("activation_exp", ("expert",)),
     ("activation_heads", ("tensor",)),
     ("activation_kv_heads", ("tensor",)),
     ("activation_mlp", ("tensor",)),
@@ -143,6 +210,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_kv", ()),
     ("vocab", ("tensor",)),
     ("embed", ("fsdp",)),
+    ("exp", ("expert",)),
     ("mlp", ("tensor",)),
     ("slots", ("tensor",)),
     ("q_heads", ("tensor",)),
@@ -161,8 +229,16 @@ class Mesh(Section):
     ici_fsdp_parallelism: int = key(
         -1, "Devices over which weights and batch are split; -1 fills.", ge=-1
     )
+    ici_expert_parallelism: int = key(
+        1, "Devices over which experts, and the batch outside of them, are split.", ge=-1
+    )
     ici_tensor_parallelism: int = key(
         1, "Devices over which heads, MLP and slots are split.", ge=-1
+    )
+    shard_optimizer_over_data: bool = key(
+        False,
+        "Split moments over the copies of the model (ici_data_parallelism) as well, so that each "
+        "device keeps and updates a part (ZeRO-1). The result is the same.",
     )
     logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
         LOGICAL_AXIS_RULES,

@@ -83,7 +83,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
                 found.append(f"{setting.ours[0]}={value}, not {wanted}")
         if not setting.is_written:
             continue
-        theirs = setting.theirs_of(value)
+        theirs = setting.theirs_of(values)
         if theirs is REQUIRED:
             found.append(f"{setting.ours[0]}={_shown(value)}{_reason(family, setting.ours[0])}")
         written[setting.name] = theirs
@@ -108,7 +108,27 @@ def our_values(config: Config) -> dict[str, Any]:
         values["trainable_position_size"] = values["max_target_length"]
     if values["position_embedding"] == "learned":
         values["max_target_length"] = values["trainable_position_size"]
-    return values | _slots(config)
+    return values | _slots(config) | _in_one_form(config)
+
+
+def _in_one_form(config: Config) -> dict[str, Any]:
+    """What can be said in several ways, with the default where it means the default."""
+    model, dimensions = config.model, config.model.shape.dimensions
+    experts, layers = model.mixture_of_experts, range(dimensions.num_layers)
+    scale = model.attention.attention_scale
+    return {
+        "attention_types": ()
+        if set(model.attention_kinds) <= {"global"}
+        else model.attention.attention_types,
+        "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
+        "moe_layers": None
+        if all(experts.stands_in(layer) for layer in layers)
+        else experts.moe_layers,
+        "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
+        "moe_activations": None
+        if experts.moe_activations == model.feed_forward.mlp_activations
+        else experts.moe_activations,
+    }
 
 
 def _slots(config: Config) -> dict[str, Any]:
@@ -135,11 +155,9 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
         if setting.is_written and says_something(setting, values):
             *objects, name = setting.name.split(".")
             place = result.setdefault(objects[0], {}) if objects else result
-            place[name] = setting.theirs_of(values[setting.ours[0]] if setting.ours else None)
+            place[name] = setting.theirs_of(values)
     if result.get(ROPE_SCALING) == {"rope_type": "default"}:
         del result[ROPE_SCALING]  # what silence means, also to versions that do not know the word
-    if family.window:
-        result[family.window[0]] = None
     return result
 
 
@@ -148,20 +166,20 @@ def kept_window(
 ) -> dict[str, Any]:
     """The window and the length of the folder that unchanged weights came from, where they hold.
 
-    Our models see all earlier tokens. Up to the window that is the same, and an import shortens the
-    length to it. The longer texts of the first folder are then lost for us, not for the export.
+    Where an import shortened the length to the window, layers are global here. The longer texts of
+    the first folder are then lost for us, not for the export.
 
     Args:
       kept: config.json of that folder.
       written: what the table gives.
     """
-    if not family.window or family.window[0] not in kept:
+    if not family.window or family.window not in kept or written[family.window] is not None:
         return {}
-    window = kept[family.window[0]]
+    window = kept[family.window]
     length = next(s.name for s in family.settings if "max_target_length" in s.ours)
     if window is None or written[length] > window:
         return {}
-    result = {family.window[0]: window}
+    result = {family.window: window}
     if written[length] == window and length in kept:
         result[length] = kept[length]
     return result
@@ -173,12 +191,13 @@ def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
     Several may mean the same, and the program beside that folder may know only its own.
     """
     undecided = [s for s in family.settings if not s.ours and s.name in kept]
-    return {s.name: kept[s.name] for s in undecided if s.ours_of(kept[s.name]) is not REQUIRED}
+    return {
+        s.name: kept[s.name] for s in undecided if s.ours_of(kept[s.name], kept) is not REQUIRED
+    }
 
 
 def settled_names(family: Family) -> set[str]:
     """Keys of config.json that the table decides, older and newer names included."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
     return names | {"rope_parameters", "rope_scaling", "architectures",
-                    *(("model_type",) if family.has_model_type else ()),
-                    *((family.window[0],) if family.window else ())}  # fmt: skip
+                    *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -18,6 +18,7 @@ from MaxText.conversion import (
 )
 from MaxText.conversion.config_json import find_family
 from MaxText.conversion.family import Family
+from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import (
     GENERATION_CONFIG,
     find_folder,
@@ -62,7 +63,16 @@ def convert(request: Request, show: Show) -> None:
         show(f"Reading {weights.folder}: {_described(weights)}")
         show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
         if request.target_kind == "run":
-            _maxtext_to_run(request, weights, loaded, show)
+            note = {"maxtext": {"path": request.source, "query_scaling": weights.query_scaling}}
+            _other_to_run(request, weights, loaded, "MaxText's checkpoint", note, show)
+            return
+    elif request.source_kind == "fattorib":
+        assert loaded is not None
+        weights = FattoribWeights(request.source, loaded.config)
+        show(f"Reading {weights.file}: {_described(weights)}")
+        if request.target_kind == "run":
+            note = {"fattorib": {"path": request.source}}
+            _other_to_run(request, weights, loaded, "fattorib/transformer's", note, show)
             return
     else:
         weights = RunWeights(request.source, loaded.config if loaded else None)
@@ -76,10 +86,12 @@ def convert(request: Request, show: Show) -> None:
 def _configuration(request: Request) -> Loaded | None:
     if request.arguments:
         return load(request.arguments)
-    if request.source_kind == "maxtext":
+    if request.source_kind != "run":
+        kind = request.source_kind
         raise UserError(
-            "MaxText's checkpoints do not say which model they hold. Name its configuration: "
-            "convert.py CONFIG.yml from=maxtext:... to=..., or add model_name=NAME or keys."
+            f"Checkpoints of {'MaxText' if kind == 'maxtext' else 'fattorib/transformer'} do not "
+            f"say which model they hold. Name its configuration: convert.py CONFIG.yml from={kind}:"
+            "... to=..., or add model_name=NAME or keys."
         )
     return None
 
@@ -134,10 +146,12 @@ def _from_folder(request: Request, show: Show) -> None:
     run_folder.show_run(request.target, copied, show)
 
 
-# --- From a checkpoint of MaxText -----------------------------------------------------------------
+# --- From a checkpoint of another program ---------------------------------------------------------
 
 
-def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, show: Show) -> None:
+def _other_to_run(
+    request: Request, weights: Weights, loaded: Loaded, whose: str, note: dict, show: Show
+) -> None:
     _show_memory(run_folder.peak_bytes(weights), show)
     resolved = flat(loaded.config)
     chosen = {
@@ -148,8 +162,7 @@ def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, s
         if loaded.origins[key.name].layer not in (Layer.DEFAULT, Layer.DERIVED)
     }
     keys = {"decoder_block": resolved["decoder_block"], **with_effect(resolved, chosen)}
-    comment = [f"Model of MaxText's checkpoint {request.source}, imported by convert.py."]
-    note = {"maxtext": {"path": request.source, "query_scaling": weights.query_scaling}}
+    comment = [f"Model of {whose} {request.source}, imported by convert.py."]
     with run_folder.whole_or_nothing(request.target) as partial:
         run_folder.write_run(partial, weights, keys, comment, note)
     run_folder.show_run(request.target, [], show)
@@ -158,7 +171,7 @@ def _maxtext_to_run(request: Request, weights: MaxTextWeights, loaded: Loaded, s
 # --- To a folder of Hugging Face, and to a program ------------------------------------------------
 
 
-def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Show) -> None:
+def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     folded, told = folded_zoom.fold(weights, request.family)
@@ -203,15 +216,18 @@ def _to_folder(request: Request, weights: RunWeights | MaxTextWeights, show: Sho
         )
 
 
-def _tokenizer(request: Request, weights: RunWeights | MaxTextWeights) -> tuple[Path | None, str]:
+def _tokenizer(request: Request, weights: Weights) -> tuple[Path | None, str]:
     """The folder of the tokenizer to export, and what to say where there is none."""
     if request.tokenizer:
         folder = local_path(request.tokenizer)
         if not is_file(folder / TOKENIZER_NAME):
             raise UserError(f"tokenizer={request.tokenizer} is no folder with {TOKENIZER_NAME}.")
         return folder, ""
-    if isinstance(weights, MaxTextWeights):
-        return None, "MaxText's checkpoints name no tokenizer; add tokenizer=FOLDER to export one"
+    if not isinstance(weights, RunWeights):
+        return (
+            None,
+            "checkpoints of this kind name no tokenizer; add tokenizer=FOLDER to export one",
+        )
     run = Path(str(weights.stored.folder.parent.parent))
     return tokenizer_copy.find_tokenizer(run, weights.config.data.dataset_path)
 

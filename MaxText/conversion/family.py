@@ -13,8 +13,11 @@ from MaxText.conversion.layouts import Layout
 
 REQUIRED = object()
 
+# Under this name a config.json has the length that the user asks for, where that is another.
+TEXTS = "length of the user's texts"
+
 # What stands in the name of a tensor for a number.
-_NUMBER = re.compile(r"\{(layer|num_layers)(?:\+(\d+))?\}")
+_NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +26,12 @@ class Row:
 
     Attributes:
       theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
-        many there are; `{layer+2}` is 2 more.
+        many there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
       ours: the arrays of ours that it holds, in the order of J. `{layer}` in them means an array
-        for each layer, where ours differ by layer; without it one array holds all layers. The row
-        applies where the model has the first of them: a model without biases has no row of biases.
-      layout: how numbers are ordered.
+        for each layer, where ours differ by layer; without it one array holds all layers. One array
+        holds all experts, after the layers. The row applies where the model has the first of them:
+        a model without biases has no row of biases.
+      layout: how numbers are ordered, of one layer and one expert.
       older: other names for it in files that are about.
     """
 
@@ -46,17 +50,26 @@ class Row:
         """Whether one array of ours holds all layers."""
         return self.in_layers and not _NUMBER.search(self.ours[0])
 
-    def name(self, num_layers: int, layer: int = 0) -> str:
-        """The tensor's name in a model of so many layers, in one of them."""
-        return _numbered(self.theirs, num_layers, layer)
+    @property
+    def in_experts(self) -> bool:
+        """Whether every expert has such a tensor."""
+        return "{expert}" in self.theirs
+
+    def name(self, num_layers: int, layer: int = 0, expert: int = 0) -> str:
+        """The tensor's name in a model of so many layers, in one of them and of one expert."""
+        return _numbered(self.theirs, num_layers, layer, expert)
+
+    def older_names(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
+        """Other names that the tensor of one layer may have in a file."""
+        return tuple(_numbered(name, num_layers, layer) for name in self.older)
 
     def arrays(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
         """Names of our arrays that the tensor of one layer is part of."""
         return tuple(_numbered(name, num_layers, layer) for name in self.ours)
 
 
-def _numbered(name: str, num_layers: int, layer: int) -> str:
-    numbers = {"layer": layer, "num_layers": num_layers}
+def _numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+    numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
 
@@ -86,6 +99,9 @@ class Setting:
       unset: a value of theirs that means silence.
       remedy: added to the message about a value that cannot be imported.
       implied: the value, by config.json, that our keys have anyway: an import leaves them out.
+      read: their value and config.json -> our value, or REQUIRED if we have none; where pairs of
+        values cannot say it.
+      write: all our keys -> their value, or REQUIRED if they have none.
     """
 
     theirs: tuple[str, ...]
@@ -97,6 +113,8 @@ class Setting:
     unset: Any = None
     remedy: str = ""
     implied: Callable[[Mapping[str, Any]], Any] | None = None
+    read: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    write: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -123,14 +141,19 @@ class Setting:
         """Whether our keys have the value without being set."""
         return self.implied is not None and _computed(self.implied, config) == value
 
-    def ours_of(self, value: Any) -> Any:
-        """Our value of one of theirs; REQUIRED if we have none."""
+    def ours_of(self, value: Any, config: Mapping[str, Any]) -> Any:
+        """Our value of one of theirs, in a config.json; REQUIRED if we have none."""
+        if self.read is not None:
+            return self.read(value, config)
         if self.values is None:
             return value
         return next((ours for theirs, ours in self.values if theirs == value), REQUIRED)
 
-    def theirs_of(self, value: Any) -> Any:
-        """Their value of one of ours; REQUIRED if they have none."""
+    def theirs_of(self, values: Mapping[str, Any]) -> Any:
+        """Their value, from all our keys; REQUIRED if they have none."""
+        if self.write is not None:
+            return self.write(values)
+        value = values[self.ours[0]] if self.ours else None
         if self.values is None:
             return value
         return next((theirs for theirs, ours in self.values if ours == value), REQUIRED)
@@ -217,8 +240,7 @@ class Family:
         they have none in common.
       head: name of the head's tensor, which a model that ties it to the token table need not have.
       ignored: ends of names of tensors that are no weights.
-      window: key of the number of tokens that a token sees at most, and its default; our models see
-        all, which is the same up to that length.
+      window: key of the number of tokens that a token sees at most, where all layers have one.
       in_transformers: whether transformers has the class.
       auto_map: of config.json, for classes that lie beside it as Python files: what transformers
         asks for and "module.class". A family with neither has no model_type in config.json and is
@@ -236,7 +258,7 @@ class Family:
     prefix: str
     head: str = "lm_head.weight"
     ignored: tuple[str, ...] = ()
-    window: tuple[str, int] | None = None
+    window: str = ""
     in_transformers: bool = True
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
     code: str = ""
@@ -261,6 +283,17 @@ SHARED_PARTS: Mapping[str, Any] = {
     "normalization_zero_centered": False,
     "scale_embedding": False,
     "block_norm_parametric": True,
+    "parallel_residual_shared_norm": False,
+    "use_rezero": False,
+    "use_macaron": False,
+    "share_parameters": False,
+    "attention_scale": None,
+    "attention_types": (),
+    "num_mem_kv": 0,
+    "static_sgu": False,
+    "num_experts": 1,
+    "final_norm": True,
+    "head_qk": False,
     "attention_projections": "dense",
     "feed_forward_type": "mlp",
 }

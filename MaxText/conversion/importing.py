@@ -138,7 +138,7 @@ class FolderWeights:
         array = np.empty(info.shape, self.formats[ours])
         for tensor in self.map.sources(ours):
             part = self.map.part(ours, self.files.read(self._names[tensor.name]))
-            array[... if tensor.layer is None else tensor.layer] = part
+            array[tensor.place] = part
         return array
 
 

@@ -7,7 +7,8 @@ from the same pair and only move numbers, so that there and back gives every bit
 Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, P rows of
 the position table, J arrays of ours in one tensor of theirs; slots of Pattention: Q of query, key
 and value each, O of the output projection, S of the feed-forward; dense connections: C ways, L
-hidden states that are summed, W hidden width of what makes the weights. Sizes may differ by layer.
+hidden states that are summed, W hidden width of what makes the weights; E experts. Sizes may differ
+by layer.
 """
 
 import dataclasses

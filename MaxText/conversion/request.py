@@ -10,6 +10,7 @@ from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.maxtext_keys import ALIASES, absent
 from MaxText.configuration.problems import nearest
 from MaxText.conversion.families.known import FAMILIES
+from MaxText.conversion.fattorib_checkpoint import PREFIX as FATTORIB
 from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
 from MaxText.conversion.hugging_face_folder import is_file, is_folder, local_path
 from MaxText.conversion.maxtext_names import PREFIX as MAXTEXT
@@ -34,8 +35,9 @@ class Request:
     """A conversion.
 
     Attributes:
-      source: a folder of Hugging Face, a run, or a checkpoint of MaxText, without its prefix.
-      source_kind: "hf", "run" or "maxtext".
+      source: a folder of Hugging Face, a run, or a checkpoint of another program, without its
+        prefix.
+      source_kind: "hf", "run", "maxtext" or "fattorib".
       target: where the result goes, without its prefix.
       target_kind: "hf", "run" or "stablehlo".
       family: model_type to export as; "" for the first that fits.
@@ -166,14 +168,16 @@ def _take_places(request: Request, given: dict[str, str]) -> None:
     source, target = given["from"], given["to"]
     if source.startswith(MAXTEXT):
         request.source, request.source_kind = source.removeprefix(MAXTEXT), "maxtext"
+    elif source.startswith(FATTORIB):
+        request.source, request.source_kind = source.removeprefix(FATTORIB), "fattorib"
     else:
         request.source = source
         request.source_kind = "hf" if is_folder(source) else "run"
     export = given.get("export", "")
     if export not in ("", "stablehlo"):
         raise UserError(f"export={export} is unknown. Write export=stablehlo, or leave it out.")
-    if target.startswith(MAXTEXT):
-        raise UserError(f"to={target}: MaxText's layout is read, not written. Write to=hf:FOLDER.")
+    if target.startswith((MAXTEXT, FATTORIB)):
+        raise UserError(f"to={target}: this layout is read, not written. Write to=hf:FOLDER.")
     request.target_kind = "hf" if target.startswith(HUGGING_FACE) else export or "run"
     if export and request.target_kind == "hf":
         raise UserError(f"export={export} writes one file, but to={target} is a folder.")
@@ -229,7 +233,7 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
 
 
 def _check_growth(request: Request, given: dict[str, str]) -> None:
-    if request.target_kind != "run" or request.source_kind == "maxtext":
+    if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         raise UserError(
             "grow makes a run of a run, or of a folder of Hugging Face: convert.py grow from=RUN "
             "to=RUN slot_num=NUMBER. Convert other formats before or after it."

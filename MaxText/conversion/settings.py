@@ -8,7 +8,7 @@ from MaxText.configuration import values as typed_values
 from MaxText.configuration.catalogue import Key, all_keys
 from MaxText.configuration.problems import Problem
 from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
-from MaxText.conversion.family import REQUIRED, Family, Setting
+from MaxText.conversion.family import REQUIRED, TEXTS, Family, Setting
 from MaxText.errors import UserError
 
 # The object that says how rotary frequencies are changed, and what newer versions put in as well.
@@ -64,6 +64,9 @@ def to_keys(
       UserError: everything in it that our parts cannot do, in one message.
     """
     config = _flattened(config, where)
+    shorter = str(given.get("max_target_length", ""))
+    if shorter.isdecimal():
+        config[TEXTS] = int(shorter)
     problems: list[str] = []
     keys: dict[str, Any] = {"decoder_block": family.decoder_block, **family.parts}
     for setting in family.settings:
@@ -76,7 +79,7 @@ def to_keys(
             if not (derived and problems):
                 problems.append(f"{setting.name} is missing")
             continue
-        ours = setting.ours_of(value)
+        ours = setting.ours_of(value, config)
         if ours is REQUIRED:
             problems.append(_cannot(setting, value))
             continue
@@ -92,20 +95,6 @@ def to_keys(
         config.setdefault(setting.name, value)
         if not setting.is_implied(value, config):
             keys |= dict.fromkeys(setting.ours, ours)
-    if family.window and not problems:
-        name, default = family.window
-        window, length = config.get(name, default), keys["max_target_length"]
-        shorter = str(given.get("max_target_length", ""))
-        # What is no number is for the configuration to refuse.
-        length = int(shorter) if shorter.isdecimal() else length
-        if window is not None and not isinstance(window, int | float):
-            problems.append(f"{name}={window} is no number of tokens")
-        elif window is not None and isinstance(length, int | float) and window < length:
-            problems.append(
-                f"{name}={window} is below the length of {length} tokens, and attention has no "
-                f"window here. Up to {window} tokens both are the same: add "
-                f"max_target_length={window}."
-            )
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{where}: config.json ({family.model_type}) cannot be imported:\n{lines}")
@@ -142,7 +131,8 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _unfit(setting: Setting, value: Any) -> str:
     """What is wrong with a value that our keys are to take as it is; "" if nothing."""
-    for name in setting.ours if setting.values is None else ():
+    taken_as_it_is = setting.values is None and setting.read is None
+    for name in setting.ours if taken_as_it_is else ():
         key = all_keys()[name]
         try:
             number = typed_values.convert(value, key.annotation)
@@ -163,7 +153,8 @@ def says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
 
 
 def _cannot(setting: Setting, value: Any) -> str:
-    assert setting.values is not None
+    if setting.values is None:
+        return f"{setting.name}={value} cannot be imported. {setting.remedy}".rstrip()
     possible = " or ".join(
         "null" if theirs is None else str(theirs) for theirs, _ in setting.values
     )

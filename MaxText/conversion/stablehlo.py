@@ -41,7 +41,7 @@ def exported(weights: Weights, length: int) -> export.Exported:
     def forward(tokens_BT: jax.Array) -> jax.Array:
         decoder = model.merge(params)
         batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder.logits(decoder.hidden(batch)[0])
+        return decoder(batch)
 
     (rows,) = export.symbolic_shape("b")
     shape = jax.ShapeDtypeStruct((rows, length), jnp.int32)

@@ -19,7 +19,7 @@ class Tensor:
       shape: as it is stored there.
       row: the row of the table it comes from.
       ours: the arrays of ours that it is part of.
-      layer: its place in these arrays, None where they hold no more than this tensor.
+      place: in these arrays: layer and expert, as far as one array holds several of them.
       older: other names that it may have in a file.
     """
 
@@ -27,7 +27,7 @@ class Tensor:
     shape: tuple[int, ...]
     row: Row
     ours: tuple[str, ...]
-    layer: int | None
+    place: tuple[int, ...]
     older: tuple[str, ...] = ()
 
 
@@ -41,28 +41,31 @@ class TensorMap:
         either be made of the other.
     """
 
-    def __init__(self, family: Family, model: Model):
+    def __init__(self, family: Family, model: Model, rows: Sequence[Row] | None = None):
+        """Args: rows: others than the family's, for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[Tensor]] = {}
         num_layers = model.section.shape.dimensions.num_layers
-        for row in family.rows:
+        num_experts = model.section.mixture_of_experts.num_experts
+        for row in family.rows if rows is None else rows:
             for layer in range(num_layers) if row.in_layers else (0,):
                 ours = row.arrays(num_layers, layer)
                 if ours[0] in model.parameters:
-                    place = layer if row.is_stacked else None
-                    tensor = self._tensor(row, row.name(num_layers, layer), ours, place)
-                    self.groups.setdefault(ours, []).append(tensor)
+                    outer = (layer,) if row.is_stacked else ()
+                    for expert in range(num_experts) if row.in_experts else (0,):
+                        place = (*outer, expert) if row.in_experts else outer
+                        name = row.name(num_layers, layer, expert)
+                        shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
+                        older = row.older_names(num_layers, layer)
+                        tensor = Tensor(name, shape, row, ours, place, older)
+                        self.groups.setdefault(ours, []).append(tensor)
         named = [name for ours in self.groups for name in ours]
         assert sorted(named) == sorted(model.parameters), "the table misses arrays of the model"
-
-    def _tensor(self, row: Row, name: str, ours: tuple[str, ...], layer: int | None) -> Tensor:
-        shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
-        return Tensor(name, shape, row, ours, layer, row.older)
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
         """Sizes of one array by the letters of its layout; they may differ from layer to layer."""
         shape = self.model.parameters[ours].shape
-        return row.layout.sizes(shape[1:] if row.is_stacked else shape)
+        return row.layout.sizes(shape[row.is_stacked + row.in_experts :])
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:
@@ -78,7 +81,7 @@ class TensorMap:
         }
 
     def sources(self, ours: str) -> list[Tensor]:
-        """The tensors that an array of ours is made of: one, or one for each layer."""
+        """The tensors that an array of ours is made of: one, or one for each layer and expert."""
         return self._places[ours][0]
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
@@ -89,5 +92,5 @@ class TensorMap:
 
     def whole(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """A tensor of theirs from the arrays of ours of its group, all layers of each."""
-        layers = arrays if tensor.layer is None else [array[tensor.layer] for array in arrays]
-        return tensor.row.layout.join(layers, self._sizes(tensor.row, tensor.ours[0]))
+        parts = [array[tensor.place] for array in arrays]
+        return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.ours[0]))

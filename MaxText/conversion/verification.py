@@ -98,7 +98,7 @@ def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
     def run(params, tokens_BT):
         decoder = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), params))
         batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder.logits(decoder.hidden(batch)[0])
+        return decoder(batch)
 
     with jax.default_device(jax.devices("cpu")[0]):
         return np.asarray(run(params, tokens))

@@ -142,8 +142,10 @@ class Engine:
 
         Grows fourfold: every capacity is another compiled program.
         """
-        capacity = sequences.states[0].capacity
-        if length <= capacity:
+        capacities = [
+            state.capacity for state in sequences.states if state is not None and state.capacity
+        ]
+        if not capacities or length <= (capacity := min(capacities)):
             return sequences
         return self._growth(sequences, self._capacity(max(length, 4 * capacity)))
 
@@ -192,7 +194,8 @@ class Engine:
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, sequences: Sequences
     ) -> tuple[Sequences, Drawn]:
-        logits_BV = decoder.logits(h_B1D)[:, 0]
+        pointers = decoder.pointers_of(sequences.states)
+        logits_BV = decoder.logits(h_B1D, pointers, sequences.lengths_B[:, None] - 1)[:, 0]
         # A draw depends on the sequence's own key and how many came before it, and on nothing
         # else in the batch.
         keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)
@@ -213,7 +216,7 @@ class Engine:
 
 
 def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
-    states = tuple(state.with_capacity(capacity) for state in sequences.states)
+    states = tuple(state and state.with_capacity(capacity) for state in sequences.states)
     return dataclasses.replace(sequences, states=states)
 
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.errors import UserError
+from MaxText.layers.entmax import entmax
 
 # Relative error up to which a sum of float32 probabilities reaches a bound.
 _SLACK = 1e-6
@@ -149,44 +150,6 @@ def probabilities(
             p_BV = jnp.where(kept(p_BV, setting), p_BV, 0.0)
             p_BV = p_BV / jnp.sum(p_BV, axis=-1, keepdims=True)
     return p_BV
-
-
-def entmax(logits_BV: jax.Array, alpha: float) -> jax.Array:
-    """Alpha-entmax of logits (Peters et al. 2019), for 1 < alpha <= 2.
-
-    p = max(0, (alpha - 1) (z - max z) + 1 - shift) ** q, q = 1 / (alpha - 1), where the shift makes
-    the sum 1. The q-norm of these brackets is convex and falls with the shift, so Newton's method
-    climbs from 0 to its solution without passing it. It is exact after one step where all entries
-    are equal, and takes about five for logits of a language model.
-
-    Returns:
-      Probabilities, many of them exactly 0.
-    """
-    q = 1 / (alpha - 1)
-    # Brackets are held as their distance from 1: for alpha near 1 they differ from it by little.
-    scaled_BV = (alpha - 1) * (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True))
-
-    def powers(shift_B1):
-        bracket_BV = scaled_BV - shift_B1
-        inside_BV = bracket_BV > -1
-        log_BV = jnp.log1p(jnp.where(inside_BV, bracket_BV, 0.0))
-        p_BV = jnp.where(inside_BV, jnp.exp(q * log_BV), 0.0)
-        slope_BV = jnp.where(inside_BV, jnp.exp((q - 1) * log_BV), 0.0)
-        return p_BV, jnp.sum(p_BV, -1, keepdims=True), jnp.sum(slope_BV, -1, keepdims=True)
-
-    def climb(carry):
-        shift_B1, moved_B1 = carry
-        _, sum_B1, slope_B1 = powers(shift_B1)
-        step_B1 = -sum_B1 * jnp.expm1((1 - alpha) * jnp.log(sum_B1)) / slope_B1
-        # A row that has arrived stays, so that it does not depend on the rows beside it.
-        next_B1 = jnp.where(moved_B1 & (sum_B1 > 1 + _SLACK), shift_B1 + step_B1, shift_B1)
-        return next_B1, next_B1 > shift_B1
-
-    start_B1 = jnp.zeros_like(scaled_BV[:, :1])
-    start = (start_B1, jnp.ones_like(start_B1, bool))
-    shift_B1, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), climb, start)
-    p_BV, sum_B1, _ = powers(shift_B1)
-    return p_BV / sum_B1
 
 
 def _adjusted_logits(logits_BV, choice, seen_BV, num_ids):

@@ -1,12 +1,36 @@
-"""Activation functions by their configuration names."""
+"""Activation functions by their configuration names, those of GPT-Neo among them.
+
+Legend: F mlp_dim; "..." any dimensions before it.
+"""
 
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+from MaxText.layers.building import Building
+from MaxText.layers.weights import constant, weight
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+def _elish(x):
+    """Basirat and Roth 2018. GPT-Neo's divides by 1 + e^x above 0, where the paper has 1 + e^-x."""
+    return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x)
+
+
+def _odd_harmonics(wave: Function, power: int) -> Function:
+    """wave(x) - wave(3x) / 3^power + wave(5x) / 5^power - wave(7x) / 7^power."""
+    return lambda x: sum(
+        (-1) ** i * wave(n * x) / n**power  # type: ignore[return-value]
+        for i, n in enumerate((1, 3, 5, 7))
+    )
+
+
+# Of each number by itself.
+ACTIVATIONS: dict[str, Function] = {
     "linear": lambda x: x,
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al. 2021)
@@ -24,4 +48,108 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "mish": jax.nn.mish,
     "hard_swish": jax.nn.hard_swish,
     "soft_sign": jax.nn.soft_sign,
+    # GPT-Neo's further ones, under its names.
+    "abs": jnp.abs,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "sign": jnp.sign,
+    "id": lambda x: x,
+    "lrelu001": functools.partial(jax.nn.leaky_relu, negative_slope=0.01),
+    "lrelu020": functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
+    "triangle_relax": _odd_harmonics(jnp.sin, 2),
+    "square_relax": _odd_harmonics(jnp.cos, 1),
+    "spike": lambda x: 1 / (1 + jnp.square(x)),
+    "spike2": lambda x: jnp.exp(-jnp.square(x)),
+    "tanhshrink": lambda x: x - jnp.tanh(x),  # a NameError in GPT-Neo
+    "softsign": jax.nn.soft_sign,
+    "bipolarsigmoid": lambda x: 2 * jax.nn.sigmoid(x) - 1,
+    "elish": _elish,
+    "arcsinh": jnp.arcsinh,
+    "maxsig": lambda x: jnp.maximum(x, jax.nn.sigmoid(x)),
+    "cosid": lambda x: jnp.cos(x) - x,
+    "minsin": lambda x: jnp.minimum(x, jnp.sin(x)),
+    "maxtanh": lambda x: jnp.maximum(x, jnp.tanh(x)),
+    # tanh(e^5) is 1, and e^x is infinite from 89 on.
+    "tanhexp": lambda x: x * jnp.tanh(jnp.exp(jnp.minimum(x, 5))),
+    "lisht": lambda x: x * jnp.tanh(x),
+    "seagull": lambda x: jnp.log1p(jnp.square(x)),
+    "snake": lambda x: x + jnp.square(jnp.sin(x)),
+    "roottanh": lambda x: jnp.cbrt(jnp.square(x) + 1) * jnp.tanh(x),
+    "softplusmone": lambda x: jax.nn.softplus(x) - 1,
 }
+
+# Of all F numbers of a token together.
+OVER_FEATURES: dict[str, Function] = {
+    "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "logsoftmax": functools.partial(jax.nn.log_softmax, axis=-1),
+}
+
+# Slopes below 0 of RReLU are drawn from here, and their mean is used outside of training (Xu et al.
+# 2015, section 2.4).
+_RRELU_SLOPES = (1 / 8, 1 / 3)
+
+
+def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Leaky ReLU with a random slope for each number; with the mean slope where `key` is None.
+
+    GPT-Neo's draws one slope while the graph is built, another one for training than for
+    evaluation.
+    """
+    slope = sum(_RRELU_SLOPES) / 2
+    if key is not None:
+        low, high = _RRELU_SLOPES
+        slope = jax.random.uniform(key, x.shape, x.dtype, low, high)
+    return jnp.where(x >= 0, x, slope * x)
+
+
+def _aria(x, *, lower, upper, offset, factor, rate, root):
+    """x times Richards' curve (Patwardhan et al. 2018)."""
+    # Where the exponent is cut off the curve is 0.
+    growth = jnp.exp(jnp.minimum(rate * x / (1 + jax.nn.softplus(root)), 60))
+    return x * (lower + upper / (jax.nn.softplus(offset) + factor * growth))
+
+
+def _prelu(x, *, slope):
+    return jnp.where(x >= 0, x, slope * x)
+
+
+def _parcsinh(x, *, scale, rate):
+    return scale * jnp.arcsinh(x * (1 + jax.nn.softplus(rate)))
+
+
+def _psoftplus(x, *, scale, rate, offset):
+    return scale * jax.nn.softplus(rate * x) + offset
+
+
+def _proottanh(x, *, power, offset, root):
+    """GPT-Neo takes a broken power of x itself, which does not exist below 0."""
+    powered = jnp.abs(x) ** (2 + jax.nn.softplus(power)) + 1 + jax.nn.softplus(offset)
+    return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
+
+
+# Name -> function, and the numbers that it learns with their first values.
+LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {
+    "aria": (
+        _aria,
+        {"lower": 0.0, "upper": 1.0, "offset": 0.0, "factor": 1.0, "rate": -1.0, "root": 0.0},
+    ),
+    "prelu": (_prelu, {"slope": 0.2}),
+    "parcsinh": (_parcsinh, {"scale": 1.0, "rate": 0.0}),
+    "psoftplus": (_psoftplus, {"scale": 1.0, "rate": 1.0, "offset": 0.0}),
+    "proottanh": (_proottanh, {"power": 0.0, "offset": 0.0, "root": 0.0}),
+}
+
+
+class LearnedActivation(nnx.Module):
+    """An activation with a few learned numbers, one of each for all F features."""
+
+    def __init__(self, name: str, building: Building, rngs: nnx.Rngs):
+        self.function, first_values = LEARNED[name]
+        self.names = tuple(first_values)
+        for parameter, value in first_values.items():
+            number = weight(rngs, (), (), constant(value), dtype=building.weight_dtype)
+            setattr(self, parameter, number)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        numbers = {name: getattr(self, name)[...].astype(x.dtype) for name in self.names}
+        return self.function(x, **numbers)

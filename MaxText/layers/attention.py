@@ -8,20 +8,26 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import Attention as AttentionSection
+from MaxText.configuration.layer_sections import AttentionKind, SlotPlace
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
-from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.layers.attention_core import attend_to_slots, softmax_attention
+from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
-from MaxText.layers.key_value_cache import KeyValueCache
+from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
+from MaxText.layers.linear_attention import (
+    LinearState,
+    bidirectional_linear_attention,
+    causal_linear_attention,
+)
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.pattention import PattentionProjection
 from MaxText.layers.rotary import rotate
-from MaxText.layers.weights import Initializer, Shape
+from MaxText.layers.weights import Initializer, Shape, weight
 from MaxText.parallelism.constraints import constrain
 
 Scalars = dict[str, jax.Array]
+State = KeyValueCache | WindowCache | LinearState
 
 
 class Attention(nnx.Module):
@@ -35,8 +41,13 @@ class Attention(nnx.Module):
         dropout_rate: float,
         building: Building,
         rngs: nnx.Rngs,
+        *,
+        kind: AttentionKind = "global",
+        width: int | None = None,
     ):
+        """`width` is D where it is not that of the model; memories are for layers of one kind."""
         D, N, K, H = building.dimensions[:4]
+        D = width or D
         init = building.initializers
         self.section = section
         self.dropout_rate = dropout_rate
@@ -54,11 +65,23 @@ class Attention(nnx.Module):
             )
 
         q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
-        self.query = projection((D,), (N, H), q_axes, init.kernel, "qkv", bias)
-        self.key = projection((D,), (K, H), kv_axes, init.kernel, "qkv", bias)
-        self.value = projection((D,), (K, H), kv_axes, init.kernel, "qkv", bias)
+        self.query = projection((D,), (N, H), q_axes, init.query, "qkv", bias)
+        self.key = projection((D,), (K, H), kv_axes, init.key_value, "qkv", bias)
+        self.value = projection((D,), (K, H), kv_axes, init.key_value, "qkv", bias)
         out_axes = ("q_heads", "kv", "embed")
-        self.out = projection((N, H), (D,), out_axes, init.output, "proj", section.proj_bias)
+        self.out = projection(
+            (N, H), (D,), out_axes, init.attention_output, "proj", section.proj_bias
+        )
+        memories = section.num_mem_kv if kind == "global" else 0
+        self.memory_key, self.memory_value = (
+            weight(
+                rngs, (memories, K, H), (None, "kv_heads", "kv"), init.memory,
+                dtype=building.weight_dtype,
+            )
+            if memories
+            else None
+            for _ in range(2)
+        )  # fmt: skip
         norm = section.use_qk_norm
         self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
@@ -67,8 +90,8 @@ class Attention(nnx.Module):
         self,
         inputs: tuple[jax.Array, jax.Array, jax.Array],
         context: Context,
-        state: KeyValueCache | None = None,
-    ) -> tuple[jax.Array, Scalars, KeyValueCache | None]:
+        state: State | None = None,
+    ) -> tuple[jax.Array, Scalars, State | None]:
         """The mixer.
 
         Args:
@@ -91,34 +114,88 @@ class Attention(nnx.Module):
         q_BTNH = constrain(q_BTNH, batch, length, "activation_heads", "activation_kv")
         k_BTKH = constrain(k_BTKH, batch, length, "activation_kv_heads", "activation_kv")
         v_BTKH = constrain(v_BTKH, batch, length, "activation_kv_heads", "activation_kv")
-        section = self.section
-        if state is not None:
-            assert context.positions_BT is not None
-            state = state.append(k_BTKH, v_BTKH, context.positions_BT)
-            o_BTNH = attend_to_slots(
-                q_BTNH,
-                state.keys,
-                state.values,
-                context.positions_BT,
-                soft_cap=section.attn_logits_soft_cap,
-                precision=self.precision,
-            )
-        else:
-            blocked = section.attention != "dot_product"
-            o_BTNH = softmax_attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                causal=section.causal,
-                segments_BT=context.segments_BT,
-                block_size=section.attention_block_size if blocked else None,
-                soft_cap=section.attn_logits_soft_cap,
-                dropout_rate=self.dropout_rate,
-                dropout_key=context.key_for(0),
-                precision=self.precision,
-            )
-            if context.capacity is not None:
-                state = KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity)
+        o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
         o_BTNH = constrain(o_BTNH, batch, length, "activation_heads", "activation_kv")
         o_BTNH = checkpoint_name(o_BTNH, "context")
         return checkpoint_name(self.out(o_BTNH), "out_proj"), {}, state
+
+    def _core(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        context: Context,
+        state: State | None,
+    ) -> tuple[jax.Array, State | None]:
+        """Who sees what: the part that the kind of attention chooses."""
+        section = self.section
+        if context.attention_kind == "linear":
+            return self._linear(q_BTNH, k_BTKH, v_BTKH, context, state)
+        local = context.attention_kind == "local"
+        window = section.sliding_window_size if local else None
+        scoring = Scoring(
+            causal=section.causal,
+            window=window,
+            scale=section.attention_scale,
+            soft_cap=section.attn_logits_soft_cap,
+            slopes_N=context.slopes_N,
+            precision=self.precision,
+        )
+        if state is not None:
+            assert context.positions_BT is not None
+            if isinstance(state, WindowCache):
+                return state.step(q_BTNH, k_BTKH, v_BTKH, context.positions_BT, scoring)
+            assert isinstance(state, KeyValueCache)
+            state = state.append(k_BTKH, v_BTKH, context.positions_BT)
+            return state.attend(q_BTNH, context.positions_BT, scoring), state
+        memory = None
+        if self.memory_key is not None and self.memory_value is not None:
+            memory = (self.memory_key[...], self.memory_value[...])
+            memory = jax.tree.map(lambda kept: kept.astype(k_BTKH.dtype), memory)
+        blocked = section.attention != "dot_product"
+        o_BTNH = softmax_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            scoring,
+            segments_BT=context.segments_BT,
+            memory=memory,
+            block_size=section.attention_block_size if blocked else None,
+            dropout_rate=self.dropout_rate,
+            dropout_key=context.key_for(0),
+        )
+        if context.capacity is None:
+            return o_BTNH, None
+        if window is not None:
+            assert context.lengths_B is not None
+            return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, window)
+        return o_BTNH, KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity, memory)
+
+    def _linear(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        context: Context,
+        state: State | None,
+    ) -> tuple[jax.Array, LinearState | None]:
+        section = self.section
+        if not section.causal:
+            o_BTNH = bidirectional_linear_attention(
+                q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
+            )
+            return o_BTNH, None
+        assert state is None or isinstance(state, LinearState)
+        o_BTNH, new_state = causal_linear_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            chunk=section.linear_attention_chunk,
+            epsilon=section.linear_attention_epsilon,
+            state=state,
+            segments_BT=context.segments_BT,
+            lengths_B=context.lengths_B,
+            precision=self.precision,
+        )
+        keeps = state is not None or context.capacity is not None
+        return o_BTNH, new_state if keeps else None

@@ -1,8 +1,10 @@
 """Softmax attention from projected queries, keys and values.
 
-Legend: B sequences, T query tokens, S key tokens, K key/value heads, G query heads per key/value
-head, N = K * G query heads, H head_dim.
+Legend: B sequences, T query tokens, S key tokens, M memories, K key/value heads, G query heads per
+key/value head, N = K * G query heads, H head_dim, W window.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +13,77 @@ from MaxText.layers.dropout import dropout
 
 # Unrolled query blocks cost compile time; past this many they grow instead.
 MAX_BLOCKS = 16
+# Below this many rows a block of windowed attention costs more in overhead than it saves.
+_SMALLEST_WINDOW_BLOCK = 16
+
+Memory = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How scores are made of products, and who sees whom.
+
+    Attributes:
+      causal: whether a token attends to itself and earlier tokens only.
+      window: W: a token sees those less than W away; None is all.
+      scale: multiplies products of queries and keys; None is 1 / sqrt(H).
+      soft_cap: c of c * tanh(score / c); 0 is off.
+      slopes_N: float32, what scores of each query head lose for every token of distance (ALiBi).
+      precision: of the products.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float = 0.0
+    slopes_N: jax.Array | None = None
+    precision: str | None = None
+
+    def sees(self, distance: jax.Array) -> jax.Array:
+        """Whether a query sees a key that stands `distance` tokens before it."""
+        seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
+        if self.window is None:
+            return seen
+        return seen & (jnp.abs(distance) < self.window)
 
 
 def softmax_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    scoring: Scoring,
     *,
-    causal: bool = True,
     segments_BT: jax.Array | None = None,
+    memory: Memory | None = None,
     block_size: int | None = None,
-    soft_cap: float = 0.0,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    precision: str | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(H), within segments and, if causal, not to later tokens) v.
+    """softmax(scores, where a query sees a key of its segment) v.
 
     Query head n reads key/value head n // G. Scores, softmax and its sums are float32.
 
     Args:
-      causal: whether a token attends to itself and earlier tokens only.
       segments_BT: tokens attend only to tokens with the same number; None is one segment.
-      block_size: query rows of a block. A block multiplies only the keys up to its last row, so
-        that about half the products of the full square are skipped. None is one block, as is
-        attention that is not causal.
+      memory: keys and values that every query sees, besides those of tokens.
+      block_size: query rows of a block. A causal block multiplies only the keys up to its last row,
+        so that about half the products of the full square are skipped. None is one block, as is
+        attention that is not causal. With a window, blocks are about as long as it is, and the
+        products of a token are 2 W (3 W if not causal) however long the text.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
     """
-    length = q_BTNH.shape[1]
+    length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
+    rate = {"dropout_rate": dropout_rate}
+    if window is not None:
+        rows = window_blocks(window, length, causal=causal)
+        if rows is not None:
+            return _in_windows(
+                q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, memory,
+                dropout_key=dropout_key, **rate,
+            )  # fmt: skip
+        block_size = None
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     block = length
     if block_size is not None and causal:
@@ -49,47 +92,111 @@ def softmax_attention(
     outputs = []
     for start in range(0, length, block):
         end = min(start + block, length)
-        if causal:
-            mask = (places[start:end, None] >= places[None, :end])[None]
-        else:
-            mask = jnp.ones((1, length, length), bool)
+        keys_end = end if causal else length
+        distance_1TS = (places[start:end, None] - places[None, :keys_end])[None]
+        mask = scoring.sees(distance_1TS)
         if segments_BT is not None:
-            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :end])
+            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :keys_end])
         o_BTNH = _attend(
             q_BTNH[:, start:end],
-            k_BKSH[:, :, :end],
-            v_BKSH[:, :, :end],
+            k_BKSH[:, :, :keys_end],
+            v_BKSH[:, :, :keys_end],
             mask,
-            soft_cap=soft_cap,
-            dropout_rate=dropout_rate,
+            distance_1TS,
+            scoring,
+            memory=memory,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
-            precision=precision,
+            **rate,
         )
         outputs.append(o_BTNH)
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
+    """Query rows of a block of windowed attention; None where one block of all is less work."""
+    rows = max(window, _SMALLEST_WINDOW_BLOCK)
+    return rows if length > (2 if causal else 3) * rows else None
+
+
+def _in_windows(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    scoring: Scoring,
+    rows: int,
+    segments_BT: jax.Array | None,
+    memory: Memory | None,
+    *,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
+) -> jax.Array:
+    """Windowed attention: blocks of `rows` >= W queries, each with the keys of its neighbours.
+
+    All blocks are rows of one batch, so the program is as small for a long text as for a short one.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_blocks = -(-length // rows)
+    behind, before = rows, 0 if scoring.causal else rows
+    width = behind + rows + before
+
+    def blocks(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, num_blocks * rows - length), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(batch * num_blocks, rows, *x.shape[2:])
+
+    def neighbourhoods(x: jax.Array) -> jax.Array:
+        """[B * blocks, width, ...]: a block between those beside it."""
+        spare = num_blocks * rows - length
+        x = jnp.pad(x, ((0, 0), (behind, spare + before), *((0, 0),) * (x.ndim - 2)))
+        parts = [
+            x[:, start : start + num_blocks * rows].reshape(batch, num_blocks, rows, *x.shape[2:])
+            for start in range(0, width, rows)
+        ]
+        return jnp.concatenate(parts, axis=2).reshape(batch * num_blocks, width, *x.shape[2:])
+
+    distance_1TS = (jnp.arange(rows)[:, None] - (jnp.arange(width) - behind)[None, :])[None]
+    # Filling at both ends has segment -1, which no token has.
+    segments = jnp.zeros((batch, length), jnp.int32) if segments_BT is None else segments_BT
+    of_keys = neighbourhoods(segments + 1) - 1
+    mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
+    # Filled queries see nothing; a row of a softmax without any key would be not a number.
+    mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
+    o = _attend(
+        blocks(q_BTNH),
+        neighbourhoods(k_BSKH).transpose(0, 2, 1, 3),
+        neighbourhoods(v_BSKH).transpose(0, 2, 1, 3),
+        mask,
+        distance_1TS,
+        scoring,
+        memory=memory,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+    return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
 def attend_to_slots(
     q_BTNH: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    positions_BT: jax.Array,
+    distance_BTS: jax.Array,
+    scoring: Scoring,
     *,
-    soft_cap: float = 0.0,
-    precision: str | None = None,
+    mask_BTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of new tokens to keys and values that are kept by position.
+    """Attention of new tokens to keys and values that are kept.
 
     Args:
       keys: [B, K, S, H], or [K, S, H] for one row (KeyValueCache).
       values: as keys.
-      positions_BT: place of each query; it attends to slots 0..place.
+      distance_BTS: how many tokens each slot's token stands before each query.
+      mask_BTS: which slots are seen; None is what `scoring` says of the distance.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
     """
-    mask_BTS = positions_BT[:, :, None] >= jnp.arange(keys.shape[-2])
-    return _attend(q_BTNH, keys, values, mask_BTS, soft_cap=soft_cap, precision=precision)
+    if mask_BTS is None:
+        mask_BTS = scoring.sees(distance_BTS)
+    return _attend(q_BTNH, keys, values, mask_BTS, distance_BTS, scoring)
 
 
 def _attend(
@@ -97,22 +204,43 @@ def _attend(
     keys: jax.Array,
     values: jax.Array,
     mask_BTS: jax.Array,
+    distance_BTS: jax.Array,
+    scoring: Scoring,
     *,
-    soft_cap: float,
-    precision: str | None,
+    memory: Memory | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention where the mask allows it; the mask's first dimension may be 1.
+    """Attention where the mask allows it; first dimensions of mask and distance may be 1.
 
     Inside, R are the rows of all query heads of a group, and a single sequence may lack B.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]
     group = num_heads // num_kv_heads
+    if memory is not None:
+        # Memories stand before the tokens and have no distance to any of them.
+        num_memories = memory[0].shape[0]
+        keys, values = (
+            jnp.concatenate(
+                [
+                    jnp.broadcast_to(
+                        kept.transpose(1, 0, 2).astype(x.dtype),
+                        (*x.shape[:-2], num_memories, head_dim),
+                    ),
+                    x,
+                ],
+                axis=-2,
+            )
+            for kept, x in zip(memory, (keys, values), strict=True)
+        )
+        left = ((0, 0), (0, 0), (num_memories, 0))
+        mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
+        distance_BTS = jnp.pad(distance_BTS, left)
     # One matrix for a group: its products have plain shapes, which make the CPU backend fast.
+    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
     q_BKRH = (
-        (q_BTNH * head_dim**-0.5)
+        (q_BTNH * scale if scale != 1 else q_BTNH)
         .reshape(batch, length, num_kv_heads, group, head_dim)
         .transpose(0, 2, 3, 1, 4)
         .reshape(*keys.shape[:-2], group * length, head_dim)
@@ -122,15 +250,22 @@ def _attend(
         q_BKRH,
         keys,
         preferred_element_type=jnp.float32,
-        precision=precision,
+        precision=scoring.precision,
     )
-    if soft_cap:
-        scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
+    if scoring.soft_cap:
+        scores_BKRS = scoring.soft_cap * jnp.tanh(scores_BKRS / scoring.soft_cap)
+    if scoring.slopes_N is not None:
+        slopes_KG11 = scoring.slopes_N.reshape(num_kv_heads, group, 1, 1)
+        far_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
+        bias = (slopes_KG11 * far_B11TS).reshape(
+            far_B11TS.shape[0], num_kv_heads, group * length, far_B11TS.shape[-1]
+        )
+        scores_BKRS = scores_BKRS - (bias[0] if keys.ndim == 3 else bias)
     mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
     if keys.ndim == 3:
         mask_BKRS = mask_BKRS[0]
     probabilities = jax.nn.softmax(jnp.where(mask_BKRS, scores_BKRS, -jnp.inf), axis=-1)
     probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(values.dtype)
-    o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=precision)
+    o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=scoring.precision)
     o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)

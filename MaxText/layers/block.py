@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
@@ -16,19 +17,58 @@ from MaxText.layers.connections import Inputs, Normalized
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
+from MaxText.layers.mixture_of_experts import MixtureOfExperts
 from MaxText.layers.normalization import normalization
 from MaxText.layers.pattention import PattentionFeedForward
+from MaxText.layers.static_sgu import NewestInputs, static_sgu
+from MaxText.layers.weights import weight, zeros
 from MaxText.parallelism.constraints import constrain
+
+# Places of randomness within a layer; attention's probabilities have 0, routing has 9, random
+# slopes of activations 10.
+_ATTENTION, _MLP, _MACARON = 1, 2, 5
+_PATH = 2  # added for drop path
+_MACARON_SLOPES = 11
 
 
 def feed_forward(
-    section: ModelSection, building: Building, rngs: nnx.Rngs
-) -> MLP | PattentionFeedForward:
-    """The feed-forward that the configuration chooses."""
-    own = section.feed_forward
+    section: ModelSection, index: int, building: Building, rngs: nnx.Rngs
+) -> MLP | PattentionFeedForward | MixtureOfExperts:
+    """The feed-forward that the configuration chooses for a layer."""
+    own, experts = section.feed_forward, section.mixture_of_experts
+    if experts.stands_in(index):
+        return MixtureOfExperts(experts, own.mlp_activations, building, rngs)
     if own.feed_forward_type == "pattention":
         return PattentionFeedForward(section.pattention, own.ffn_bias, building, rngs)
     return MLP(own, building, rngs)
+
+
+class Gate(nnx.Module):
+    """A learned number that a part is multiplied with, 0 at first (Bachlechner et al. 2020)."""
+
+    def __init__(self, building: Building, rngs: nnx.Rngs):
+        self.scale = weight(rngs, (), (), zeros, dtype=building.weight_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale[...].astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitState:
+    """What the two halves of a layer with static SGU keep of earlier tokens."""
+
+    attention: Any
+    sums: NewestInputs
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that there is room for."""
+        return self.attention.capacity
+
+    def with_capacity(self, capacity: int) -> "SplitState":
+        """With room for more."""
+        return dataclasses.replace(self, attention=self.attention.with_capacity(capacity))
 
 
 class Block(nnx.Module):
@@ -36,9 +76,11 @@ class Block(nnx.Module):
 
     sequential (Radford et al. 2019): h = x + attn(norm(x)); y = h + mlp(norm(h)).
     parallel (GPT-NeoX-20B, section 2.1.2, with two norms): y = x + attn(norm(x)) + mlp(norm'(x)).
+    macaron (Lu et al. 2019): sequential, with half a feed-forward before and half a one after.
+    rezero (Bachlechner et al. 2020): each part has a gate in place of its norm.
 
-    With dense connections x is the input of the residual stream, and queries, keys and values have
-    inputs and norms of their own.
+    A layer of attention kind none has its feed-forward alone. With dense connections x is the input
+    of the residual stream, and queries, keys and values have inputs and norms of their own.
     """
 
     def __init__(self, section: ModelSection, index: int, building: Building, rngs: nnx.Rngs):
@@ -46,73 +88,151 @@ class Block(nnx.Module):
         dimensions = building.dimensions
         mlp_dim = section.feed_forward.mlp_dims(dimensions)[index]
         building = dataclasses.replace(building, dimensions=dimensions._replace(mlp_dim=mlp_dim))
-        epsilon = section.block.normalization_layer_epsilon
-        self.arrangement = section.block.block_arrangement
+        own, kind = section.block, section.attention_kinds[index]
+        self.arrangement = own.block_arrangement
         self.dropout_rate = section.dropout.rate("residual")
         self.path_rate = section.dropout.rate("path")
         self.path_ramps = section.dropout.drop_path_schedule == "linear"
-        self.num_layers = building.dimensions.num_layers
-        attention_dropout = section.dropout.rate("attention")
-        parametric = section.block.block_norm_parametric
+        self.num_layers = dimensions.num_layers
+        self.doubles = kind == "none" and section.attention.none_doubles_residual
+
+        def norm() -> nnx.Module | None:
+            if own.use_rezero:
+                return None
+            return normalization(own, building, rngs, parametric=own.block_norm_parametric)
+
+        def gate() -> Gate | None:
+            return Gate(building, rngs) if own.use_rezero else None
+
+        self.macaron_layer_norm = self.macaron_gate = None
+        if not own.use_macaron:
+            self.macaron_mlp = None
+        else:
+            self.macaron_mlp = MLP(section.feed_forward, building, rngs, _MACARON_SLOPES)
+        if own.use_macaron and own.macaron_prenorm:
+            self.macaron_layer_norm, self.macaron_gate = nnx.data(norm()), nnx.data(gate())
+
+        splits = section.attention.static_sgu
+        self.sgu_kernel = section.attention.static_sgu_kernel if splits else None
         dense = section.dense_connections
         one = not dense.mixes_attention_inputs or (index == 0 and dense.dense_first_norms == "one")
         self.norm_names = ("",) if one else ("_q", "_k", "_v")
-        for name in self.norm_names:
-            norm = normalization(section.block, building, rngs, parametric=parametric)
-            setattr(self, f"pre_self_attention_layer_norm{name}", norm)
-        self.self_attention = Attention(
-            section.attention, section.pattention, epsilon, attention_dropout, building, rngs
-        )
-        self.pre_mlp_layer_norm = normalization(
-            section.block, building, rngs, parametric=parametric
-        )
-        self.mlp = feed_forward(section, building, rngs)
+        if kind == "none":
+            self.self_attention = self.attention_gate = None
+        else:
+            for name in self.norm_names:
+                setattr(self, f"pre_self_attention_layer_norm{name}", norm())
+            epsilon = own.normalization_layer_epsilon
+            self.self_attention = Attention(
+                section.attention,
+                section.pattention,
+                epsilon,
+                section.dropout.rate("attention"),
+                building,
+                rngs,
+                kind=kind,
+                width=dimensions.emb_dim // 2 if self.sgu_kernel is not None else None,
+            )
+            self.attention_gate = gate()
+        parallel = own.block_arrangement == "parallel"
+        self.shares_norm = parallel and own.parallel_residual_shared_norm and kind != "none"
+        self.pre_mlp_layer_norm = None if self.shares_norm else norm()
+        self.mlp = feed_forward(section, index, building, rngs)
+        self.mlp_gate = gate()
 
     def __call__(
         self, inputs: Inputs, context: Context, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         """Returns y_BTD, scalars to be summed over layers, and the mixer's state."""
-        x_BTD = inputs.r
-        attention_out, scalars, state = self.self_attention(
-            self._normalized(inputs), context, state
-        )
-        attention_out = self._dropped(attention_out, context, 1)
-        h_BTD = x_BTD + attention_out
-        mlp_input = h_BTD if self.arrangement == "sequential" else x_BTD
-        mlp_out, mlp_scalars = self.mlp(self.pre_mlp_layer_norm(mlp_input))
-        mlp_out = self._dropped(mlp_out, context, 2)
+        share = 1.0
+        scalars: Scalars = {}
+        if self.macaron_mlp is not None:
+            share = 0.5
+            half, scalars = self.macaron_mlp(_normed(self.macaron_layer_norm, inputs.r), context)
+            half = self._added(share * half, self.macaron_gate, context, _MACARON)
+            inputs = Inputs.all(inputs.r + half)
+        x_BTD = h_BTD = inputs.r
+        normed = None
+        if self.self_attention is not None:
+            normed = self._normalized(inputs)
+            out, attention_scalars, state = self._mixed(normed, context, state)
+            h_BTD = x_BTD + self._added(out, self.attention_gate, context, _ATTENTION)
+            scalars = _sum(scalars, attention_scalars)
+        elif self.doubles:
+            h_BTD = x_BTD + x_BTD
+        if self.shares_norm:
+            assert normed is not None
+            mlp_input = normed[0]
+        else:
+            mlp_input = _normed(
+                self.pre_mlp_layer_norm, h_BTD if self.arrangement == "sequential" else x_BTD
+            )
+        out, mlp_scalars = self.mlp(mlp_input, context)
+        if share != 1.0:
+            out = share * out
         y_BTD = constrain(
-            h_BTD + mlp_out, "activation_batch", "activation_length", "activation_embed"
+            h_BTD + self._added(out, self.mlp_gate, context, _MLP),
+            "activation_batch",
+            "activation_length",
+            "activation_embed",
         )
-        return y_BTD, scalars | mlp_scalars, state
+        return y_BTD, _sum(scalars, mlp_scalars), state
+
+    def _mixed(
+        self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
+    ) -> tuple[jax.Array, Scalars, Any]:
+        """What other tokens say: attention, or static SGU and attention on half the width each."""
+        assert self.self_attention is not None
+        kernel = self.sgu_kernel
+        if kernel is None:
+            return self.self_attention(normed, context, state)
+        x_BTD, half = normed[0], normed[0].shape[-1] // 2
+        rest = x_BTD[..., half:]
+        own = None if state is None else state.attention
+        out, scalars, own = self.self_attention((rest, rest, rest), context, own)
+        first = jax.lax.stop_gradient(x_BTD[..., :half])
+        new_state = None
+        if state is not None:
+            sums, kept = state.sums.step(first, kernel)
+            new_state = SplitState(own, kept)
+        else:
+            sums = static_sgu(first, kernel, context.segments_BT)
+            if context.capacity is not None:
+                assert context.lengths_B is not None
+                kept = NewestInputs.of_prompt(first, context.lengths_B, kernel)
+                new_state = SplitState(own, kept)
+        return jnp.concatenate([sums, out], axis=-1), scalars, new_state
 
     @property
     def norms_of_ways(self) -> dict[str, nnx.Module]:
         """Way -> the norm that only its input goes through; none where all go through one."""
-        if len(self.norm_names) == 1:
+        if self.self_attention is None or len(self.norm_names) == 1:
             return {}
-        return {
-            name.removeprefix("_"): getattr(self, f"pre_self_attention_layer_norm{name}")
-            for name in self.norm_names
-        }
+        norms = {way: self._norm(f"_{way}") for way in "qkv"}
+        return {way: norm for way, norm in norms.items() if norm is not None}
+
+    def _norm(self, name: str) -> Any:
+        return getattr(self, f"pre_self_attention_layer_norm{name}")
 
     def _normalized(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        norms = self.norms_of_ways
-        if not norms:
+        if len(self.norm_names) == 1:
             # One norm over three inputs happens only where they are the same.
-            norm = getattr(self, f"pre_self_attention_layer_norm{self.norm_names[0]}")
-            y_BTD = norm(inputs.q)
+            y_BTD = _normed(self._norm(""), inputs.q)
             return y_BTD, y_BTD, y_BTD
         q_BTD, k_BTD, v_BTD = (
-            x.x_BTD if isinstance(x, Normalized) else norms[way](x)
+            x.x_BTD if isinstance(x, Normalized) else _normed(self._norm(f"_{way}"), x)
             for way, x in zip("qkv", inputs[:3], strict=True)
         )
         return q_BTD, k_BTD, v_BTD
 
-    def _dropped(self, x_BTD: jax.Array, context: Context, branch: int) -> jax.Array:
-        """What branch 1 or 2 adds to the stream, after dropout and drop path."""
-        x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(branch))
-        key = context.key_for(branch + 2)
+    def _added(
+        self, x_BTD: jax.Array, gate: Gate | None, context: Context, place: int
+    ) -> jax.Array:
+        """What a part adds to the stream, after its gate, dropout and drop path."""
+        if gate is not None:
+            x_BTD = gate(x_BTD)
+        x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(place))
+        key = context.key_for(place + _PATH)
         if self.path_rate == 0.0 or key is None:
             return x_BTD
         rate = self.path_rate
@@ -120,3 +240,14 @@ class Block(nnx.Module):
             assert context.layer is not None
             rate = rate * context.layer / max(self.num_layers - 1, 1)
         return drop_path(x_BTD, rate, key)
+
+
+def _normed(norm: Any, x_BTD: Any) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)
+
+
+def _sum(first: Scalars, second: Scalars) -> Scalars:
+    total = dict(first)
+    for name, value in second.items():
+        total[name] = total[name] + value if name in total else value
+    return total

@@ -7,6 +7,8 @@ import dataclasses
 
 import jax
 
+from MaxText.configuration.layer_sections import AttentionKind
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -16,7 +18,11 @@ class Context:
       segments_BT: document number of each token, 0 is padding; None means one document.
       rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
       dropout_key: None switches dropout off.
+      training: whether weights are being trained; experts then have another capacity.
       layer: number of the layer that reads this, from 0; None outside of layers.
+      attention_kind: of that layer.
+      slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
+        distance; None without.
       capacity: tokens that the state of each mixer shall have room for, while a prompt is read
         whose continuation will be generated; None in training and scoring, which keep no state.
       lengths_B: tokens of each row of such a prompt; what stands behind them is filling.
@@ -26,17 +32,29 @@ class Context:
     segments_BT: jax.Array | None = None
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout_key: jax.Array | None = None
+    training: bool = False
     layer: jax.Array | int | None = None
+    attention_kind: AttentionKind = "global"
+    slopes_N: jax.Array | None = None
     capacity: int | None = None
     lengths_B: jax.Array | None = None
     positions_BT: jax.Array | None = None
 
-    def for_layer(self, index: jax.Array | int) -> "Context":
-        """This context with the number and the random key of layer `index`."""
+    @property
+    def generates(self) -> bool:
+        """Whether text is being generated: states are kept, or read."""
+        return self.capacity is not None or self.positions_BT is not None
+
+    def for_layer(
+        self, index: jax.Array | int, attention_kind: AttentionKind = "global"
+    ) -> "Context":
+        """This context with the number, the random key and the kind of layer `index`."""
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return dataclasses.replace(self, dropout_key=key, layer=index)
+        return dataclasses.replace(
+            self, dropout_key=key, layer=index, attention_kind=attention_kind
+        )
 
     def key_for(self, place: int) -> jax.Array | None:
         """The random key of one place within a layer; places are numbered by the caller."""

@@ -13,16 +13,18 @@ from flax import nnx
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.model_sections import RematPolicy
 from MaxText.input_pipeline.batch import Batch
+from MaxText.layers import alibi
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
-from MaxText.layers.embedding import Embedding
+from MaxText.layers.embedding import AxialEmbedding, Embedding
+from MaxText.layers.head_qk import HeadQK, Pointers
 from MaxText.layers.normalization import normalization
 from MaxText.layers.rotary import rotary_table
-from MaxText.layers.stack import Walked, rematerialized, stack, walk, walk_written_out
+from MaxText.layers.stack import Walked, period_of, rematerialized, stack, walk, walk_written_out
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import constrain
 
@@ -50,7 +52,11 @@ class Decoder(nnx.Module):
         self.dtype = building.dtype
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
         self.token_embedder = Embedding(V, "vocab", building, rngs, scale)
-        if section.position.position_embedding != "learned":
+        if section.position.position_embedding == "axial":
+            self.position_embedder = AxialEmbedding(
+                section.position.axial_pos_shape, building, rngs
+            )
+        elif section.position.position_embedding != "learned":
             self.position_embedder = None
         else:
             num_positions = section.position.trainable_position_size
@@ -59,7 +65,7 @@ class Decoder(nnx.Module):
             self.position_embedder = Embedding(num_positions, "position", building, rngs)
         self.layers = stack(
             lambda index, rngs: Block(section, index, building, rngs),
-            dimensions.num_layers,
+            1 if section.block.share_parameters else dimensions.num_layers,
             rngs,
             alike=section.layers_are_alike,
         )
@@ -68,7 +74,9 @@ class Decoder(nnx.Module):
             self.connections = DenseConnections(section.dense_connections, epsilon, building, rngs)
         else:
             self.connections = ResidualStream()
-        self.decoder_norm = normalization(section.block, building, rngs)
+        self.decoder_norm = (
+            normalization(section.block, building, rngs) if section.head.final_norm else None
+        )
         if section.head.logits_via_embedding:
             self.logits_dense = None
         else:
@@ -76,17 +84,30 @@ class Decoder(nnx.Module):
                 (D,), (V,), ("embed", "vocab"), building.initializers.kernel, building, rngs
             )
 
+        head = section.head
+        self.head_qk = HeadQK(head.head_qk_dim, building, rngs) if head.head_qk else None
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Float32 logits [B, T, V] of a whole batch."""
+        h_BTD, _ = self.hidden(batch)
+        return self.logits(h_BTD, self.pointers(h_BTD, batch))
+
     def hidden(
-        self, batch: Batch, dropout_key: jax.Array | None = None
+        self,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        training: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """From tokens to the last normalised hidden state.
 
         Args:
           batch: reads tokens, positions and segments.
           dropout_key: None switches dropout off.
+          training: whether weights are being trained.
 
         Returns:
-          h_BTD and the scalars of all layers, summed.
+          h_BTD, and the losses of all layers, summed over layers and tokens.
         """
         memory = self.section.memory
         positions_BT = batch.positions_BT
@@ -95,19 +116,26 @@ class Decoder(nnx.Module):
         context = Context(
             segments_BT=batch.segments_BT,
             rotary=self._rotary(positions_BT),
+            slopes_N=self._slopes(),
             dropout_key=dropout_key,
+            training=training,
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
+        kinds = self.section.attention_kinds
         if memory.scan_layers is True:
             x_BTD, scalars = walk(
                 self.layers,
                 x_BTD,
-                lambda layer, x_BTD, index: layer(Inputs.all(x_BTD), context.for_layer(index))[:2],
+                lambda layer, x_BTD, index, place: layer(
+                    Inputs.all(x_BTD), context.for_layer(index, kinds[place])
+                )[:2],
+                num_layers=len(kinds),
+                period=period_of(kinds),
                 policy=memory.remat_policy,
             )
-            return self.decoder_norm(x_BTD), scalars
+            return self._normalized(x_BTD), scalars
         walked = self._written_out(x_BTD, context, None, memory.remat_policy)
-        return self.decoder_norm(self._last(walked, memory.remat_policy)), walked.scalars
+        return self._normalized(self._last(walked, memory.remat_policy)), walked.scalars
 
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
@@ -123,7 +151,12 @@ class Decoder(nnx.Module):
           h_BTD, normalised, and one state per layer.
         """
         positions_BT = _places(tokens_BT)
-        context = Context(rotary=self._rotary(positions_BT), capacity=capacity, lengths_B=lengths_B)
+        context = Context(
+            rotary=self._rotary(positions_BT),
+            slopes_N=self._slopes(),
+            capacity=capacity,
+            lengths_B=lengths_B,
+        )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
     def read_next(
@@ -139,7 +172,9 @@ class Decoder(nnx.Module):
         Returns:
           h_BTD, normalised, and the states after these tokens.
         """
-        context = Context(rotary=self._rotary(positions_BT), positions_BT=positions_BT)
+        context = Context(
+            rotary=self._rotary(positions_BT), slopes_N=self._slopes(), positions_BT=positions_BT
+        )
         return self._with_states(tokens_BT, positions_BT, context, states)
 
     def _with_states(
@@ -150,25 +185,38 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        walked = self._written_out(x_BTD, context, states, "none")
-        return self.decoder_norm(self._last(walked, "none")), walked.states
+        own = None if states is None else states[: len(self.section.attention_kinds)]
+        walked = self._written_out(x_BTD, context, own, "none")
+        h_BTD = self._normalized(self._last(walked, "none"))
+        new_states = walked.states
+        if self.head_qk is not None:
+            pointers = self.head_qk.pointers(h_BTD, tokens_BT)
+            if states is None:
+                assert context.capacity is not None
+                pointers = pointers.with_capacity(context.capacity)
+            else:
+                pointers = states[-1].append(pointers, positions_BT)
+            new_states = (*new_states, pointers)
+        return h_BTD, new_states
 
     def _written_out(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> Walked:
         """All layers, each with its inputs and its state; outputs are sources of `connections`."""
+        kinds = self.section.attention_kinds
 
         def apply(layer: Block, sources: Sources, index: int, state: Any):
             # Inputs are made where the layer is, so that its backward pass makes them again
             # instead of keeping them.
             inputs, sources = self.connections(index, sources, layer.norms_of_ways)
-            y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
+            y_BTD, scalars, state = layer(inputs, context.for_layer(index, kinds[index]), state)
             return (*sources, Source(y_BTD)), scalars, state
 
         return walk_written_out(
             self.layers,
             Source(x_BTD),
             apply,
+            num_layers=len(kinds),
             policy=policy,
             states=states,
         )
@@ -184,14 +232,34 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
         if self.position_embedder is not None:
-            x_BTD = x_BTD + self.position_embedder(positions_BT)
+            x_BTD = x_BTD + self.position_embedder(positions_BT).astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
         # Layers are numbered from 0, so the stem takes a number that no layer can have.
         stem_key = context.for_layer(2**31 - 1).dropout_key
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
-    def logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence."""
+    def pointers(self, h_BTD: jax.Array, batch: Batch) -> Pointers | None:
+        """What `logits` reads of the whole sequence besides `h_BTD`; None without Head-QK."""
+        if self.head_qk is None:
+            return None
+        return self.head_qk.pointers(h_BTD, batch.tokens_BT, batch.segments_BT)
+
+    def pointers_of(self, states: States) -> Pointers | None:
+        """The same, of states that `read_prompt` and `read_next` return."""
+        return None if self.head_qk is None else states[-1]
+
+    def logits(
+        self,
+        h_BTD: jax.Array,
+        pointers: Pointers | None = None,
+        places_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
+
+        Args:
+          pointers: of the whole sequence, where the head has Head-QK.
+          places_BT: where in it the hidden states stand; None is from its beginning.
+        """
         head = self.section.head
         dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else self.dtype
         if self.logits_dense is None:
@@ -204,7 +272,22 @@ class Decoder(nnx.Module):
         if head.final_logits_soft_cap:
             cap = head.final_logits_soft_cap
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        if self.head_qk is not None:
+            assert pointers is not None
+            if places_BT is None:
+                places_BT = _places(h_BTD)
+            logits_BTV = self.head_qk(logits_BTV, h_BTD, pointers, places_BT)
         return constrain(logits_BTV, "activation_batch", "activation_length", "activation_vocab")
+
+    def _normalized(self, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
+
+    def _slopes(self) -> jax.Array | None:
+        position = self.section.position
+        if position.position_embedding != "alibi":
+            return None
+        num_heads = self.section.shape.dimensions.num_query_heads
+        return jnp.asarray(alibi.slopes(num_heads, position.alibi_max_bias))
 
     def _rotary(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         position = self.section.position
@@ -214,5 +297,5 @@ class Decoder(nnx.Module):
         return rotary_table(positions_BT, num_dims, position)
 
 
-def _places(tokens_BT: jax.Array) -> jax.Array:
-    return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+def _places(x_BT: jax.Array) -> jax.Array:
+    return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]

@@ -8,22 +8,39 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
-from MaxText.layers.activations import ACTIVATIONS
+from MaxText.layers.activations import (
+    ACTIVATIONS,
+    LEARNED,
+    OVER_FEATURES,
+    LearnedActivation,
+    rrelu,
+)
 from MaxText.layers.building import Building
+from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.parallelism.constraints import constrain
 
 Scalars = dict[str, jax.Array]
+
+_RANDOM_SLOPES = 10  # place of randomness within a layer; block.py has the others
 
 
 class MLP(nnx.Module):
     """wo(prod_i activation_i(wi_i x)).
 
     One activation is the MLP of Vaswani et al. 2017, (silu, linear) the SwiGLU of Shazeer 2020,
-    equation 6. Input kernels are named wi, or wi_0, wi_1, ... when there are several.
+    equation 6. Input kernels are named wi, or wi_0, wi_1, ... when there are several, and the
+    numbers of learned activations lie in activation, or activation_0, activation_1, ...
     """
 
-    def __init__(self, section: FeedForwardSection, building: Building, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        section: FeedForwardSection,
+        building: Building,
+        rngs: nnx.Rngs,
+        place: int = _RANDOM_SLOPES,
+    ):
+        """`place` is that of randomness within a layer."""
         D, F = building.dimensions.emb_dim, building.dimensions.mlp_dim
         init = building.initializers
         bias = {"use_bias": section.ffn_bias}
@@ -33,15 +50,33 @@ class MLP(nnx.Module):
         for name in self.input_names:
             dense = Dense((D,), (F,), ("embed", "mlp"), init.kernel, building, rngs, **bias)
             setattr(self, name, dense)
+        for name, activation in zip(self.input_names, self.activations, strict=True):
+            if activation in LEARNED:
+                learned = LearnedActivation(activation, building, rngs)
+                setattr(self, name.replace("wi", "activation"), learned)
+        self.place = place
         self.wo = Dense((F,), (D,), ("mlp", "embed"), init.output, building, rngs, **bias)
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
             branch = checkpoint_name(getattr(self, name)(x_BTD), "mlpwi")
-            branch = ACTIVATIONS[activation](branch)
+            branch = self._activated(name, activation, branch, context)
             h_BTF = branch if h_BTF is None else h_BTF * branch
         assert h_BTF is not None
         h_BTF = constrain(h_BTF, "activation_batch", "activation_length", "activation_mlp")
         return checkpoint_name(self.wo(h_BTF), "mlpwo"), {}
+
+    def _activated(self, name: str, activation: str, x: jax.Array, context: Context) -> jax.Array:
+        """`x` of the kernel `name` after its activation."""
+        if activation in LEARNED:
+            return getattr(self, name.replace("wi", "activation"))(x)
+        if activation == "rrelu":
+            key = context.key_for(self.place) if context.training else None
+            if key is not None:
+                key = jax.random.fold_in(key, self.input_names.index(name))
+            return rrelu(x, key)
+        if activation in OVER_FEATURES:
+            return OVER_FEATURES[activation](x)
+        return ACTIVATIONS[activation](x)

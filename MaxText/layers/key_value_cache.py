@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from MaxText.layers.attention_core import Memory, Scoring, attend_to_slots
 from MaxText.parallelism.constraints import constrain
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
@@ -24,25 +25,41 @@ class KeyValueCache:
     A batch of one row has no dimension B: with it, the compiler for CPUs copies the slots twice in
     every step, a third of the time that reading the weights of a small model takes.
 
+    Memories, which every query sees, stand before the slots of tokens.
+
     Attributes:
-      keys: [B, K, S, H] or [K, S, H], after norms and rotary.
+      keys: [B, K, M + S, H] or [K, M + S, H], after norms and rotary.
       values: as projected.
+      num_memories: M.
     """
 
     keys: jax.Array
     values: jax.Array
+    num_memories: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
-    def of_prompt(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, capacity: int) -> "KeyValueCache":
+    def of_prompt(
+        cls,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        capacity: int,
+        memory: Memory | None = None,
+    ) -> "KeyValueCache":
         """A cache of `capacity` slots whose first T hold these."""
 
-        def slots(x_BTKH: jax.Array) -> jax.Array:
+        def slots(x_BTKH: jax.Array, kept_MKH: jax.Array | None) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
             spare = capacity - x_BKTH.shape[2]
             x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
+            if kept_MKH is not None:
+                kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
+                kept = jnp.broadcast_to(kept_KMH, (len(x_BKSH), *kept_KMH.shape))
+                x_BKSH = jnp.concatenate([kept, x_BKSH], axis=2)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
-        return cls(slots(k_BTKH), slots(v_BTKH))
+        keys, values = memory or (None, None)
+        num_memories = 0 if keys is None else keys.shape[0]
+        return cls(slots(k_BTKH, keys), slots(v_BTKH, values), num_memories)
 
     def append(
         self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array
@@ -51,7 +68,7 @@ class KeyValueCache:
         first_B = positions_BT[:, 0]
 
         def write(slots_KSH, x_KTH, first):
-            return jax.lax.dynamic_update_slice(slots_KSH, x_KTH, (0, first, 0))
+            return jax.lax.dynamic_update_slice(slots_KSH, x_KTH, (0, self.num_memories + first, 0))
 
         def written(slots: jax.Array, x_BTKH: jax.Array) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3).astype(slots.dtype)
@@ -59,12 +76,26 @@ class KeyValueCache:
                 return _constrained(write(slots, x_BKTH[0], first_B[0]))
             return _constrained(jax.vmap(write)(slots, x_BKTH, first_B))
 
-        return KeyValueCache(written(self.keys, k_BTKH), written(self.values, v_BTKH))
+        return dataclasses.replace(
+            self, keys=written(self.keys, k_BTKH), values=written(self.values, v_BTKH)
+        )
+
+    def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, scoring: Scoring) -> jax.Array:
+        """What queries at these places see: [B, T, N, H]."""
+        slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
+        distance_BTS = positions_BT[:, :, None] - slots
+        mask_BTS = None
+        if self.num_memories:
+            mask_BTS = scoring.sees(distance_BTS) | (slots < 0)
+            distance_BTS = jnp.where(slots < 0, 0, distance_BTS)
+        return attend_to_slots(
+            q_BTNH, self.keys, self.values, distance_BTS, scoring, mask_BTS=mask_BTS
+        )
 
     @property
     def capacity(self) -> int:
         """Slots of a row."""
-        return self.keys.shape[-2]
+        return self.keys.shape[-2] - self.num_memories
 
     def with_capacity(self, capacity: int) -> "KeyValueCache":
         """With more slots."""
@@ -76,6 +107,74 @@ class KeyValueCache:
             return _constrained(jnp.pad(slots, widths))
 
         return jax.tree.map(padded, self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowCache:
+    """The newest W tokens of each row, in a ring: the token at position p is in slot p mod W.
+
+    Attributes:
+      keys_BKWH: after norms and rotary.
+      values_BKWH: as projected.
+    """
+
+    keys_BKWH: jax.Array
+    values_BKWH: jax.Array
+
+    capacity = None  # room for any number of tokens
+
+    @classmethod
+    def of_prompt(
+        cls, k_BTKH: jax.Array, v_BTKH: jax.Array, lengths_B: jax.Array, window: int
+    ) -> "WindowCache":
+        """Of the first `lengths_B` tokens of each row."""
+        places_BW = _places_in_ring(lengths_B, window)
+
+        def ring(x_BTKH: jax.Array) -> jax.Array:
+            found = jnp.take_along_axis(x_BTKH, jnp.maximum(places_BW, 0)[:, :, None, None], axis=1)
+            return _constrained(found.transpose(0, 2, 1, 3))
+
+        return cls(ring(k_BTKH), ring(v_BTKH))
+
+    def step(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        positions_BT: jax.Array,
+        scoring: Scoring,
+    ) -> tuple[jax.Array, "WindowCache"]:
+        """What T new tokens see, themselves included, and the ring with them."""
+        window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
+        old_BW = _places_in_ring(positions_BT[:, 0], window)
+        places_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
+        keys, values = (
+            jnp.concatenate([ring, x.transpose(0, 2, 1, 3).astype(ring.dtype)], axis=2)
+            for ring, x in ((self.keys_BKWH, k_BTKH), (self.values_BKWH, v_BTKH))
+        )
+        distance_BTS = positions_BT[:, :, None] - places_BS[:, None, :]
+        mask_BTS = scoring.sees(distance_BTS) & (places_BS >= 0)[:, None]
+        o_BTNH = attend_to_slots(q_BTNH, keys, values, distance_BTS, scoring, mask_BTS=mask_BTS)
+        new_BW = _places_in_ring(positions_BT[:, -1] + 1, window)
+        # Slots of new tokens are filled from behind the ring, the others stay.
+        first_B1 = positions_BT[:, :1]
+        source_BW = jnp.where(
+            new_BW >= first_B1, window + new_BW - first_B1, jnp.arange(window)[None]
+        )
+        index = jnp.minimum(source_BW, window + length - 1)[:, None, :, None]
+        rings = (_constrained(jnp.take_along_axis(x, index, axis=2)) for x in (keys, values))
+        return o_BTNH, WindowCache(*rings)
+
+    def with_capacity(self, capacity: int) -> "WindowCache":
+        """Itself: it never fills up."""
+        return self
+
+
+def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
+    """[B, W]: which of the first `length` tokens each slot holds; negative for none."""
+    newest_B1 = lengths_B[:, None] - 1
+    return newest_B1 - (newest_B1 - jnp.arange(window)[None]) % window
 
 
 def _constrained(slots: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_ma
 parameters has factor 1 and no bias.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -89,6 +91,40 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class ScaleNorm(nnx.Module):
+    """g x / |x|, one g for all dimensions, sqrt(D) at first (Nguyen and Salazar 2019)."""
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        building: Building,
+        rngs: nnx.Rngs,
+        *,
+        centered: bool = False,
+        parametric: bool = True,
+    ):
+        """`centered`: LayerNorm with one scale and no bias, GPT-Neo's scalenorm; 1 at first."""
+        self.epsilon, self.centered, self.size = epsilon, centered, size
+        self.zero_centered = building.zero_centered_norms
+        initial = 1.0 if centered else math.sqrt(size)
+        stored = constant(initial - 1.0 if self.zero_centered else initial)
+        dtype = building.weight_dtype
+        self.scale = weight(rngs, (1,), ("norm",), stored, dtype=dtype) if parametric else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x_float = x.astype(jnp.float32)
+        if self.centered:
+            x_float = x_float - jnp.mean(x_float, axis=-1, keepdims=True)
+        square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
+        y = x_float * jax.lax.rsqrt(square + self.epsilon)
+        if not self.centered:
+            y = y / math.sqrt(self.size)  # from a mean of squares to a sum
+        if self.scale is not None:
+            y = y * factor(self.scale, self.zero_centered)
+        return y.astype(x.dtype)
+
+
 def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
     """What a norm multiplies by, in float32: bfloat16 could not hold 1 and a small difference."""
     stored = scale[...].astype(jnp.float32)
@@ -102,6 +138,9 @@ def normalization(
     size, epsilon = building.dimensions.emb_dim, section.normalization_layer_epsilon
     if section.normalization_type == "rms_norm":
         return RMSNorm(size, epsilon, building, rngs, parametric=parametric)
+    if section.normalization_type != "layer_norm":
+        centered = section.normalization_type == "scale_norm_centered"
+        return ScaleNorm(size, epsilon, building, rngs, centered=centered, parametric=parametric)
     return LayerNorm(
         size, epsilon, section.normalization_bias, building, rngs, parametric=parametric
     )

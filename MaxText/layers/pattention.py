@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.layers.building import Building
+from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.feed_forward import Scalars
 from MaxText.layers.weights import Shape, SlotInitializers
@@ -191,6 +192,6 @@ class PattentionFeedForward(Pattention):
             scores_name="mlpwi",
         )
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         return checkpoint_name(self.attend(x_BTD), "mlpwo"), {}

@@ -108,31 +108,65 @@ _unstacked.defvjp(_unstacked_forward, _unstacked_backward)
 def walk(
     layers: Any,
     x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
+    apply: Callable[[Any, jax.Array, jax.Array, int], tuple[jax.Array, dict[str, jax.Array]]],
     *,
+    num_layers: int,
+    period: int,
     policy: RematPolicy,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sends `x_BTD` through all layers of a stacked module: one compiled layer in a loop.
+    """Sends `x_BTD` through all layers of a stacked module: a compiled pattern in a loop.
 
     Args:
-      layers: what `stack` returned.
-      apply: (layer, x, index) -> (y, scalars).
+      layers: what `stack` returned; of one layer that all share, or of num_layers.
+      apply: (layer, x, index, place in the pattern) -> (y, scalars).
+      num_layers: how often a layer is applied.
+      period: length of the pattern of kinds that layers follow; divides num_layers.
       policy: what each layer's backward pass computes again.
 
     Returns:
       The last output, and each scalar summed over layers.
     """
     graphdef, stacked = _split(layers)
+    shared = jax.tree.leaves(stacked)[0].shape[0] != num_layers
 
-    def one_layer(x_BTD, weights, index):
-        return apply(nnx.merge(graphdef, weights), x_BTD, index)
+    def one_pattern(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[dict]]:
+        weights, first = given
+        scalars = []
+        for place in range(period):
 
-    one_layer = rematerialized(one_layer, policy, in_scan=True)
-    indices = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
-    x_BTD, scalars = jax.lax.scan(
-        lambda x_BTD, layer: one_layer(x_BTD, *layer), x_BTD, (stacked, indices)
-    )
-    return x_BTD, jax.tree.map(jnp.sum, scalars)
+            def one_layer(x_BTD, weights, index, place=place):
+                return apply(nnx.merge(graphdef, weights), x_BTD, index, place)
+
+            own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)  # noqa: B023
+            one_layer = rematerialized(one_layer, policy, in_scan=True)
+            x_BTD, found = one_layer(x_BTD, own, first + place)
+            scalars.append(found)
+        return x_BTD, scalars
+
+    firsts = jnp.arange(0, num_layers, period)
+    if shared:
+        x_BTD, scalars = jax.lax.scan(
+            lambda x, first: one_pattern(x, (stacked, first)), x_BTD, firsts
+        )
+    else:
+        patterns = jax.tree.map(
+            lambda leaf: leaf.reshape(num_layers // period, period, *leaf.shape[1:]), stacked
+        )
+        x_BTD, scalars = jax.lax.scan(one_pattern, x_BTD, (patterns, firsts))
+    totals: dict[str, jax.Array] = {}
+    for found in scalars:
+        totals |= {name: totals.get(name, 0) + jnp.sum(value) for name, value in found.items()}
+    return x_BTD, totals
+
+
+def period_of(kinds: Sequence[Any]) -> int:
+    """Length of the shortest pattern that, repeated, gives these."""
+    for period in range(1, len(kinds) + 1):
+        if len(kinds) % period == 0 and all(
+            kind == kinds[i % period] for i, kind in enumerate(kinds)
+        ):
+            return period
+    raise AssertionError("there are no layers")
 
 
 class Walked(NamedTuple):
@@ -156,6 +190,7 @@ def walk_written_out(
         [Any, tuple[Any, ...], int, Any], tuple[tuple[Any, ...], dict[str, jax.Array], Any]
     ],
     *,
+    num_layers: int,
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,
 ) -> Walked:
@@ -168,11 +203,15 @@ def walk_written_out(
       layers: what `stack` returned.
       apply: (layer, outputs so far, index, state or None) -> (outputs, scalars, state), where
         outputs are what the next layer reads, of this layer alone or of earlier ones, too.
+      num_layers: how often a layer is applied; `layers` may hold one that all share.
       policy: what each layer's backward pass computes again. Outputs of layers are always kept.
       states: of each layer, or None before there are any.
     """
     outputs, totals, new_states = (first,), {}, []
-    for index, (graphdef, weights) in enumerate(_each(layers)):
+    each = _each(layers)
+    if len(each) != num_layers:
+        each = each * num_layers
+    for index, (graphdef, weights) in enumerate(each):
 
         def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), outputs, index, state)
@@ -180,7 +219,7 @@ def walk_written_out(
         outputs, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
             weights, outputs, None if states is None else states[index]
         )
-        totals = {name: totals.get(name, 0) + value for name, value in scalars.items()}
+        totals |= {name: totals.get(name, 0) + value for name, value in scalars.items()}
         new_states.append(state)
     return Walked(outputs, totals, tuple(new_states))
 

@@ -27,7 +27,7 @@ class ParameterInfo(NamedTuple):
     shape: Shape
     dtype: jnp.dtype
     logical_axes: tuple[str | None, ...]
-    num_in_dims: int  # leading dimensions contracted with the input, after `layers`
+    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
 
     @property
     def size(self) -> int:
@@ -91,6 +91,31 @@ def _normal_fan_in(key, shape, num_in_dims, dtype):
     return _normal(1.0 / math.sqrt(fan_in))(key, shape, num_in_dims, dtype)
 
 
+def orthogonal(scale: float) -> Initializer:
+    """Orthonormal rows or columns (Saxe et al. 2014), times `scale`."""
+
+    def initialize(key, shape, num_in_dims, dtype):
+        matrix = jax.nn.initializers.orthogonal(scale)(key, _fans(shape, num_in_dims), jnp.float32)
+        return matrix.reshape(shape).astype(dtype)
+
+    return initialize
+
+
+def _times(factor: float, initializer: Initializer) -> Initializer:
+    def initialize(key, shape, num_in_dims, dtype):
+        return factor * initializer(key, shape, num_in_dims, dtype)
+
+    return initialize
+
+
+def _over_root_of_inputs(initializer: Initializer) -> Initializer:
+    def initialize(key, shape, num_in_dims, dtype):
+        scale = _fans(shape, num_in_dims)[0] ** -0.5
+        return scale * initializer(key, shape, num_in_dims, dtype)
+
+    return initialize
+
+
 def _xavier(uniform: bool) -> Initializer:
     def initialize(key, shape, num_in_dims, dtype):
         fan_in, fan_out = _fans(shape, num_in_dims)
@@ -113,12 +138,17 @@ class SlotInitializers(NamedTuple):
 class Initializers(NamedTuple):
     """The initialisers that parts ask for by role."""
 
-    kernel: Initializer  # into a part: query, key, value, feed-forward in, head
+    kernel: Initializer  # into a part: feed-forward in, head
     output: Initializer  # out of a part, back to the residual stream
-    embedding: Initializer  # token and position tables
+    query: Initializer
+    key_value: Initializer
+    attention_output: Initializer
+    embedding: Initializer  # token table
+    position: Initializer  # position tables
     attention_slots: SlotInitializers
     feed_forward_slots: SlotInitializers
     connection: Initializer  # from a hidden state to the weights of dense connections
+    memory: Initializer  # learned keys and values
 
 
 def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
@@ -128,7 +158,8 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
     additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs
     of Wang and Komatsuzaki 2021). tokenformer: that paper's JAX program, where the slots of
     attention are not truncated. wang: its PyTorch program. Key slots are drawn as kernels and value
-    slots as outputs otherwise.
+    slots as outputs otherwise. gpt_neo: GPT-Neo's code, where the scale of attention is in the
+    queries.
     """
     depth, width = dimensions.num_layers, dimensions.emb_dim
     if section.weight_init == "gpt2":
@@ -145,19 +176,38 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
         table = section.init_std
     elif section.weight_init in ("fan_in", "tokenformer"):
         kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
+    elif section.weight_init == "gpt_neo":
+        kernel = output = _normal(section.init_std)
+        table = section.init_std
     else:
         kernel = output = _xavier(uniform=section.weight_init == "xavier_uniform")
         table = 1.0
     if section.embedding_init_std is not None:
         table = section.embedding_init_std
+    if section.init_scale_by_in:
+        kernel, output = _over_root_of_inputs(kernel), _over_root_of_inputs(output)
+    if section.init_scale_by_depth:
+        output = _times(depth**-0.5, output)
+    query = key_value = kernel
+    attention_output, position = output, _normal(table)
+    if section.weight_init == "gpt_neo":
+        query = _normal((width * dimensions.head_dim) ** -0.5)
+        key_value = _normal(width**-0.5)
+        attention_output = _normal((dimensions.num_query_heads * dimensions.head_dim) ** -0.5)
+        position = _normal(0.01)
     slots = in_attention = SlotInitializers(kernel, output)
     if section.weight_init == "tokenformer":
         in_attention = SlotInitializers(_normal_fan_in, _normal_fan_in)
     return Initializers(
         kernel,
         output,
+        query,
+        key_value,
+        attention_output,
         _normal(table),
+        position,
         attention_slots=in_attention,
         feed_forward_slots=slots,
         connection=_normal_fan_in,
+        memory=_normal(dimensions.head_dim**-0.5),
     )

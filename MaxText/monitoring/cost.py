@@ -53,28 +53,63 @@ class ModelCost:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """Keys and values of all layers in `dtype`; 0 for a model that sees later tokens.
+        """What generation keeps of a token: keys and values of layers of global attention in
+        `dtype`, and what Head-QK finds it by; 0 for a model that sees later tokens.
 
         There, every new token changes the keys and values of all others.
         """
-        if not self.model.section.attention.causal:
+        section = self.model.section
+        if not section.attention.causal:
             return 0
-        d = self.model.section.shape.dimensions
-        return 2 * d.num_layers * d.num_kv_heads * d.head_dim * self._activation_bytes
+        d, head = section.shape.dimensions, section.head
+        pointer = head.head_qk_dim * self._activation_bytes + 4 if head.head_qk else 0
+        heads = 2 * d.num_kv_heads * d.head_dim * self._activation_bytes
+        return section.attention_kinds.count("global") * heads + pointer
+
+    @property
+    def fixed_state_bytes(self) -> int:
+        """What generation keeps of a sequence however long: windows, sums, learned keys."""
+        section = self.model.section
+        attention, d = section.attention, section.shape.dimensions
+        if not attention.causal:
+            return 0
+        K, H = d.num_kv_heads, d.head_dim
+        of_a_place = 2 * K * H * self._activation_bytes
+        sums = 4 * (K * (H * H + H + 1) + 1)  # float32, and the number of a segment
+        sgu = 0
+        if attention.static_sgu:
+            sgu = attention.static_sgu_kernel * d.emb_dim // 2 * self._activation_bytes
+        of_kind = {
+            "global": attention.num_mem_kv * of_a_place + sgu,
+            "local": attention.sliding_window_size * of_a_place + sgu,
+            "linear": sums + sgu,
+            "none": 0,
+        }
+        return sum(of_kind[kind] for kind in section.attention_kinds)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Keys and values of a whole sequence."""
-        return self.kv_cache_bytes_per_token * self.count.sequence_length
+        """What generation keeps of a whole sequence."""
+        return self.kv_cache_bytes_per_token * self.count.sequence_length + self.fixed_state_bytes
 
     @property
     def attention_rule(self) -> str:
         """How many keys a query counts by the rule of MFU, in words."""
-        length = self.count.sequence_length
-        if not self.model.section.attention.causal:
-            return f"not causal, a query counts all {length:,} keys"
-        keys = keys_by_rule(length, causal=True)
-        return f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
+        section, length = self.model.section.attention, self.count.sequence_length
+        if not section.causal:
+            rule = f"not causal, a query counts all {length:,} keys"
+        else:
+            keys = keys_by_rule(length, causal=True)
+            rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
+        if section.num_mem_kv:
+            rule += f", and {section.num_mem_kv} learned ones"
+        if "local" in self._kinds:
+            window = section.sliding_window_size
+            keys = keys_by_rule(length, causal=section.causal, window=window)
+            rule += f"; in local layers, of a window of {window:,}, {keys:,.6g}"
+        if "linear" in self._kinds:
+            rule += "; a linear layer has sums of fixed size in their place"
+        return rule
 
     @property
     def attention_computed(self) -> str:
@@ -83,9 +118,17 @@ class ModelCost:
         multiplies = f"attention={section.attention} multiplies it with"
         rows = query_block(section, length)
         if rows == length:
-            return f"{multiplies} all {length:,}"
-        keys = keys_multiplied(section, length)
-        return f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
+            words = f"{multiplies} all {length:,}"
+        else:
+            keys = keys_multiplied(section, length)
+            words = f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
+        if "local" in self._kinds:
+            words += f"; in local layers with {keys_multiplied(section, length, 'local'):,.6g}"
+        return words
+
+    @property
+    def _kinds(self) -> set[str]:
+        return set(self.model.section.attention_kinds)
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, for the events of a run.
@@ -104,7 +147,7 @@ class ModelCost:
                     "name": part.name,
                     "parameters": part.parameters,
                     "forward_flops_per_token": part.flops,
-                    "flops_per_token": 3 * part.flops,
+                    "flops_per_token": part.training,
                 }
                 for part in count.parts
             ],
@@ -130,7 +173,7 @@ class ModelCost:
                 f"{part.parameters:,}",
                 share(part.parameters, num_parameters),
                 f"{part.flops:,.0f}",
-                f"{3 * part.flops:,.0f}",
+                f"{part.training:,.0f}",
                 share(part.flops, count.forward),
             ]
             for part in count.parts
@@ -168,11 +211,18 @@ class ModelCost:
         why = f"remat_policy={section.memory.remat_policy}"
         if section.objective.num_vocab_tiling > 1:
             why += f", num_vocab_tiling={section.objective.num_vocab_tiling}"
+        assert count.executed_per_token is not None
+        training = count.executed_per_token - count.recomputed
+        once = (3 * count.executed_forward - training) / 2  # no gradient passes
+        forward = f"{count.executed_forward:,.0f}"
+        if once:
+            forward = f"{count.executed_forward - once:,.0f} + {once:,.0f}"
         return [
             (
                 "executed FLOPs per token",
-                f"3 x forward as computed + computed again ({why})",
-                f"3 x {count.executed_forward:,.0f} + {count.recomputed:,.0f}",
+                f"3 x forward as computed{' + static SGU' if once else ''} + computed "
+                f"again ({why})",
+                f"3 x {forward} + {count.recomputed:,.0f}",
                 count.executed_per_token,
             )
         ]
@@ -190,22 +240,31 @@ class ModelCost:
                 byte_count(sum(parts.values())),
             )
         ]
-        if not self.kv_cache_bytes_per_token:
+        section, length = self.model.section, self.count.sequence_length
+        if not section.attention.causal:
             return [*rows, ("KV cache", "", "", "none, attention is not causal")]
-        d, length = self.model.section.shape.dimensions, self.count.sequence_length
-        per_token = self.kv_cache_bytes_per_token
+        d, per_token, fixed = (
+            section.shape.dimensions,
+            self.kv_cache_bytes_per_token,
+            self.fixed_state_bytes,
+        )
+        layers = "layers" if self._kinds == {"global"} else "layers of global attention"
+        of_token = f"2 x {layers} x kv heads x head_dim x bytes of {section.numerics.dtype}"
+        numbers = (
+            f"2 x {section.attention_kinds.count('global')} x {d.num_kv_heads} x {d.head_dim} x "
+            f"{self._activation_bytes}"
+        )
+        if section.head.head_qk:
+            of_token += " + a key and an id of Head-QK"
+            numbers += f" + {section.head.head_qk_dim * self._activation_bytes + 4}"
+        of_sequence = "tokens x bytes of a token"
         return [
             *rows,
-            (
-                "KV cache of a token",
-                f"2 x layers x kv heads x head_dim x bytes of {self.model.section.numerics.dtype}",
-                f"2 x {d.num_layers} x {d.num_kv_heads} x {d.head_dim} x {self._activation_bytes}",
-                f"{per_token:,} bytes",
-            ),
+            ("KV cache of a token", of_token, numbers, f"{per_token:,} bytes"),
             (
                 "KV cache of a sequence",
-                "tokens x bytes of a token",
-                f"{length:,} x {per_token:,}",
+                f"{of_sequence} + what does not grow" if fixed else of_sequence,
+                f"{length:,} x {per_token:,}" + (f" + {fixed:,}" if fixed else ""),
                 byte_count(self.kv_cache_bytes),
             ),
         ]

@@ -16,6 +16,17 @@ forward:
     norms                0
     head                 2 D V                 tied or not
 
+Layers of linear attention and of none, experts, Head-QK and static SGU differ from these rows:
+
+    linear attention     2 H^2 (K + N)         per layer, in place of scores and values
+    experts              2 (A + 1) D F k       per layer, of k experts that a token visits
+    router               2 D E                 per layer with E experts
+    Head-QK              4 D I + 2 I S         I head_qk_dim
+    static SGU           D S                   per layer, S of a window; no gradient: training is
+                                               forward alone
+
+Weights that all layers share are multiplied L times.
+
 With Pattention these depend on the slots, n of the projections and m of the feed-forward. Where
 N H = K H = D and m = 4 n, a layer has 16 D n weights.
 
@@ -35,8 +46,13 @@ P weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum
 S, the keys that a query counts, has two readings:
 
 - by the rule of MFU (`keys_by_rule`): T without a mask, T/2 under a causal mask (MaxText's rule;
-  exactly (T+1)/2), W - W^2/(2T) under a causal mask with a window of W tokens;
+  exactly (T+1)/2), W - W^2/(2T) under a causal mask with a window of W tokens; and M more where
+  there are M learned keys;
 - as the backend computes it (`keys_multiplied`), masked products included.
+
+Experts with a capacity execute every place they have, filled or not. Without one the count is of
+the rows that tokens have; a backend that has no products of ragged rows (CPU) multiplies each row
+with every expert. Linear attention executes the squares of its chunks as well.
 
 `FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is computed, with
 what rematerialisation computes again. tests/monitoring/test_flops.py holds the latter against
@@ -52,12 +68,17 @@ import math
 import re
 from collections.abc import Iterable
 
-from MaxText.configuration.layer_sections import Attention
-from MaxText.layers.attention_core import MAX_BLOCKS
+from MaxText.configuration.layer_sections import Attention, AttentionKind
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
+from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
+from MaxText.layers.static_sgu import sgu_blocks
+from MaxText.layers.weights import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
-_BETWEEN_TOKENS = ("attention scores", "attention values")
+_SGU, _POINTING = "static SGU", "Head-QK scores"
+_BETWEEN_TOKENS = ("attention scores", "attention values", _SGU, _POINTING)
 _DEPTH_SUMS = "sums over depth"
 # Parts in the order of the forward pass, and how the names of their parameters look; attention
 # between tokens and sums over depth have none. A parameter that no row knows is a part with the
@@ -66,16 +87,21 @@ _PARTS: tuple[tuple[str, str | None], ...] = (
     ("token embedding", r"^token_embedder/"),
     ("position embedding", r"^position_embedder/"),
     ("query, key, value", r"/self_attention/(query|key|value)/"),
-    *((name, None) for name in _BETWEEN_TOKENS),
+    ("memories", r"/self_attention/memory_(key|value)$"),
+    *((name, None) for name in _BETWEEN_TOKENS[:3]),
     ("attention output", r"/self_attention/out/"),
-    ("feed-forward", r"/mlp/"),
+    ("router", r"/mlp/gate/"),
+    ("feed-forward", r"/(macaron_)?mlp/"),
+    ("gates", r"_gate/scale$"),
     ("dense connections", r"^connections/"),
     (_DEPTH_SUMS, None),
     ("norms", r"norm(_[qkv])?/"),
     ("head", r"^logits_dense/"),
+    ("Head-QK", r"^head_qk/"),
+    (_POINTING, None),
 )
 # Products whose results only the residual stream takes: nothing in the backward pass of their
-# layer reads them, so remat_policy=full does not compute them again.
+# layer reads them, so remat_policy=full does not compute them again. Gates read them all.
 _NOT_AGAIN = {
     "sequential": r"/mlp/(wo|values)/",
     "parallel": r"/mlp/(wo|values)/|/self_attention/out/(kernel|values)",
@@ -91,12 +117,19 @@ class Part:
       parameters: numbers it holds, biases included. A tied head holds none.
       flops: forward operations per token, by the rule of MFU.
       executed: forward operations per token, as the backend computes them.
+      backward: operations of the backward pass for each forward one.
     """
 
     name: str
     parameters: int
     flops: float
     executed: float
+    backward: int = 2
+
+    @property
+    def training(self) -> float:
+        """Operations of training, by the rule of MFU."""
+        return (1 + self.backward) * self.flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +155,18 @@ class FlopCount:
     @property
     def per_token(self) -> float:
         """Operations of training, by the rule of MFU."""
-        return 3 * self.forward
+        return sum(part.training for part in self.parts)
 
     @property
     def weights(self) -> float:
         """Operations of training that multiply tokens with weights."""
         others = (*_BETWEEN_TOKENS, _DEPTH_SUMS)
-        return 3 * sum(part.flops for part in self.parts if part.name not in others)
+        return sum(part.training for part in self.parts if part.name not in others)
 
     @property
     def attention(self) -> float:
         """Operations of training that multiply tokens with tokens."""
-        return 3 * sum(part.flops for part in self.parts if part.name in _BETWEEN_TOKENS)
+        return sum(part.training for part in self.parts if part.name in _BETWEEN_TOKENS)
 
     @property
     def depth_sums(self) -> float:
@@ -153,7 +186,9 @@ class FlopCount:
     @property
     def executed_per_token(self) -> float | None:
         """Operations of training as they are executed; None where that is not known."""
-        return None if self.recomputed is None else 3 * self.executed_forward + self.recomputed
+        if self.recomputed is None:
+            return None
+        return sum((1 + part.backward) * part.executed for part in self.parts) + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
         """1e12 operations of training on this many tokens."""
@@ -179,27 +214,98 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     section = model.section
     held: collections.Counter[str] = collections.Counter()
     products: collections.Counter[str] = collections.Counter()
+    executed: collections.Counter[str] = collections.Counter()
     for name, info in model.parameters.items():
         part = _part_of(name)
         held[part] += info.size
         if info.num_in_dims:
-            products[part] += 2 * info.size
+            by_rule, computed = _of_weights(section, name, info, sequence_length)
+            products[part] += by_rule  # type: ignore[assignment]
+            executed[part] += computed  # type: ignore[assignment]
     if section.head.logits_via_embedding:
-        products["head"] += 2 * model.parameters[_TOKEN_TABLE].size
-    d, attention = section.shape.dimensions, section.attention
+        table = 2 * model.parameters[_TOKEN_TABLE].size
+        products["head"] += table
+        executed["head"] += table
+    between = _between_tokens(section, sequence_length)
     sums = float(sum(_depth_sums(model).values()))
-    per_key = 2 * d.num_layers * d.num_query_heads * d.head_dim
-    by_rule = per_key * keys_by_rule(sequence_length, causal=attention.causal)
-    computed = per_key * keys_multiplied(attention, sequence_length)
     parts = []
     for name in dict.fromkeys([*(name for name, _ in _PARTS), *held]):
-        if name in _BETWEEN_TOKENS:
-            parts.append(Part(name, 0, by_rule, computed))
+        if name in between:
+            backward = 0 if name == _SGU else 2
+            parts.append(Part(name, 0, *between[name], backward))
         elif name == _DEPTH_SUMS:
             parts += [Part(name, 0, sums, sums)] if sums else []
         elif held[name] or products[name]:
-            parts.append(Part(name, held[name], products[name], products[name]))
-    return FlopCount(sequence_length, tuple(parts), _recomputed(model, parts))
+            parts.append(Part(name, held[name], products[name], executed[name]))
+    return FlopCount(sequence_length, tuple(parts), _recomputed(model, parts, sequence_length))
+
+
+def _of_weights(
+    section: ModelSection, name: str, info: ParameterInfo, length: int
+) -> tuple[float, float]:
+    """Forward operations on a token of one matrix of all layers: by the rule, and executed."""
+    times = 1
+    if section.block.share_parameters and name.startswith("layers/"):
+        times = section.shape.dimensions.num_layers
+    whole = 2 * times * info.size
+    experts = section.mixture_of_experts
+    if "/experts/" not in name:
+        return whole, whole
+    visited = whole * experts.num_experts_per_tok / experts.num_experts
+    if experts.capacity_factor < 0:
+        return visited, visited
+    group, capacity = places(experts, length, experts.capacity_factor)
+    return visited, whole * capacity / group
+
+
+def _between_tokens(section: ModelSection, length: int) -> dict[str, tuple[float, float]]:
+    """Part -> forward operations on a token over all layers: by the rule, and executed."""
+    d, attention = section.shape.dimensions, section.attention
+    per_key = 2 * d.num_query_heads * d.head_dim
+    scores, values = (0.0, 0.0), (0.0, 0.0)
+    for kind in section.attention_kinds:
+        if kind == "none":
+            continue
+        if kind == "linear":
+            more = _linear(section, length)
+        else:
+            window = attention.sliding_window_size if kind == "local" else None
+            memories = attention.num_mem_kv if kind == "global" else 0
+            keys = keys_by_rule(length, causal=attention.causal, window=window) + memories
+            multiplied = keys_multiplied(attention, length, kind) + memories
+            more = ((per_key * keys, per_key * multiplied),) * 2
+        scores = (scores[0] + more[0][0], scores[1] + more[0][1])
+        values = (values[0] + more[1][0], values[1] + more[1][1])
+    found = {"attention scores": scores, "attention values": values}
+    if attention.static_sgu:
+        kernel = attention.static_sgu_kernel
+        rows, num_blocks = sgu_blocks(kernel, length)
+        layers = sum(kind != "none" for kind in section.attention_kinds)
+        found[_SGU] = (
+            layers * d.emb_dim * keys_by_rule(length, causal=True, window=kernel + 1),
+            layers * d.emb_dim * num_blocks * rows * (kernel + rows) / length,
+        )
+    if section.head.head_qk:
+        width = 2 * section.head.head_qk_dim
+        found[_POINTING] = (width * keys_by_rule(length, causal=True), float(width * length))
+    return found
+
+
+def _linear(section: ModelSection, length: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What a layer of linear attention has in place of scores and values.
+
+    By the rule a token is added to the state, k v^T, and reads it, q S. Executed are the chunks'
+    squares and the sum of keys as well.
+    """
+    d = section.shape.dimensions
+    N, K, H = d.num_query_heads, d.num_kv_heads, d.head_dim
+    adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
+    if not section.attention.causal:
+        return (adds, adds), (reads, reads)
+    chunk = min(section.attention.linear_attention_chunk, length)
+    filled = -(-length // chunk) * chunk / length
+    square, counts = 2.0 * N * H * chunk, 2.0 * N * H
+    return (adds, filled * (square + counts + adds)), (reads, filled * (square + reads))
 
 
 def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
@@ -214,12 +320,21 @@ def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> flo
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
-def keys_multiplied(section: Attention, length: int) -> float:
+def keys_multiplied(section: Attention, length: int, kind: AttentionKind = "global") -> float:
     """Keys that a query is multiplied with on average, those masked afterwards included.
 
     attention=dot_product multiplies the whole square. The others take query rows in blocks, each
-    with the keys up to its last row; without a causal mask that is the whole square, too.
+    with the keys up to its last row; without a causal mask that is the whole square, too. With a
+    window, blocks are about as long as it is, each with those beside it.
+
+    Args:
+      kind: global or local.
     """
+    if kind == "local":
+        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
+        if rows is None:
+            return float(length)
+        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
     block = query_block(section, length)
     ends = ((start, min(start + block, length)) for start in range(0, length, block))
     return sum((end - start) * end for start, end in ends) / length
@@ -250,30 +365,42 @@ def _depth_sums(model: Model) -> dict[int, int]:
     return {depth: 2 * math.prod(size) * emb_dim for depth, size in sizes.items()}
 
 
-def _recomputed(model: Model, parts: Iterable[Part]) -> float | None:
+def _recomputed(model: Model, parts: Iterable[Part], length: int) -> float | None:
     """What the backward pass executes again: the layers by policy, the head when it is in chunks.
 
-    Chunks of the head keep no logits (training/objective.py).
+    Chunks of the head keep no logits (training/objective.py), and those of linear attention no
+    scores (layers/linear_attention.py).
     """
     section = model.section
     policy, chunks = section.memory.remat_policy, section.objective.num_vocab_tiling
     executed = {part.name: part.executed for part in parts}
-    head = executed["head"] if chunks > 1 else 0.0
+    again = 0.0
+    if chunks > 1:
+        again += executed["head"] + executed.get(_POINTING, 0.0)
+        if section.head.head_qk:
+            again += 2 * model.parameters["head_qk/query/kernel"].size
+    if section.attention.causal and length > section.attention.linear_attention_chunk:
+        # The state after a chunk was kept: adding to it is not done again.
+        d = section.shape.dimensions
+        chunk = section.attention.linear_attention_chunk
+        adds = 2.0 * d.num_kv_heads * d.head_dim**2 * -(-length // chunk) * chunk / length
+        of_a_layer = sum(executed for _, executed in _linear(section, length)) - adds
+        again += section.attention_kinds.count("linear") * of_a_layer
     if policy == "none":
-        return head
+        return again
     if policy != "full":
         return None
-    not_again = _NOT_AGAIN[section.block.block_arrangement]
-    weights = sum(
-        info.size
-        for name, info in model.parameters.items()
-        if name.startswith(("layers/", "connections/"))
-        and info.num_in_dims
-        and not re.search(not_again, name)
-    )
+    parallel, gated = section.block.block_arrangement == "parallel", section.block.use_rezero
+    for name, info in model.parameters.items():
+        if not (name.startswith(("layers/", "connections/")) and info.num_in_dims):
+            continue
+        if gated or not re.search(_NOT_AGAIN[section.block.block_arrangement], name):
+            again += _of_weights(section, name, info, length)[1]
+    again += executed["attention scores"] + executed["attention values"]
+    if not parallel or gated:
+        again += executed.get(_SGU, 0.0)
     sums = _depth_sums(model)
     if section.dense_connections.mudd_postnorm == "none":
         # Nothing in its own backward pass reads the sum after the last layer.
         sums.pop(section.shape.dimensions.num_layers, None)
-    between_tokens = sum(executed[name] for name in _BETWEEN_TOKENS)
-    return head + 2 * weights + between_tokens + sum(sums.values())
+    return again + sum(sums.values())

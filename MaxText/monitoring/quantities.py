@@ -88,6 +88,10 @@ class Quantities:
             f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
             f"{d.num_query_heads} x {d.head_dim} x {stage.length}"
         )
+        alike = attention * d.num_layers * d.num_query_heads * d.head_dim * stage.length
+        if flops.attention != alike:
+            formula = "6 x matmul parameters + products of tokens with tokens, by kind of layer"
+            numbers = f"6 x {flops.matmul_parameters} + {flops.attention:.0f}"
         if flops.depth_sums:
             formula += " + 6 x outputs summed x width"
             numbers += f" + 6 x {int(flops.depth_sums) // (6 * d.emb_dim)} x {d.emb_dim}"

@@ -31,7 +31,8 @@ def start_facts(
       lineage: its ancestors.
       batches: its data.
     """
-    vocab_size = quantities.model.section.shape.vocab_size
+    section = quantities.model.section
+    vocab_size, objective = section.shape.vocab_size, section.objective
     return {
         "run_name": run_name,
         "num_steps": quantities.num_updates,
@@ -48,7 +49,7 @@ def start_facts(
         "cost": cost.facts(),
         "lineage": lineage.facts(),
         "data": {**batches.facts, "vocab_size": vocab_size},
-        "unigram_entropy": batches.unigram_entropy,
+        "unigram_entropy": batches.unigram_entropy if objective.is_in_nats else None,
     }
 
 

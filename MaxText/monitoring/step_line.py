@@ -33,8 +33,8 @@ class StepReport:
     Attributes:
       step: the update, from 0.
       seconds: wall time of the update, with the device's work done.
-      metrics: scalars of the compiled step; needs loss, lm_loss (nats per token) and
-        total_weights (targets in the loss); grad_norm and learning_rate are shown if given.
+      metrics: scalars of the compiled step; needs loss, total_weights (targets in the loss), and
+        lm_loss (nats per token) or entmax_loss; grad_norm and learning_rate are shown if given.
       tokens_per_device: tokens an update sees, over the number of devices.
       tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
       peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
@@ -68,6 +68,16 @@ class StepReport:
         """Share of the device's peak that the model's own products use (PaLM, appendix B)."""
         return self.tflops_per_second / self.peak_tflops if self.peak_tflops else math.nan
 
+    @property
+    def has_perplexity(self) -> bool:
+        """False for the loss of entmax, which is no log-probability."""
+        return "lm_loss" in self.metrics
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean loss of the targets, without what is added to it."""
+        return float(self.metrics["lm_loss" if self.has_perplexity else "entmax_loss"])
+
     def line(self) -> str:
         """MaxText's line, which scripts parse, and then our additions."""
         metrics = self.metrics
@@ -78,9 +88,10 @@ class StepReport:
             f"Tokens/s/device: {self.tokens_per_second:.3f}",
             f"total_weights: {int(metrics['total_weights'])}",
             f"loss: {float(metrics['loss']):.3f}",
-            f"lm_loss: {float(metrics['lm_loss']):.3f}",
-            f"perplexity: {perplexity(float(metrics['lm_loss'])):.3f}",
+            f"lm_loss: {self.lm_loss:.3f}",
         ]
+        if self.has_perplexity:
+            parts.append(f"perplexity: {perplexity(self.lm_loss):.3f}")
         if self.peak_tflops:
             parts.append(f"mfu: {100 * self.mfu:.1f}%")
         if "grad_norm" in metrics:
@@ -97,8 +108,10 @@ class StepReport:
             f"learning/{_TAGS.get(name, name)}": float(value)
             for name, value in self.metrics.items()
         }
+        row["learning/lm_loss"] = self.lm_loss
+        if self.has_perplexity:
+            row["learning/perplexity"] = perplexity(self.lm_loss)
         row |= {
-            "learning/perplexity": perplexity(float(self.metrics["lm_loss"])),
             "perf/step_time_seconds": self.seconds,
             "perf/per_device_tflops": self.tflops_per_device,
             "perf/per_device_tflops_per_sec": self.tflops_per_second,
@@ -116,10 +129,12 @@ class EvaluationReport:
 
     Attributes:
       step: the last update done before it.
-      total_loss: sum over targets, in nats.
+      total_loss: sum over targets, in nats, or of the loss of entmax.
       total_weights: targets.
       num_batches: batches read.
       seconds: wall time.
+      correct: targets that were the likeliest id; None if they were not counted.
+      has_perplexity: False for the loss of entmax, which is no log-probability.
     """
 
     step: int
@@ -127,26 +142,42 @@ class EvaluationReport:
     total_weights: float
     num_batches: int
     seconds: float
+    correct: float | None = None
+    has_perplexity: bool = True
 
     @property
     def loss(self) -> float:
         """Mean loss in nats per token; NaN without targets."""
         return self.total_loss / self.total_weights if self.total_weights else math.nan
 
+    @property
+    def masked_accuracy(self) -> float | None:
+        """Share of the hidden tokens that were the likeliest id; None if they were not counted."""
+        if self.correct is None:
+            return None
+        return self.correct / self.total_weights if self.total_weights else math.nan
+
     def line(self) -> str:
         """MaxText's line, then our additions."""
+        shown = f", perplexity={perplexity(self.loss):.3f}" if self.has_perplexity else ""
+        accuracy = self.masked_accuracy
         return (
-            f"Completed eval after train step {self.step}, loss={self.loss:.3f}, "
-            f"perplexity={perplexity(self.loss):.3f}, total_weights={int(self.total_weights)}, "
-            f"batches={self.num_batches}, seconds={self.seconds:.3f}"
+            f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "
+            f"total_weights={int(self.total_weights)}, batches={self.num_batches}, "
+            f"seconds={self.seconds:.3f}"
+            + ("" if accuracy is None else f", masked_accuracy={accuracy:.4f}")
         )
 
     def row(self) -> dict[str, float]:
         """The same by MaxText's tags."""
-        return {
+        row = {
             "eval/avg_loss": self.loss,
-            "eval/avg_perplexity": perplexity(self.loss),
             "eval/total_loss": self.total_loss,
             "eval/total_weights": self.total_weights,
             "eval/seconds": self.seconds,
         }
+        if self.has_perplexity:
+            row["eval/avg_perplexity"] = perplexity(self.loss)
+        if self.masked_accuracy is not None:
+            row["eval/masked_accuracy"] = self.masked_accuracy
+        return row

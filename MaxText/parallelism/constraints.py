@@ -57,6 +57,23 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
+def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
+    """The mesh in force, and over which of its axes each logical name is split.
+
+    For parts that are written for one device and run on many by `jax.shard_map`. None without a
+    mesh or with one device.
+    """
+    in_force = _in_force.get()
+    if in_force is None or in_force[0].size == 1:
+        return None
+    mesh, rules = in_force
+    split = []
+    for name in names:
+        axes = next(axes for rule_name, axes in rules if rule_name == name)
+        split.append(tuple(axis for axis in axes if mesh.shape[axis] > 1))
+    return mesh, split
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Asks the compiler to lay out `x` as the rules in force say for its dimensions' names."""
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"

@@ -11,19 +11,19 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.training_sections import Batch as BatchSection
 from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
 from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
 
-MESH_AXES = ("data", "fsdp", "tensor")
 # Axes that split weights; the others only copy them.
-WEIGHT_AXES = ("fsdp", "tensor")
+WEIGHT_AXES = ("fsdp", "expert", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """A mesh of all devices with axes data, fsdp, tensor.
+    """A mesh of all devices with the axes of MESH_AXES.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
@@ -38,24 +38,32 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
             f"ici_{axis}_parallelism={getattr(section, f'ici_{axis}_parallelism')}"
             for axis in MESH_AXES
         )
-        tensor = math.gcd(max(section.ici_tensor_parallelism, 1), num_devices)
+        expert = math.gcd(max(section.ici_expert_parallelism, 1), num_devices)
+        tensor = math.gcd(max(section.ici_tensor_parallelism, 1), num_devices // expert)
         raise UserError(
             f"the mesh does not match the devices: {asked} needs "
             f"{'a multiple of ' if -1 in sizes else ''}{fixed} devices, this machine has "
             f"{num_devices} ({devices[0].device_kind}).\n"
             f"  What to do: use ici_data_parallelism=1 ici_fsdp_parallelism=-1 "
-            f"ici_tensor_parallelism={tensor}, which fits, or start on {fixed} devices."
+            f"ici_expert_parallelism={expert} ici_tensor_parallelism={tensor}, which fits, or "
+            f"start on {fixed} devices."
         )
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
     return Mesh(mesh_utils.create_device_mesh(sizes, devices), MESH_AXES)
 
 
 class Layout:
-    """Where everything lies: a mesh with the logical axis rules of the configuration."""
+    """Where everything lies: a mesh with the logical axis rules of the configuration.
 
-    def __init__(self, mesh: Mesh, rules: Rules):
+    Args:
+      optimizer_state_axis: mesh axis over which the optimizer's state is split besides, where it
+        would lie whole on every device of that axis; empty for none.
+    """
+
+    def __init__(self, mesh: Mesh, rules: Rules, optimizer_state_axis: str = ""):
         self.mesh = mesh
         self.rules = rules
+        self.optimizer_state_axis = optimizer_state_axis
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
     @property
@@ -97,19 +105,43 @@ class Layout:
         """A tree like `abstract_state`: what has a parameter's name and shape lies like it.
 
         That covers parameters, moments and momenta of every update rule; the rest (counters,
-        factored moments) is small and lies whole on every device.
+        factored moments) is small and lies whole on every device. With `optimizer_state_axis` all
+        of the optimizer's state is split over that axis, too, as far as it can be: stage 1 of ZeRO
+        (Rajbhandari et al. 2020, section 5.1).
         """
         shardings = self.parameter_shardings(parameters)
 
         def of(path, leaf):
             names = [str(getattr(entry, "key", "")) for entry in path]
+            found = self.replicated
             for start in range(len(names)):
                 info = parameters.get("/".join(names[start:]))
                 if info is not None and info.shape == leaf.shape:
-                    return shardings["/".join(names[start:])]
-            return self.replicated
+                    found = shardings["/".join(names[start:])]
+                    break
+            is_optimizers = any(getattr(entry, "name", "") == "opt_state" for entry in path)
+            return self._split_besides(found, leaf.shape) if is_optimizers else found
 
         return jax.tree_util.tree_map_with_path(of, abstract_state)
+
+    def _split_besides(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+        """Split over `optimizer_state_axis` as well, along the longest dimension that it divides.
+
+        Dimensions that nothing splits come before those that other axes split already.
+        """
+        axis = self.optimizer_state_axis
+        spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        axes = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
+        if not axis or self.mesh.shape[axis] == 1 or any(axis in of for of in axes):
+            return sharding
+        parts = [math.prod(self.mesh.shape[name] for name in of) for of in axes]
+        fitting = [i for i, n in enumerate(shape) if n % (parts[i] * self.mesh.shape[axis]) == 0]
+        if not fitting:
+            return sharding
+        chosen = max(fitting, key=lambda i: (parts[i] == 1, shape[i]))
+        axes[chosen] = (*axes[chosen], axis)
+        spec[chosen] = axes[chosen] if len(axes[chosen]) > 1 else axis
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
         """Rows over the axes of activation_batch."""
@@ -177,6 +209,16 @@ class Layout:
         jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         compiled = jitted.lower(abstract_state, abstract_batch).compile()
         return compiled, time.perf_counter() - began
+
+
+def make_layout(section: MeshSection, devices: Sequence[Any]) -> Layout:
+    """The layout that the keys about the mesh ask for.
+
+    Raises:
+      UserError: as make_mesh.
+    """
+    axis = "data" if section.shard_optimizer_over_data else ""
+    return Layout(make_mesh(section, devices), section.logical_axis_rules, axis)
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:

@@ -221,13 +221,15 @@ def _power_of(base: int, least: int) -> int:
 def _read_places(model, params, tokens_BT, places_BC, targets_BC, *, num_parts: int, vocab: int):
     """-log p of the targets at the places, and whether they are the likeliest ids: [B, C] each."""
     decoder = model.merge(params)
-    h_BTD, _ = decoder.hidden(Batch(tokens_BT, targets_BT=None, weights_BT=None))
+    batch = Batch(tokens_BT, targets_BT=None, weights_BT=None)
+    h_BTD, _ = decoder.hidden(batch)
+    pointers = decoder.pointers(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, places_BC[..., None], axis=1)
     h_BCD = constrain(h_BCD, "activation_batch", "activation_length", "activation_embed")
 
     def of_chunk(chunk):
-        h_BCD, targets_BC = chunk
-        logits_BCV = decoder.logits(h_BCD)
+        h_BCD, targets_BC, places_BC = chunk
+        logits_BCV = decoder.logits(h_BCD, pointers, places_BC)
         losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
         return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
@@ -237,11 +239,11 @@ def _read_places(model, params, tokens_BT, places_BC, targets_BC, *, num_parts: 
     while at_once > 1 and num_rows // num_parts * at_once * vocab > _CHUNK_LOGITS:
         at_once //= 2
     if at_once == num_places:
-        return of_chunk((h_BCD, targets_BC))
+        return of_chunk((h_BCD, targets_BC, places_BC))
 
     def in_chunks(x):
         x = x.reshape(num_rows, num_places // at_once, at_once, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
-    outputs = jax.lax.map(of_chunk, (in_chunks(h_BCD), in_chunks(targets_BC)))
+    outputs = jax.lax.map(of_chunk, tuple(map(in_chunks, (h_BCD, targets_BC, places_BC))))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, num_places), outputs)

@@ -36,18 +36,27 @@ from MaxText.training.objective import loss_sums
 Sums = dict[str, jax.Array]
 
 
-def make_score_step(model: Model) -> Callable[[Any, Batch, IdBytes], Sums]:
-    """Sums over one batch: nats (float32), targets and their bytes (int32)."""
+def make_score_step(
+    model: Model, *, count_correct: bool = False
+) -> Callable[[Any, Batch, IdBytes], Sums]:
+    """Sums over one batch: nats (float32), targets and their bytes (int32).
+
+    Args:
+      count_correct: also `correct`, the targets that are the likeliest id.
+    """
+    objective = model.section.objective
+    loss_name = "lm_loss" if objective.is_in_nats else "entmax_loss"
 
     def score_step(params: Any, batch: Batch, id_bytes: IdBytes) -> Sums:
-        _, sums = loss_sums(model.merge(params), batch, model.section.objective)
+        sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
         counts_V, spaced_V = id_bytes
         bytes_BT = counts_V[batch.targets_BT]
         # After a control id a text begins, with a space that is not its own.
         begins_BT = spaced_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
         counts_BT = batch.weights_BT > 0
-        return {
-            "nats": sums["lm_loss"],
+        correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
+        return correct | {
+            "nats": sums.over_targets[loss_name],
             "targets": jnp.sum(counts_BT, dtype=jnp.int32),
             "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
         }
@@ -105,7 +114,10 @@ class _Scorer:
         per_device = config.evaluation.eval_per_device_batch_size
         self._rows = mesh.rows_of_batch(config.batch, trained.layout, per_device)
         self._shape = trained.model.section.shape
-        self._step = trained.layout.jit(make_score_step(trained.model))
+        self._counts_correct = config.masking.mlm_training
+        self._step = trained.layout.jit(
+            make_score_step(trained.model, count_correct=self._counts_correct)
+        )
         self._compiled: dict[Any, Any] = {}
 
     def batches(self, data: Data) -> EvalBatches:
@@ -166,7 +178,9 @@ class _Scorer:
         """Reads all batches of a source. Sums are added in double precision, one batch late."""
         of_ids = self._text_bytes.of_ids(source)
         tables = self._placed_tables(of_ids)
-        sums = {"nats": 0.0, "targets": 0, "bytes": 0}
+        sums: dict[str, Any] = {"nats": 0.0, "targets": 0, "bytes": 0}
+        if self._counts_correct:
+            sums["correct"] = 0
         waiting: Sums | None = None
         num_batches, compiling = 0, 0.0
         progress = progress_lines(f"{name} (batches)", self._show)
@@ -193,6 +207,8 @@ class _Scorer:
             why_no_bytes=why,
             num_batches=num_batches,
             seconds=seconds,
+            correct=sums.get("correct"),
+            is_entmax=not self._trained.model.section.objective.is_in_nats,
             facts=_facts(source, batches.bad_records.count),
         )
 

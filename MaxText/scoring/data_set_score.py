@@ -15,13 +15,17 @@ class SourceScore:
 
     Attributes:
       name: what named the source.
-      nats: sum of cross entropy.
+      nats: sum of cross entropy, or of the loss of entmax where that is what the model minimises.
       num_targets: predicted tokens; each counts once.
       num_bytes: bytes of UTF-8 that the targets spell; None where that is not known.
       why_no_bytes: the reason for None.
       num_batches: that were read.
       seconds: wall time, without compiling.
       facts: which data these are: tokens and documents of the split, digests.
+      correct: targets that were the likeliest id; None where they were not counted, which is all
+        but masked language models.
+      is_entmax: whether the loss is that of entmax. It is no log-probability, which would be
+        infinite for ids of probability 0, so there is neither perplexity nor bits per byte.
     """
 
     name: str
@@ -32,6 +36,8 @@ class SourceScore:
     num_batches: int
     seconds: float
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    correct: int | None = None
+    is_entmax: bool = False
 
     @property
     def loss(self) -> float:
@@ -39,14 +45,23 @@ class SourceScore:
         return self.nats / self.num_targets if self.num_targets else math.nan
 
     @property
-    def perplexity(self) -> float:
-        """exp of the mean over all targets."""
-        return perplexity(self.loss)
+    def perplexity(self) -> float | None:
+        """exp of the mean over all targets; None for the loss of entmax."""
+        return None if self.is_entmax else perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None where the bytes are not known."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+        """Comparable between tokenizers; None where the bytes are not known, and for entmax."""
+        if self.is_entmax or not self.num_bytes:
+            return None
+        return self.nats / math.log(2) / self.num_bytes
+
+    @property
+    def masked_accuracy(self) -> float | None:
+        """Share of the hidden tokens that were the likeliest id."""
+        if self.correct is None:
+            return None
+        return self.correct / self.num_targets if self.num_targets else math.nan
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,13 +75,17 @@ class SourceScore:
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
-            "nats": self.nats,
+            "nats": None if self.is_entmax else self.nats,
             "targets": self.num_targets,
             "bytes": self.num_bytes,
             "batches": self.num_batches,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
+        if self.correct is not None:
+            row |= {"masked_accuracy": self.masked_accuracy, "correct": self.correct}
+        if self.is_entmax:
+            row["loss_type"] = "entmax"
         if self.why_no_bytes:
             row["why_no_bytes"] = self.why_no_bytes
         return row | self.facts
@@ -76,6 +95,7 @@ def total(scores: Sequence[SourceScore]) -> SourceScore:
     """All sources together: their sums, not the mean of their means."""
     sizes = [score.num_bytes for score in scores]
     missing = [score.why_no_bytes for score in scores if score.num_bytes is None]
+    correct = [score.correct for score in scores]
     return SourceScore(
         name="total",
         nats=math.fsum(score.nats for score in scores),
@@ -84,6 +104,8 @@ def total(scores: Sequence[SourceScore]) -> SourceScore:
         why_no_bytes=missing[0] if missing else "",
         num_batches=sum(score.num_batches for score in scores),
         seconds=sum(score.seconds for score in scores),
+        correct=None if None in correct else sum(count or 0 for count in correct),
+        is_entmax=any(score.is_entmax for score in scores),
     )
 
 
@@ -91,27 +113,37 @@ def table(scores: Sequence[SourceScore]) -> str:
     """A row for each source and one for all, then what is missing and why."""
     whole = total(scores)
     header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
+    if whole.correct is not None:
+        header.append("masked accuracy")
     rows = [_cells(score) for score in scores]
     lines = [ruled_table(header, rows, _cells(whole), right=range(1, len(header)))]
     lines += [
         f"bits/byte of {score.name} is left out: {score.why_no_bytes}"
         for score in scores
-        if score.num_bytes is None
+        if score.num_bytes is None and not whole.is_entmax
     ]
+    if whole.is_entmax:
+        lines.append(
+            "perplexity and bits/byte are left out: entmax gives ids probability 0, and the loss "
+            "of entmax is no log-probability"
+        )
     lines.append(
-        f"loss in nats per token; {whole.num_batches:,} batches in {whole.seconds:.1f} s, "
+        f"loss {'of entmax' if whole.is_entmax else 'in nats'} per token; "
+        f"{whole.num_batches:,} batches in {whole.seconds:.1f} s, "
         f"{whole.tokens_per_second:,.0f} tokens/s"
     )
     return "\n".join(lines)
 
 
 def _cells(score: SourceScore) -> list[str]:
-    size, bits = score.num_bytes, score.bits_per_byte
-    return [
+    size, bits, perplexed = score.num_bytes, score.bits_per_byte, score.perplexity
+    cells = [
         score.name,
         f"{score.num_targets:,}",
         "-" if size is None else f"{size:,}",
         f"{score.loss:.4f}",
-        f"{score.perplexity:.3f}" if score.perplexity < 1e6 else f"{score.perplexity:.3e}",
+        "-" if perplexed is None else f"{perplexed:.3f}" if perplexed < 1e6 else f"{perplexed:.3e}",
         "-" if bits is None else f"{bits:.4f}",
     ]
+    accuracy = score.masked_accuracy
+    return cells if accuracy is None else [*cells, f"{accuracy:.4f}"]

@@ -1,5 +1,6 @@
 """Loss over held-out data: the sum over all targets divided by their number."""
 
+import collections
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,13 +27,13 @@ def evaluate(
       step: the last update done before, for the report.
     """
     began = time.perf_counter()
-    totals = {"lm_loss": 0.0, "total_weights": 0.0}
+    totals: dict[str, float] = collections.defaultdict(float)
     num_batches = 0
-    waiting: dict[str, jax.Array] | None = None
+    waiting: dict[str, jax.Array] = {}
 
-    def add(sums: dict[str, jax.Array] | None) -> None:
-        for name in totals if sums is not None else ():
-            totals[name] += float(sums[name])  # type: ignore[index]
+    def add(sums: dict[str, jax.Array]) -> None:
+        for name, value in sums.items():
+            totals[name] += float(value)
 
     for batch in batches:
         sums = eval_step(params, batch)
@@ -40,10 +41,13 @@ def evaluate(
         waiting = sums
         num_batches += 1
     add(waiting)
+    is_entmax = "entmax_loss" in totals
     return EvaluationReport(
         step=step,
-        total_loss=totals["lm_loss"],
+        total_loss=totals["entmax_loss" if is_entmax else "lm_loss"],
         total_weights=totals["total_weights"],
         num_batches=num_batches,
         seconds=time.perf_counter() - began,
+        correct=totals.get("correct"),
+        has_perplexity=not is_entmax,
     )

@@ -1,7 +1,9 @@
-"""The causal language-model loss, over the whole sequence at once or in chunks of it.
+"""The language-model loss, over the whole sequence at once or in chunks of it.
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from MaxText.configuration.model_sections import Objective
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.decoder import Decoder
+from MaxText.layers.entmax import entmax_loss
 
 
 @jax.custom_vjp
@@ -40,25 +43,80 @@ def _cross_entropy_backward(kept, gradients):
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def loss_sums(
-    decoder: Decoder, batch: Batch, section: Objective, dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weighted sums over the batch's targets; the caller divides by the sum of the weights.
+class LossSums(NamedTuple):
+    """Sums over a batch, or over a part of one.
 
-    Returns:
-      The sum to minimise, and {"lm_loss": sum of cross entropy, "z_loss": sum of
-      z_loss_multiplier * log(Z)^2 (PaLM, section 5)}.
+    Attributes:
+      over_targets: weighted; lm_loss is cross entropy in nats, z_loss is z_loss_multiplier *
+        log(Z)^2 (PaLM, section 5). With loss_type=entmax it is entmax_loss in place of the two. To
+        be divided by the sum of the weights.
+      over_tokens: losses of layers, such as those of routers. To be divided by `num_tokens`.
+      correct: weight of the targets that are the likeliest id, the first of several; None where
+        nobody asked.
     """
-    h_BTD, scalars = decoder.hidden(batch, dropout_key)
 
-    def sums(h_BTD, targets_BT, weights_BT):
-        losses_BT, log_normalizer_BT = cross_entropy(decoder.logits(h_BTD), targets_BT)
-        z_losses_BT = section.z_loss_multiplier * jnp.square(log_normalizer_BT)
-        return jnp.sum(losses_BT * weights_BT), jnp.sum(z_losses_BT * weights_BT)
+    over_targets: dict[str, jax.Array]
+    over_tokens: dict[str, jax.Array]
+    correct: jax.Array | None = None
+
+    @property
+    def total(self) -> jax.Array:
+        """The weighted sum over targets."""
+        return sum(self.over_targets.values())  # type: ignore[return-value]
+
+    def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+        """Every loss by itself; their sum is what is minimised."""
+        return {name: value / weight for name, value in self.over_targets.items()} | {
+            name: value / tokens for name, value in self.over_tokens.items()
+        }
+
+
+def num_tokens(batch: Batch) -> jax.Array:
+    """Tokens of a batch that are not padding, at least 1."""
+    if batch.segments_BT is None:
+        return jnp.float32(batch.tokens_BT.size)
+    return jnp.maximum(jnp.sum(batch.segments_BT > 0).astype(jnp.float32), 1.0)
+
+
+def losses_of(
+    logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective
+) -> dict[str, jax.Array]:
+    """What is minimised at each target, by name, float32 [B, T] each."""
+    if section.loss_type == "entmax" and section.entmax_alpha > 1:
+        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, section.entmax_alpha)}
+    losses_BT, log_normalizer_BT = cross_entropy(logits_BTV, targets_BT)
+    if section.loss_type == "entmax":  # alpha = 1 is softmax
+        return {"entmax_loss": losses_BT}
+    z_losses_BT = section.z_loss_multiplier * jnp.square(log_normalizer_BT)
+    return {"lm_loss": losses_BT, "z_loss": z_losses_BT}
+
+
+def loss_sums(
+    decoder: Decoder,
+    batch: Batch,
+    section: Objective,
+    dropout_key: jax.Array | None = None,
+    *,
+    training: bool = False,
+    count_correct: bool = False,
+) -> LossSums:
+    """What is minimised, in parts and as sums, so that parts of a batch can be added up."""
+    h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
+    pointers = decoder.pointers(h_BTD, batch)
+    places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
+
+    def sums(h_BTD, targets_BT, weights_BT, places_BT):
+        logits_BTV = decoder.logits(h_BTD, pointers, places_BT)
+        losses = losses_of(logits_BTV, targets_BT, section)
+        summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
+        if not count_correct:
+            return summed, None
+        correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
+        return summed, jnp.sum(correct_BT * weights_BT)
 
     num_chunks = section.num_vocab_tiling
     if num_chunks == 1:
-        lm_loss, z_loss = sums(h_BTD, batch.targets_BT, batch.weights_BT)
+        summed, correct = sums(h_BTD, batch.targets_BT, batch.weights_BT, places_BT)
     else:
 
         def in_chunks(x_BT):
@@ -69,8 +127,7 @@ def loss_sums(
         # The backward pass computes a chunk's logits again instead of keeping all of them.
         chunk_sums = jax.lax.map(
             lambda chunk: jax.checkpoint(sums)(*chunk),
-            (in_chunks(h_BTD), in_chunks(batch.targets_BT), in_chunks(batch.weights_BT)),
+            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, places_BT))),
         )
-        lm_loss, z_loss = jax.tree.map(jnp.sum, chunk_sums)
-    metrics = {"lm_loss": lm_loss, "z_loss": z_loss} | scalars
-    return lm_loss + z_loss, metrics
+        summed, correct = jax.tree.map(jnp.sum, chunk_sums)
+    return LossSums(summed, scalars, correct)

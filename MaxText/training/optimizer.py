@@ -131,6 +131,8 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """The rule without its learning rate and decay; a gradient descent direction, sign kept."""
     mu_dtype = section.mu_dtype or None
+    if section.opt_type == "adamw" and not section.adam_bias_correction:
+        return _adam_without_bias_correction(section)
     if section.opt_type == "adamw":
         return optax.scale_by_adam(
             b1=section.adam_b1,
@@ -144,12 +146,7 @@ def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransform
     if section.opt_type == "sgd":
         return optax.trace(decay=section.momentum, nesterov=section.nesterov)
     if section.opt_type == "adafactor":
-        # Shazeer and Stern 2018, algorithm 4, without momentum; the learning rate is relative.
-        return optax.chain(
-            optax.scale_by_factored_rms(),
-            optax.clip_by_block_rms(1.0),
-            optax.scale_by_param_block_rms(),
-        )
+        return _adafactor(section)
     # A learning rate of -1 makes optax's complete rule hand over its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
@@ -169,6 +166,48 @@ def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransform
     )
 
 
+def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
+    """m / (sqrt(v + eps_root) + eps), as BERT's and GPT-Neo's optimizers.
+
+    The first updates are smaller than a unit: (1 - b1) / sqrt(1 - b2). The state is that of
+    optax.scale_by_adam, so that a run may go on with the other rule.
+    """
+    adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mu = optax.tree.update_moment(updates, state.mu, section.adam_b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, section.adam_b2, 2)
+        moved = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v + section.adam_eps_root) + section.adam_eps), mu, nu
+        )
+        count = optax.safe_increment(state.count)
+        mu, nu = optax.tree.cast_like(mu, state.mu), optax.tree.cast_like(nu, state.nu)
+        return moved, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _adafactor(section: Optimizer) -> optax.GradientTransformation:
+    """Shazeer and Stern 2018, algorithm 4; the learning rate is relative to a parameter's size.
+
+    The schedule and the decoupled decay hold here as for every rule (GPT-Neo's ignores both, and
+    takes weight_decay for the decay of its second moment). The mean over updates is one before the
+    learning rate. Layers that are stacked count as one parameter.
+    """
+    rule = (
+        optax.scale_by_factored_rms(
+            decay_rate=section.adafactor_decay_exponent,
+            min_dim_size_to_factor=section.adafactor_min_dim_size_to_factor,
+            epsilon=section.adafactor_epsilon_gradient,
+        ),
+        optax.clip_by_block_rms(section.adafactor_clipping_threshold),
+        optax.scale_by_param_block_rms(section.adafactor_epsilon_parameter),
+    )
+    if section.adafactor_momentum:
+        return optax.chain(*rule, optax.ema(section.adafactor_momentum, debias=False))
+    return optax.chain(*rule)
+
+
 def _muon_dimensions(info: ParameterInfo) -> Any:
     """Which dimensions form the matrix; None leaves a parameter to Adam.
 
@@ -180,7 +219,8 @@ def _muon_dimensions(info: ParameterInfo) -> Any:
     of_coefficients = not any(info.logical_axes)
     if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:
         return None
-    first = 1 if info.logical_axes[0] == "layers" else 0
+    # Layers and experts are matrices each.
+    first = sum(name in ("layers", "exp") for name in info.logical_axes)
     inputs = tuple(range(first, first + info.num_in_dims))
     outputs = tuple(range(first + info.num_in_dims, len(info.shape)))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

@@ -1,42 +1,62 @@
 """Learning rate as a function of the step."""
 
+import jax.numpy as jnp
 import optax
 
 from MaxText.configuration.training_sections import Schedule
 
 
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:
-    """Warm-up from 0, the body, then 0 after `learning_rate_schedule_steps`.
+    """Warm-up from 0, the body, then 0 or the last value.
 
     The first update has learning rate 0 when there is a warm-up, as in MaxText. A constant body
-    goes on for ever.
+    goes on for ever. The body follows the warm-up, or with `warmup_multiplies_schedule` counts from
+    step 0 and is multiplied by it, as GPT-Neo's does.
     """
     peak = section.learning_rate
-    final = peak * section.learning_rate_final_fraction
-    total = section.learning_rate_schedule_steps
-    warmup = int(total * section.warmup_steps_fraction)
-    body = total - warmup
+    total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps
     warm_up = optax.linear_schedule(0.0, peak, max(warmup, 1))
     if section.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
-    # (schedule, length) in order; what follows the last is 0.
-    pieces: list[tuple[optax.Schedule, int]] = [(warm_up, warmup)]
+    if section.warmup_multiplies_schedule:
+        body = _ending(section, _body(section, total), total)
+        if warmup == 0:
+            return body
+        return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
+    # (schedule, length) in order.
+    pieces = [(warm_up, warmup), *_body(section, total - warmup)]
+    return _ending(section, pieces, total)
+
+
+def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
+    """From the peak to the last value in `length` steps, in pieces with their lengths."""
+    peak, fraction = section.learning_rate, section.learning_rate_final_fraction
+    final = peak * fraction
     if section.lr_schedule_type == "wsd":
-        decay = min(int(total * section.wsd_decay_steps_fraction), body)
-        pieces.append((optax.constant_schedule(peak), body - decay))
-        pieces.append((optax.linear_schedule(peak, final, max(decay, 1)), decay))
-    elif section.lr_schedule_type == "linear":
-        pieces.append((optax.linear_schedule(peak, final, max(body, 1)), body))
-    else:
-        cosine = optax.cosine_decay_schedule(
-            peak, max(body, 1), alpha=section.learning_rate_final_fraction
-        )
-        pieces.append((cosine, body))
+        total = section.learning_rate_schedule_steps
+        decay = min(int(total * section.wsd_decay_steps_fraction), length)
+        return [
+            (optax.constant_schedule(peak), length - decay),
+            (optax.linear_schedule(peak, final, max(decay, 1)), decay),
+        ]
+    if section.lr_schedule_type == "cosine":
+        return [(optax.cosine_decay_schedule(peak, max(length, 1), alpha=fraction), length)]
+    power = section.lr_polynomial_power if section.lr_schedule_type == "polynomial" else 1.0
+    return [(optax.polynomial_schedule(peak, final, power, max(length, 1)), length)]
+
+
+def _ending(
+    section: Schedule, pieces: list[tuple[optax.Schedule, int]], total: int
+) -> optax.Schedule:
+    """The pieces one after another, and what follows step `total`."""
     boundaries, schedules, end = [], [], 0
     for schedule, length in pieces:
         schedules.append(schedule)
         end += length
         boundaries.append(end)
+    if section.learning_rate_after_schedule == "final":
+        # Every body stays at its last value.
+        return optax.join_schedules(schedules, boundaries[:-1])
     # The value at `total` is the body's last one; zero starts at the step after it.
-    boundaries[-1] += 1
+    boundaries[-1] = total + 1
     return optax.join_schedules([*schedules, optax.constant_schedule(0.0)], boundaries)

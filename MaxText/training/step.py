@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.configuration.model_sections import DROPOUT_PLACES
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import constrain
-from MaxText.training.objective import loss_sums
+from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -49,44 +48,43 @@ def make_train_step(
       dropout_seed: of the random keys; unused when every dropout rate is 0.
     """
     objective = model.section.objective
-    has_dropout = any(model.section.dropout.rate(place) for place in DROPOUT_PLACES)
 
-    def loss_and_gradients(params, batch: Batch, total_weight, dropout_key):
+    def loss_and_gradients(params, batch: Batch, totals, dropout_key):
         def loss_function(params):
-            loss, metrics = loss_sums(model.merge(params), batch, objective, dropout_key)
-            return loss / total_weight, metrics
+            module = model.merge(params)
+            means = loss_sums(module, batch, objective, dropout_key, training=True).means(*totals)
+            return sum(means.values()), means
 
-        (_, metrics), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
-        return metrics, gradients
+        (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        return means, gradients
 
-    def accumulated(params, batch: Batch, total_weight, dropout_key):
+    def accumulated(params, batch: Batch, totals, dropout_key):
         def add_microbatch(sums, microbatch_and_index):
             microbatch, index = microbatch_and_index
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            new = loss_and_gradients(params, microbatch, total_weight, key)
+            new = loss_and_gradients(params, microbatch, totals, key)
             return jax.tree.map(jnp.add, sums, new), None
 
         microbatches = jax.tree.map(lambda x: split_rows(x, num_microbatches), batch)
         first = jax.tree.map(lambda x: x[0], microbatches)
-        shapes = jax.eval_shape(loss_and_gradients, params, first, total_weight, dropout_key)
+        shapes = jax.eval_shape(loss_and_gradients, params, first, totals, dropout_key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         indices = jnp.arange(num_microbatches)
         return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         dropout_key = None
-        if has_dropout:
+        if model.section.is_random:
             dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         total_weight = jnp.sum(batch.weights_BT)
         # A batch of padding only has loss 0 and no gradient.
-        divisor = jnp.maximum(total_weight, 1.0)
+        totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
-        sums, gradients = compute(state.params, batch, divisor, dropout_key)
+        means, gradients = compute(state.params, batch, totals, dropout_key)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        means = {name: value / divisor for name, value in sums.items()}
         metrics = means | {
-            "loss": means["lm_loss"] + means["z_loss"],
+            "loss": sum(means.values()),
             "total_weights": total_weight,
             "grad_norm": optax.tree.norm(gradients),
             "param_norm": optax.tree.norm(params),
@@ -97,12 +95,22 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(model: Model) -> Callable[[dict, Batch], Metrics]:
-    """Sums of loss and weight over one batch, to be added up over a split."""
+def make_eval_step(
+    model: Model, *, count_correct: bool = False
+) -> Callable[[dict, Batch], Metrics]:
+    """Sums of loss and weight over one batch, to be added up over a split.
+
+    Args:
+      count_correct: `correct` as well, the weight of the targets that are the likeliest id.
+    """
 
     def eval_step(params, batch: Batch) -> Metrics:
-        _, sums = loss_sums(model.merge(params), batch, model.section.objective)
-        return sums | {"total_weights": jnp.sum(batch.weights_BT)}
+        module, objective = model.merge(params), model.section.objective
+        sums = loss_sums(module, batch, objective, count_correct=count_correct)
+        counts = {"total_weights": jnp.sum(batch.weights_BT)}
+        if sums.correct is not None:
+            counts["correct"] = sums.correct
+        return sums.over_targets | counts
 
     return eval_step
 

@@ -217,7 +217,7 @@ def test_axis_rules_merge_by_name(write):
     ("rules", "message"),
     [
         ("[[embd,fsdp]]", "unknown logical name 'embd'; nearest: embed"),
-        ("[[embed,context]]", "unknown mesh axis 'context'; known: data, fsdp, tensor"),
+        ("[[embed,context]]", "unknown mesh axis 'context'; known: data, fsdp, expert, tensor"),
         ("[[embed,[fsdp,fsdp]]]", "named twice"),
         ("[embed]", "not a pair"),
         ("[[embed,[[fsdp]]]]", "unknown mesh axis"),

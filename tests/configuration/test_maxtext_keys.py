@@ -14,6 +14,7 @@ from MaxText.configuration.maxtext_keys import (
     absent,
 )
 from MaxText.configuration.problems import ConfigurationError
+from MaxText.configuration.reference_keys import REFERENCE_KEYS
 
 # The keys that MaxText's base.yml and its documentation lead people to use, one per line.
 MUCH_USED = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8").split()
@@ -51,6 +52,16 @@ def test_translated_values_are_accepted(name, value, capsys):
         assert loaded.config == load([f"{found.name}={found.text}", *common]).config
     else:
         assert name not in all_keys()
+
+
+@pytest.mark.parametrize("name", REFERENCE_KEYS)
+def test_keys_of_other_programs_name_ours(name):
+    whose, ours = REFERENCE_KEYS[name]
+    assert name not in all_keys()
+    assert name not in {**ALIASES, **UNAVAILABLE}
+    assert ours in all_keys()
+    with pytest.raises(ConfigurationError, match=f"{whose}; use {ours}"):
+        load([f"{name}=something"])
 
 
 def test_families():

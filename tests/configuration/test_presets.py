@@ -122,7 +122,10 @@ def count(config: Config) -> int:
         layer += (q + 2 * kv) * model.attention.qkv_bias
         layer += size.emb_dim * model.attention.proj_bias
     layer += 2 * size.head_dim * model.attention.use_qk_norm
-    layer += 2 * norm * size.emb_dim * model.block.block_norm_parametric
+    block = model.block
+    shared = block.block_arrangement == "parallel" and block.parallel_residual_shared_norm
+    norms = 1 if shared else 2
+    layer += norms * norm * size.emb_dim * block.block_norm_parametric
     tables = size.vocab_size * (1 if model.head.logits_via_embedding else 2)
     if model.position.position_embedding == "learned":
         rows = model.position.trainable_position_size

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-GOLDEN_FAMILIES = ("gpt2", "gptneox", "llama", "llama31", "gemma")
+GOLDEN_FAMILIES = ("gpt2", "gptneo", "gptneox", "llama", "llama31", "gemma")
 
 _SIZES = {
     "vocab_size": 40,
@@ -21,6 +21,7 @@ _SIZES = {
     "max_position_embeddings": 32,
 }
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_MOE = "block_sparse_moe"
 _Q, _K, _V, _O = (f"self_attn.{letter}_proj" for letter in "qkvo")
 
 # What transformers writes for the descendants of Llama, spelled out: model_type -> (config.json
@@ -41,6 +42,12 @@ DESCENDANTS = {
     "gemma": ({"head_dim": 6, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}, {
         f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
         f"{_O}.weight": (16, 24),
+    }),
+    "mixtral": ({"sliding_window": None, "num_local_experts": 3, "num_experts_per_tok": 2}, {
+        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
+        f"{_O}.weight": (16, 16), f"{_MOE}.gate.weight": (3, 16),
+        **{f"{_MOE}.experts.{expert}.{name}.weight": shape for expert in range(3)
+           for name, shape in {"w1": (24, 16), "w2": (16, 24), "w3": (24, 16)}.items()},
     }),
     "llama": ({"attention_bias": True, "mlp_bias": True, "rope_theta": 500_000.0}, {
         f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
@@ -66,8 +73,9 @@ def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.
     more, in_layer = DESCENDANTS[model_type]
     config = {"model_type": model_type, **_SIZES, **more}
     in_layer = in_layer | dict.fromkeys(_NORMS, (16,))
-    in_layer |= {"mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16)}
-    in_layer |= {"mlp.down_proj.weight": (16, 24)}
+    if model_type != "mixtral":
+        in_layer |= {"mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16)}
+        in_layer |= {"mlp.down_proj.weight": (16, 24)}
     shapes = {
         f"model.layers.{layer}.{name}": shape
         for layer in range(config["num_hidden_layers"])

@@ -43,7 +43,7 @@ def test_help(tmp_path, users_environment):
         (["from=a", "to=hf:b", "family=bert"], "family=bert is none of gpt2"),
         (["from=a", "to=hf:b", "max_shard_size=big"], "max_shard_size=big is no size"),
         (["from=a", "to=hf:b", "query_scaling=model"], "has no effect on this conversion"),
-        (["from=a", "to=maxtext:b"], "MaxText's layout is read, not written"),
+        (["from=a", "to=maxtext:b"], "this layout is read, not written"),
         (["from=a", "to=b", "export=onnx"], "export=onnx is unknown"),
         (["from=a", "to=hf:b", "export=stablehlo"], "writes one file, but to=hf:b is a folder"),
         (["from=a", "to=b", "export=stablehlo", "length=0"], "length=0 is no number of tokens"),

@@ -98,6 +98,7 @@ def test_a_window_is_measured_against_the_run(tmp_path):
     config_json, tensors = random("mistral")
     folder = write(tmp_path / "hf", config_json | {"sliding_window": 16}, tensors)
     weights = FolderWeights(folder, {"max_target_length": 16})
-    start(tmp_path / "a", f"hf:{folder}", config_of(weights))
-    with pytest.raises(UserError, match="sliding_window=16 is below the length of 32 tokens"):
-        start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))
+    _, lines = start(tmp_path / "a", f"hf:{folder}", config_of(weights))
+    assert "attention_types" not in "\n".join(lines)
+    _, lines = start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))
+    assert "attention_types: [[[local], 2]] -> []" in "\n".join(lines)

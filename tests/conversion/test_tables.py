@@ -25,7 +25,7 @@ OTHER_ANGLES = {"rope_factor", "low_freq_factor", "high_freq_factor", "beta_fast
                 "original_max_position_embeddings"}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 8, "S": 9,
-         "C": 4, "L": 13, "W": 12}  # fmt: skip
+         "C": 4, "L": 13, "W": 12, "E": 14}  # fmt: skip
 
 
 def exported(weights: FolderWeights) -> dict[str, np.ndarray]:
@@ -87,37 +87,47 @@ def test_names_without_the_prefix_and_buffers_are_read(tmp_path):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_of_the_model_is_decided(model_type):
     # A new key that a family neither fixes nor writes would be lost on export.
-    only_how = {"attention", "attention_block_size", "dense_mixing", "logits_dot_in_fp32"}
+    only_how = {"attention", "attention_block_size", "dense_mixing", "logits_dot_in_fp32",
+                "linear_attention_chunk"}  # fmt: skip
+    only_training = {"capacity_factor", "moe_group_size", "moe_second_policy",
+                     "moe_second_threshold", "router_z_loss_weight"}  # fmt: skip
     family = FAMILIES[model_type]
     settled = {*family.parts, *(name for setting in family.settings for name in setting.ours)}
     parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention",
-             "dense_connections", "head"}  # fmt: skip
-    wanted = {
-        key.name
+             "dense_connections", "head", "mixture_of_experts"}  # fmt: skip
+    keys = {
+        key.name: key
         for key in all_keys().values()
         if key.section[0] == "model" and key.section[-1] in parts
     }
-    if family.parts["position_embedding"] == "learned":
-        switched_off = {name for name in wanted if "rotary" in all_keys()[name].only_if.get(
-            "position_embedding", ())}  # fmt: skip
-    else:
-        switched_off = {"trainable_position_size"}
-    if family.parts["normalization_type"] == "rms_norm":
-        switched_off |= {"normalization_bias"}
+    # What the family's parts leave without effect.
+    possible = {name: [value] for name, value in family.parts.items()}
+    for setting in family.settings:
+        if setting.values is not None:
+            ours = [ours for _, ours in setting.values]
+            possible |= dict.fromkeys(setting.ours, ours)
+    switched_off = {
+        name
+        for name, key in keys.items()
+        for group in key.conditions
+        if all(
+            other in possible and not any(value in wanted for value in possible[other])
+            for other, wanted in group.items()
+        )
+    }
+    # No layer is linear or none, so what such layers read has no effect either.
+    switched_off |= {"none_doubles_residual", "linear_attention_epsilon"}
+    if "attention_types" in family.parts:
+        switched_off |= {"sliding_window_size"}
+    if "num_experts" in family.parts:
+        switched_off |= {name for name, key in keys.items() if "experts" in key.section[-1]}
     if family.parts["dense_conn"]:
         # What other values of dense_sources and rope_type would ask for.
         switched_off |= {"dense_dilation", "dense_window", "dense_source_list", *OTHER_ANGLES}
-    else:
-        switched_off |= {name for name in wanted if "dense_conn" in all_keys()[name].only_if}
-        switched_off |= {"mlp_dim_multiple"}
-    if family.parts["attention_projections"] == "dense":
-        switched_off |= {
-            key.name for key in all_keys().values() if key.section[1:] == ("pattention",)
-        }
-    else:
+    if family.parts["attention_projections"] != "dense":
         # Numbers of slots follow slot_num, and rope_type=default has no other keys.
         switched_off |= {"mlp_activations", "qkv_slot_num", *OTHER_ANGLES}
-    assert wanted - settled - only_how <= switched_off
+    assert keys.keys() - settled - only_how - only_training <= switched_off
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([*GOLDEN_FAMILIES, *DESCENDANTS, "tokenformer"]))
@@ -167,16 +177,24 @@ def test_newer_and_older_spellings_mean_the_same():
         ("llama", {"hidden_act": "xielu"}, "hidden_act=xielu: only silu or"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: only False"),
-        ("mistral", {"sliding_window": 8}, "sliding_window=8 is below the length of 32 tokens"),
         ("llama", {"num_attention_heads": 0}, "imported:\n  num_attention_heads=0 is not >= 1$"),
         ("llama", {"num_attention_heads": "x"}, "\n  num_attention_heads: 'x' is not an integer$"),
         ("gpt2", {"n_embd": "xy"}, "imported:\n  n_embd: 'xy' is not an integer$"),
         ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer"),
         ("llama", {"rope_scaling": "x"}, "rope_scaling=x is no JSON object"),
         ("llama", {"model_type": ["llama"]}, "has no model_type"),
-        ("mistral", {"sliding_window": "x"}, "sliding_window=x is no number of tokens"),
-        ("mistral", {"sliding_window": 8, "max_position_embeddings": 32.0}, "is below the length"),
+        ("mistral", {"sliding_window": "x"}, "sliding_window=x cannot be imported. It is a number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 cannot be imported. It is a number"),
         ("llama", {"model_type": "gemma2"}, "it has norms after its parts as well"),
+        ("gptneo", {"attention_types": [[["linear"], 4]]}, "attention_types=.* Layers are global"),
+        ("gptneo", {"attention_types": [[["global"], 3]]}, "as many as num_layers says"),
+        ("gptneo", {"attention_types": "local"}, "attention_types=local cannot be imported"),
+        ("gptneo", {"attention_layers": ["local"] * 4}, "It differs from attention_types"),
+        ("gptneo", {"window_size": 0}, "window_size=0 is not >= 1"),
+        ("mixtral", {"num_local_experts": 1}, "One expert is an ordinary Mistral"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 cannot be imported. The"),
+        ("mixtral", {"sliding_window": "x"}, "sliding_window=x cannot be imported. It is a number"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: only 0.0"),
         ("gemma", {"hidden_activation": "gelu"}, "hidden_activation=gelu: only gelu_pytorch_tanh"),
         ("gemma", {"use_bidirectional_attention": True}, "attention=True: only False"),
         ("llama", {"model_type": "opt"}, "model_type=opt cannot be converted"),
@@ -184,7 +202,7 @@ def test_newer_and_older_spellings_mean_the_same():
     ],
 )
 def test_what_our_parts_cannot_do_is_refused_by_name(model_type, change, message):
-    config = (golden("gpt2") if model_type == "gpt2" else random(model_type))[0] | change
+    config = (golden if model_type.startswith("gpt") else random)(model_type)[0] | change
     with pytest.raises(UserError, match=message):
         to_keys(family_of(config, "here"), config, "here", {})
 
@@ -265,6 +283,57 @@ def test_the_parts_of_gemma_make_no_other_family():
         find_family(ours, "llama")
     assert "normalization_zero_centered=True, not False" in str(caught.value)
     assert "scale_embedding=True, not False" in str(caught.value)
+
+
+def test_layers_of_gpt_neo():
+    config = golden("gptneo")[0]
+    family = FAMILIES["gpt_neo"]
+    for types, kinds in (
+        ([[["global"], 4]], ["global"] * 4),
+        ([[["local"], 1], [["global"], 3]], ["local"] + ["global"] * 3),
+    ):
+        asked = config | {"attention_types": types, "attention_layers": kinds}
+        ours = configure(**to_keys(family, asked, "here", {}))
+        assert list(ours.model.attention_kinds) == kinds
+        written = to_config_json(family, ours)
+        assert (written["attention_types"], written["attention_layers"]) == (types, kinds)
+    # As silent as transformers lets it be.
+    del config["attention_types"], config["attention_layers"], config["window_size"]
+    keys = to_keys(family, config, "here", {})
+    assert keys["attention_types"] == ((("global", "local"), 2),)
+    assert keys["sliding_window_size"] == 256
+    with pytest.raises(UserError, match=r"attention_types=\["):
+        find_family(configure(**{**keys, "attention_types": [[["none", "global"], 2]]}), "gpt_neo")
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral"])
+def test_a_window_of_all_layers(model_type):
+    family = FAMILIES[model_type]
+    local = ((("local",), 2),)
+    for window, types, size in ((None, (), 256), (5, local, 5), (32, (), 256)):
+        config = random(model_type)[0] | {"sliding_window": window}
+        ours = configure(**to_keys(family, config, "here", {}))
+        attention = ours.model.attention
+        assert (attention.attention_types, attention.sliding_window_size) == (types, size)
+        wanted = window if types else None  # no text reaches beyond it
+        assert to_config_json(family, ours)["sliding_window"] == wanted
+        assert find_family(ours, model_type) is family
+    keys = to_keys(family, config, "here", {})
+    keys["attention_types"] = [[["local", "global"], 1]]
+    mixed = configure(**keys)
+    with pytest.raises(UserError, match=r"attention_types=\["):
+        find_family(mixed, model_type)
+
+
+def test_words_for_the_same_experts():
+    config = random("mixtral")[0]
+    keys = to_keys(FAMILIES["mixtral"], config, "here", {})
+    width = {"moe_mlp_dim": config["intermediate_size"], "moe_layers": [0, 1]}
+    assert find_family(configure(**keys | width), "").model_type == "mixtral"
+    with pytest.raises(UserError, match=r"eval_capacity_factor=1\.0, not -1\.0"):
+        find_family(configure(**{**keys, "eval_capacity_factor": 1.0}), "mixtral")
+    with pytest.raises(UserError, match="num_experts=3, not 1"):
+        find_family(configure(**keys), "llama")
 
 
 def test_a_window_that_texts_do_not_exceed_is_no_obstacle():

@@ -25,10 +25,16 @@ SIZES = {
 MODELS = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
              "vocab_size": 96, "initializer_range": 0.3},
+    # Windows of 5 in every other layer, and 64 tokens are compared.
+    "gpt_neo": {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": 96,
+                "attention_types": [[["global", "local"], 2]], "window_size": 5,
+                "max_position_embeddings": 64, "initializer_range": 0.3},
+    "mixtral": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 7,
+                        "num_experts_per_tok": 2, "rms_norm_eps": 1e-6},
     "gpt_neox": SIZES | {"rotary_pct": 0.5, "use_parallel_residual": False},
     "llama": SIZES | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
                       "tie_word_embeddings": True, "rope_theta": 5e5},
-    "mistral": SIZES | {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral": SIZES | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9},
     "qwen2": SIZES | {"num_key_value_heads": 1},
     "gemma": SIZES | {"num_key_value_heads": 1, "head_dim": 24, "pad_token_id": None},
     "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},

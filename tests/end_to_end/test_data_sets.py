@@ -126,6 +126,7 @@ def test_masked_tokens_are_learned(place, train):
     predicted = int(weights.split("total_weights: ")[1].split(",")[0])
     # 15 % of 4 rows of 31 tokens.
     assert 5 <= predicted <= 35
+    assert "masked_accuracy=" in output
     assert np.isfinite(losses(place, "masked")).all()
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.generation.token_choice import Choice, entmax, next_token, probabilities
+from MaxText.generation.token_choice import Choice, next_token, probabilities
+from MaxText.layers.entmax import entmax
 
 distribution = jax.jit(probabilities, static_argnames=("choice", "num_ids"))
 draw = jax.jit(next_token, static_argnames=("choice", "num_ids"))

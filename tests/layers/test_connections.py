@@ -64,7 +64,7 @@ def compiled(block, keys):
     def run(parameters):
         def loss(parameters):
             module = model.merge(parameters)
-            total = loss_sums(module, batch, config.model.objective)[0]
+            total = loss_sums(module, batch, config.model.objective).total
             return total / batch.weights_BT.sum(), module.logits(module.hidden(batch)[0])
 
         (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)

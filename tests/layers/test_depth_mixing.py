@@ -243,7 +243,7 @@ def test_model_by_kernels_is_the_model_by_sums():
         )
 
         def loss(parameters, model=model, batch=batch):
-            return loss_sums(model.merge(parameters), batch, model.section.objective)[0]
+            return loss_sums(model.merge(parameters), batch, model.section.objective).total
 
         program = jax.jit(jax.value_and_grad(loss))
         found[form] = program(parameters)

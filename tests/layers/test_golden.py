@@ -144,7 +144,7 @@ def test_matches_reference(family, scan, policy, block_size, chunks):
     def run(params):
         def loss(params):
             decoder = model.merge(params)
-            total, _ = loss_sums(decoder, batch, objective)
+            total = loss_sums(decoder, batch, objective).total
             return total / batch.weights_BT.sum(), decoder.logits(decoder.hidden(batch)[0])
 
         return jax.value_and_grad(loss, has_aux=True)(params)

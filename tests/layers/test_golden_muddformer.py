@@ -148,7 +148,7 @@ def test_loss_and_gradients(golden):
     def run(parameters):
         def loss(parameters):
             module, section = golden.model.merge(parameters), golden.config.model.objective
-            total, _ = loss_sums(module, golden.batch, section)
+            total = loss_sums(module, golden.batch, section).total
             return total / golden.batch.weights_BT.sum()
 
         return jax.value_and_grad(loss)(parameters)

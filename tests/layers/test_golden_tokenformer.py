@@ -164,7 +164,7 @@ def test_loss_and_gradients(case, way, rounds_table):
     @jax.jit
     def run(params, batch):
         def loss(params):
-            return loss_sums(model.merge(params), batch, model.section.objective)[0] / (
+            return loss_sums(model.merge(params), batch, model.section.objective).total / (
                 batch.weights_BT.sum()
             )
 

@@ -7,8 +7,8 @@ import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.input_pipeline.batch import Batch
-from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.attention_core import softmax_attention
+from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES
+from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.model import Model
 from tests.small_models import random_batch, tiny_config
 
@@ -77,9 +77,8 @@ def test_blocks_of_queries_equal_the_full_square(options):
         segments = jnp.asarray(np.repeat([[1, 2, 3]], 2, 0).repeat([4, 4, 5], 1))
 
     def run(block_size):
-        return softmax_attention(q, k, v, causal=options.get("causal", True),
-                                 segments_BT=segments, block_size=block_size,
-                                 soft_cap=options.get("soft_cap", 0.0))  # fmt: skip
+        scoring = Scoring(causal=options.get("causal", True), soft_cap=options.get("soft_cap", 0.0))
+        return softmax_attention(q, k, v, scoring, segments_BT=segments, block_size=block_size)
 
     scores = (
         np.einsum("btngh,bsnh->bngts", np.asarray(q).reshape(2, 13, kv_heads, -1, 8), k) / 8**0.5
@@ -101,7 +100,7 @@ def test_blocks_of_queries_equal_the_full_square(options):
 
 def test_many_blocks_grow_instead_of_multiplying():
     x = jnp.ones((1, 64, 1, 4))
-    text = str(jax.make_jaxpr(lambda x: softmax_attention(x, x, x, block_size=1))(x))
+    text = str(jax.make_jaxpr(lambda x: softmax_attention(x, x, x, Scoring(), block_size=1))(x))
     assert text.count("dot_general") == 2 * 16
 
 
@@ -151,9 +150,10 @@ def test_activations_are_finite_with_finite_gradients(name):
 def test_every_activation_of_the_schema_exists():
     from typing import get_args
 
-    from MaxText.configuration.layer_sections import Activation
+    from MaxText.configuration.layer_sections import Activation, NotElementwise
 
     assert set(get_args(Activation)) == set(ACTIVATIONS)
+    assert set(get_args(NotElementwise)) == {*OVER_FEATURES, *LEARNED, "rrelu"}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,8 @@ def test_initial_weights_have_the_named_deviation(weight_init, kernel, output, t
 
 
 PARAMETERS = {
+    "bert-base-like": 108_890_112,
+    "roberta-base-like": 124_052_736,
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
     "gpt2-774m": 774_030_080,

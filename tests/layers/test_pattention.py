@@ -182,7 +182,7 @@ def test_drop_path_alone_makes_the_train_step_random():
         )
         model, state, step = trainer(config)
         losses.append(float(step(state, batch)[1]["loss"]))
-    whole = loss_sums(model.merge(state.params), batch, config.model.objective)[0]
+    whole = loss_sums(model.merge(state.params), batch, config.model.objective).total
     whole /= batch.weights_BT.sum()
     np.testing.assert_allclose(losses[1], whole, rtol=1e-5)
     assert abs(losses[0] - whole) > 1e-3

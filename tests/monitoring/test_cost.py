@@ -59,13 +59,45 @@ def test_cache_counts_key_value_heads_and_the_format_of_activations():
     assert cost_of(base_num_kv_heads=4, dtype="bfloat16").kv_cache_bytes * 2 == whole.kv_cache_bytes
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {
+            "attention_types": [[["local", "linear", "none"], 1]], "scan_layers": False,
+            "sliding_window_size": 5, "dtype": "bfloat16",
+        },
+        {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4},
+        {"head_qk": True, "head_qk_dim": 6, "share_parameters": True},
+    ],
+)  # fmt: skip
+def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
+    cost = cost_of(**keys)
+    tokens, lengths = jax.numpy.zeros((1, 16), int), jax.numpy.ones((1,), int)
+
+    def states(params):
+        return cost.model.merge(params).read_prompt(tokens, lengths, 16)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(states, cost.model.abstract))
+    assert sum(x.size * x.dtype.itemsize for x in kept) == cost.kv_cache_bytes
+    assert max(map(len, cost.describe().splitlines())) <= 110
+
+
 def test_no_cache_without_a_causal_mask():
     cost = cost_of(mlm_training=True)
     assert cost.kv_cache_bytes_per_token == cost.kv_cache_bytes == 0
     assert "KV cache = none, attention is not causal" in cost.describe()
 
 
-@pytest.mark.parametrize("keys", [{}, {"decoder_block": "gpt2"}, {"remat_policy": "minimal"}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"decoder_block": "gpt2"},
+        {"remat_policy": "minimal"},
+        {"static_sgu": True, "head_qk": True, "num_experts": 4, "capacity_factor": 1.0},
+    ],
+)
 def test_facts_are_json_and_add_up(keys):
     cost = cost_of(**keys)
     facts = json.loads(json.dumps(cost.facts(), allow_nan=False))
@@ -100,6 +132,10 @@ def test_executed_operations_are_shown_where_they_are_known():
     full = cost_of(remat_policy="full", num_vocab_tiling=2).describe()
     assert "computed again (remat_policy=full, num_vocab_tiling=2)" in full
     assert "executed FLOPs per token" not in cost_of(remat_policy="minimal").describe()
+    cost = cost_of(static_sgu=True, static_sgu_kernel=3)
+    sums = next(part.executed for part in cost.count.parts if part.name == "static SGU")
+    three_times = cost.count.executed_forward - sums
+    assert f"3 x {three_times:,.0f} + {sums:,.0f} + 0" in " ".join(cost.describe().split())
 
 
 @pytest.mark.parametrize(
@@ -114,6 +150,16 @@ def test_executed_operations_are_shown_where_they_are_known():
             {"attention": "blocked", "attention_block_size": 4},
             "causal, a query counts half of 16 keys: 8",
             "attention=blocked multiplies it with 10, in blocks of 4 query rows",
+        ),
+        (
+            {
+                "attention_types": [[["local", "global", "linear"], 1]],
+                "sliding_window_size": 4,
+                "attention": "dot_product",
+            },
+            "causal, a query counts half of 16 keys: 8; in local layers, of a window of 4, 3.5; a "
+            "linear layer has sums of fixed size in their place",
+            "attention=dot_product multiplies it with all 16; in local layers with 16",
         ),
         (
             {"mlm_training": True},

@@ -28,6 +28,11 @@ SIZES = {
     "attention": "dot_product",
 }
 BLOCKED = {"attention": "blocked", "attention_block_size": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_num_kv_heads": 2}
+PLACES = EXPERTS | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
+NONE = {"attention_types": [[["none", "local"], 1]], "sliding_window_size": 32}
+LINEAR = {"attention_types": [[["linear", "global"], 1]], "linear_attention_chunk": 48}
+SGU = {"decoder_block": "fattorib", "static_sgu": True, "static_sgu_kernel": 24}
 # einsum is the form whose sums the traced program shows as products. gelu_erf is over 20 operations
 # to XLA for each element.
 MUDD = {
@@ -60,6 +65,21 @@ CASES = {
     },
     "llama2, full": {"base_num_kv_heads": 2, "remat_policy": "full"},
     "gpt_neox, full": {"decoder_block": "gpt_neox", "remat_policy": "full"},
+    "local, none": {"decoder_block": "gpt_neo"} | NONE,
+    "local, both directions": {
+        "attention_types": [[["local"], 2]],
+        "sliding_window_size": 24,
+        "mlm_training": True,
+    },
+    "memories": {"decoder_block": "gpt_neo", "num_mem_kv": 8} | BLOCKED,
+    "one for all, macaron": {
+        "decoder_block": "gpt_neo",
+        "share_parameters": True,
+        "use_macaron": True,
+    },
+    "experts, places": PLACES,
+    "static SGU": SGU,
+    "Head-QK": {"decoder_block": "gpt2", "head_qk": True, "head_qk_dim": 128},
     "muddformer": MUDD,  # layers that differ
     "muddformer, full": MUDD | {"remat_policy": "full"},
     "muddpythia, full": MUDD
@@ -72,6 +92,34 @@ TRACED = {
     "scanned, full": {"scan_layers": True, "remat_policy": "full"},
     "head in chunks": {"num_vocab_tiling": 4, "logits_via_embedding": True},
     "head in chunks, full": {"num_vocab_tiling": 4, "remat_policy": "full"},
+    "Head-QK in chunks": {"num_vocab_tiling": 4, "head_qk": True, "head_qk_dim": 128},
+    "linear": LINEAR,
+    "linear, full": LINEAR | {"remat_policy": "full", "base_num_kv_heads": 1},
+    "linear, both directions": LINEAR
+    | {"attention_types": [[["linear"], 2]], "mlm_training": True, "remat_policy": "full"},
+    "local, none, full": {"decoder_block": "gpt_neo", "remat_policy": "full"} | NONE,
+    "one for all, macaron, scanned, full": {
+        "decoder_block": "gpt_neo",
+        "share_parameters": True,
+        "use_macaron": True,
+        "scan_layers": True,
+        "remat_policy": "full",
+    },
+    "rezero, full": {"decoder_block": "gpt_neo", "use_rezero": True, "remat_policy": "full"},
+    "rezero, parallel, full": {
+        "use_rezero": True,
+        "block_arrangement": "parallel",
+        "remat_policy": "full",
+    },
+    "experts": EXPERTS,
+    "experts, full": EXPERTS | {"remat_policy": "full"},
+    "experts in one layer, places, full": PLACES
+    | {"moe_layers": [1], "moe_group_size": 64, "remat_policy": "full"},
+    "static SGU, full": SGU | {"remat_policy": "full"},
+    "static SGU, sequential, full": SGU
+    | {"decoder_block": "gpt2", "remat_policy": "full", "static_sgu_kernel": 8},
+    "static SGU, rezero, full": SGU
+    | {"decoder_block": "gpt_neo", "use_rezero": True, "remat_policy": "full"},
     # Kinds of sums, which take no loop but time to compile.
     "muddformer, pre- and post-norm, full": MUDD
     | {"decoder_block": "muddformer_prepost", "remat_policy": "full"},
@@ -96,11 +144,10 @@ def built(case):
     model, batch = Model(config.model), random_batch(config, rows=1)
 
     def logits(parameters, batch):
-        decoder = model.merge(parameters)
-        return decoder.logits(decoder.hidden(batch)[0])
+        return model.merge(parameters)(batch)
 
     def loss(parameters, batch):
-        return loss_sums(model.merge(parameters), batch, config.model.objective)[0]
+        return loss_sums(model.merge(parameters), batch, config.model.objective).total
 
     count = count_flops(model, config.model.shape.max_target_length)
     arguments = (model.abstract, batch)
@@ -116,6 +163,10 @@ def products(jaxpr) -> int:
             left = equation.invars[0].aval.shape
             outputs = math.prod(equation.outvars[0].aval.shape)
             total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
+        if equation.primitive.name == "ragged_dot_general":
+            # Each row of the left with one matrix, or each row of both with each other.
+            left, outputs = equation.invars[0].aval, equation.outvars[0].aval
+            total += 2 * left.size * outputs.shape[-1]
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
@@ -278,8 +329,64 @@ def test_parts_by_hand():
     }
 
 
+def parts_of(**keys):
+    return {part.name: part for part in count_flops(Model(tiny_config(**keys).model), 16).parts}
+
+
+def test_kinds_of_attention_by_hand():
+    T, D, N, K, H, W, M = 16, 32, 4, 2, 8, 4, 3
+    parts = parts_of(
+        attention_types=[[["global", "local", "linear"], 1]],
+        sliding_window_size=W, linear_attention_chunk=8,
+    )  # fmt: skip
+    keys = T / 2 + W - W**2 / (2 * T)
+    assert parts["attention scores"].flops == 2 * N * H * keys + 2 * K * H * H
+    assert parts["attention values"].flops == 2 * N * H * keys + 2 * N * H * H
+    parts = parts_of(attention_types=[[["none", "global", "none"], 1]], scan_layers=False)
+    assert parts["attention scores"].flops == 2 * N * H * T / 2
+    assert parts["attention output"].flops == 2 * N * H * D
+    parts = parts_of(num_mem_kv=M)
+    assert parts["attention scores"].flops == 3 * 2 * N * H * (T / 2 + M)
+    assert parts["memories"] == Part("memories", 3 * 2 * M * K * H, 0, 0)
+
+
+def test_shared_weights_are_held_once_and_multiplied_in_each_layer():
+    alone, shared = parts_of(), parts_of(share_parameters=True)
+    for name in ("query, key, value", "attention output", "feed-forward"):
+        assert 3 * shared[name].parameters == alone[name].parameters
+        assert shared[name].flops == alone[name].flops
+    assert shared["attention scores"] == alone["attention scores"]
+
+
+def test_experts_by_hand():
+    L, D, F, E, k = 3, 32, 64, 8, 2
+    keys = {"num_experts": E, "num_experts_per_tok": k}
+    parts = parts_of(**keys, capacity_factor=1.5)
+    assert parts["router"] == Part("router", L * D * E, 2 * L * D * E, 2 * L * D * E)
+    # 16 tokens: 1.5 * 16 / 8 = 3 places for each of 8 experts.
+    one = 2 * L * 3 * D * F
+    assert parts["feed-forward"] == Part("feed-forward", one * E // 2, k * one, 24 / 16 * one)
+    assert parts_of(**keys)["feed-forward"].executed == k * one
+    macaron = parts_of(use_macaron=True)
+    assert macaron["feed-forward"].flops == 2 * parts_of()["feed-forward"].flops
+
+
+def test_static_sgu_and_head_qk_by_hand():
+    L, T, D, V = 3, 16, 32, 64
+    config = tiny_config(static_sgu=True, static_sgu_kernel=3, head_qk=True, head_qk_dim=24)
+    count = count_flops(Model(config.model), T)
+    parts = {part.name: part for part in count.parts}
+    sums = L * D * (4 - 4**2 / (2 * T))  # half the channels, 2 operations
+    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0)
+    assert parts["Head-QK"] == Part("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
+    assert parts["Head-QK scores"] == Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T)
+    assert count.per_token == 3 * (count.forward - sums) + sums
+    assert count.per_token == count.weights + count.attention
+    assert parts["head"].flops == 2 * D * V
+
+
 def test_every_parameter_is_in_one_part():
-    for case in CASES.values():
+    for case in (CASES | TRACED).values():
         model = Model(tiny_config(**(SIZES | case)).model)
         assert sum(part.parameters for part in count_flops(model, 8).parts) == model.num_parameters
 
@@ -318,6 +425,21 @@ def test_keys_by_rule():
 )
 def test_keys_multiplied(section, length, keys):
     assert keys_multiplied(Attention(**section), length) == keys
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "causal", "keys"),
+    [
+        (4, 12, True, 12),  # one block of all
+        (20, 100, True, 40),
+        (20, 90, True, 5 * 20 * 40 / 90),  # rows that fill up the last block
+        (20, 100, False, 60),
+        (4, 64, True, 32),  # blocks of 16 rows at least
+    ],
+)
+def test_keys_multiplied_by_a_window(window, length, causal, keys):
+    section = Attention(sliding_window_size=window, causal=causal)
+    assert keys_multiplied(section, length, "local") == keys
 
 
 def test_executed_operations_are_unknown_for_policies_in_between():

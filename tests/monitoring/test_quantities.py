@@ -73,6 +73,15 @@ def test_the_printed_formula_gives_the_printed_number(keys, formula):
     assert by_hand == count.per_token
 
 
+def test_layers_that_differ_have_no_formula_of_their_sizes():
+    keys = {"attention_types": [[["global", "local", "linear"], 1]], "head_qk": True}
+    ours = quantities(CONSTANT, **keys)
+    count = ours.flops(0)
+    numbers = f"6 x {count.matmul_parameters} + {count.attention:.0f} = {count.per_token:,.0f}"
+    assert f"by kind of layer = {numbers}" in " ".join(ours.describe().split())
+    assert count.per_token == 6 * count.matmul_parameters + count.attention
+
+
 def test_sums_over_depth_are_in_the_printed_formula():
     ours = quantities(CONSTANT, decoder_block="denseformer", scan_layers=False)
     lines, count = " ".join(ours.describe().split()), ours.flops(0)

@@ -41,6 +41,25 @@ def test_evaluation_line():
     assert math.isnan(EvaluationReport(10, 0.0, 0.0, 0, 1.0).loss)
 
 
+def test_entmax_has_no_perplexity():
+    metrics = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
+    report = StepReport(7, 0.5, metrics, tokens_per_device=2048, tflops_per_device=1.25)
+    assert report.line().endswith("loss: 2.500, lm_loss: 2.250")
+    assert report.row()["learning/lm_loss"] == report.row()["learning/entmax_loss"] == 2.25
+    assert "learning/perplexity" not in report.row()
+    evaluated = EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False)
+    assert "perplexity" not in evaluated.line()
+    assert "eval/avg_perplexity" not in evaluated.row()
+    assert evaluated.row()["eval/avg_loss"] == 3.0
+
+
+def test_masked_accuracy_where_it_was_counted():
+    report = EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0)
+    assert report.line().endswith("seconds=1.500, masked_accuracy=0.2500")
+    assert report.row()["eval/masked_accuracy"] == 0.25
+    assert "eval/masked_accuracy" not in EvaluationReport(10, 300.0, 100.0, 4, 1.5).row()
+
+
 def test_perplexity_of_any_loss():
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf

@@ -89,7 +89,7 @@ def loss_and_gradients(family, mesh, devices):
 
     def run(parameters, batch):
         def loss(parameters):
-            total, _ = loss_sums(model.merge(parameters), batch, config.model.objective)
+            total = loss_sums(model.merge(parameters), batch, config.model.objective).total
             return total / batch.weights_BT.sum()
 
         return jax.value_and_grad(loss)(parameters)

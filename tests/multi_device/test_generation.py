@@ -27,9 +27,20 @@ KEYS = TINY | {
     "init_std": 0.5,
 }
 
+KINDS = {
+    "global": {},
+    "experts, kinds of attention, Head-QK": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_types": [[["local", "linear", "global"], 1]],
+        "sliding_window_size": 6,
+        "head_qk": True,
+    },
+}
 
-def texts(devices, **mesh):
-    config = configure(**KEYS, **mesh)
+
+def texts(devices, **keys):
+    config = configure(**KEYS, **keys)
     model = Model(config.model)
     layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     abstract = layout.abstract_state(model.initialize, model.parameters)
@@ -44,9 +55,15 @@ def texts(devices, **mesh):
     return [found[number].tokens for number in range(len(PROMPTS))]
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind_and_expected(request):
+    return KINDS[request.param], texts(jax.devices()[:1], **KINDS[request.param])
+
+
 @pytest.mark.multi_device
 @pytest.mark.parametrize("name", MESHES)
-def test_text_does_not_depend_on_the_mesh(name):
+def test_text_does_not_depend_on_the_mesh(kind_and_expected, name):
+    keys, expected = kind_and_expected
     devices = jax.devices()
     assert len(devices) == 8
-    assert texts(devices, **MESHES[name]) == texts(devices[:1])
+    assert texts(devices, **keys, **MESHES[name]) == expected

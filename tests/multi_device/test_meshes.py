@@ -7,7 +7,7 @@ import pytest
 from MaxText.configuration.training_sections import Batch as BatchSection
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, check_sharding, make_mesh, rows_of_batch
+from MaxText.parallelism.mesh import Layout, check_sharding, make_layout, make_mesh, rows_of_batch
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step
@@ -38,7 +38,7 @@ def train(family, devices, num_microbatches=1, **keys):
         family, base_num_decoder_layers=2, gradient_accumulation_steps=num_microbatches,
         **FAMILIES[family], **keys,
     )  # fmt: skip
-    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = make_layout(config.mesh, devices)
     model = Model(config.model)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)

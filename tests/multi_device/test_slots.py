@@ -48,7 +48,7 @@ def gradients_and_steps(family, devices, **keys):
 
     def loss_and_gradients(state, batch):
         def loss(params):
-            return loss_sums(model.merge(params), batch, config.model.objective)[0]
+            return loss_sums(model.merge(params), batch, config.model.objective).total
 
         total, gradients = jax.value_and_grad(loss)(state.params)
         return state, {"loss": total, "gradients": gradients}

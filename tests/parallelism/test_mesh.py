@@ -14,7 +14,8 @@ from tests.small_models import tiny_config
 
 
 def spec(names, shape, data=1, fsdp=1, tensor=1, rules=LOGICAL_AXIS_RULES):
-    mesh = AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
+    sizes = {"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)
     return partition_spec(names, shape, rules, mesh)
 
 

@@ -13,6 +13,7 @@ from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.layers.entmax import entmax_loss
 from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.data_set_score import SourceScore, table, total
 from MaxText.scoring.text_bytes import TextBytes
@@ -281,6 +282,56 @@ def test_masked_language_modelling(folder):
     )  # fmt: skip
     assert found.num_targets == sum(int(batch.weights_BT.sum()) for batch in batches) > 0
     assert "hidden tokens" in found.why_no_bytes
+
+
+def test_masked_accuracy_against_a_count(folder):
+    # Half of the chosen tokens stay visible, and a tied head finds them again.
+    keys = {"mlm_training": True, "mlm_mask_id": VOCAB - 1, "mlm_mask_prob": 0.5,
+            "mlm_same_token_prob": 0.5, "mlm_random_token_prob": 0.0}  # fmt: skip
+    model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
+    masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
+    (found,) = score(masked, folder, **keys)
+    batches = eval_loader(
+        configure(dataset_path=str(folder), eval_split="train").data,
+        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
+        masking=configure(**keys).masking,
+    )  # fmt: skip
+    hits = 0
+    for batch in batches:
+        likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
+        hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
+    assert 0 < hits < found.num_targets
+    assert found.correct == hits
+    assert found.masked_accuracy == hits / found.num_targets
+    row = total([found, found]).to_json()
+    assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
+    shown = table([found])
+    assert "masked accuracy" in shown
+    assert f"{found.masked_accuracy:.4f}" in shown
+
+
+def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
+    (plain,) = score(trained, folder)
+    assert "masked accuracy" not in table([plain])
+    assert "masked_accuracy" not in plain.to_json()
+    keys = {"loss_type": "entmax", "entmax_alpha": 1.5}
+    sparse = tiny_trained(
+        vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1, **keys
+    )
+    (found,) = score(sparse, folder)
+    expected = 0.0
+    batches = eval_loader(
+        configure(dataset_path=str(folder), eval_split="train").data,
+        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
+    )  # fmt: skip
+    for batch in batches:
+        losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
+        expected += float((losses_BT * batch.weights_BT).sum())
+    np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
+    row = total([found]).to_json()
+    assert row["loss_type"] == "entmax"
+    assert [row[name] for name in ("perplexity", "bits_per_byte", "nats")] == [None] * 3
+    assert "loss of entmax per token" in table([found])
 
 
 def test_labels_cannot_be_moved(trained, tmp_path):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from MaxText.layers.model import Model
@@ -141,6 +142,102 @@ def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
     # Adam with Nesterov's look-ahead: each element of the first update has one and the same size.
     for table in (updates["token_embedder"]["embedding"], updates["logits_dense"]["kernel"]):
         np.testing.assert_allclose(np.abs(table), np.abs(table).mean(), rtol=1e-3)
+
+
+def steps_of(gradients, **keys):
+    """Updates of every step, for parameters of value 2 and gradients [step] of one value each."""
+    keys = {"lr_schedule_type": "constant", "gradient_clipping_threshold": 0.0} | keys
+    config = tiny_config(learning_rate=1.0, **keys)
+    parameters = Model(config.model).parameters
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), parameters
+    )
+    params = per_parameter(parameters, lambda name: jnp.full(parameters[name].shape, 2.0))
+    update, state, found = jax.jit(optimizer.update), optimizer.init(params), []
+    for gradient in gradients:
+        given = jax.tree.map(lambda p: jnp.full(p.shape, gradient), params)  # noqa: B023
+        updates, state = update(given, state, params)
+        found.append(np.asarray(updates["layers"]["mlp"]["wo"]["kernel"]))
+    return found, state
+
+
+def test_adam_without_bias_correction_by_hand():
+    """GPT-Neo: m / (sqrt(v) + eps) + decay * parameter."""
+    gradients = [0.5, -1.0, 0.25]
+    found, state = steps_of(
+        gradients, adam_bias_correction=False, adam_b1=0.9, adam_b2=0.95, adam_weight_decay=0.1
+    )
+    m = v = 0.0
+    for gradient, update in zip(gradients, found, strict=True):
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        np.testing.assert_allclose(update, -(m / (v**0.5 + 1e-8) + 0.1 * 2), rtol=1e-5)
+    # The first step is (1 - b1) / sqrt(1 - b2) long, and 1 with the correction.
+    np.testing.assert_allclose(found[0] + 0.2, -0.1 / 0.05**0.5, rtol=1e-5)
+    corrected, same = steps_of(gradients[:1], adam_weight_decay=0.1)
+    np.testing.assert_allclose(corrected[0] + 0.2, -1, rtol=1e-5)
+    assert jax.tree.structure(state) == jax.tree.structure(same)
+
+
+@pytest.mark.parametrize("factored", [True, False])
+def test_adafactor_has_its_keys_and_follows_the_schedule(factored):
+    """Against optax.adafactor, whose learning rate is a schedule here too."""
+    config = tiny_config(
+        opt_type="adafactor",
+        adafactor_decay_exponent=0.7,
+        adafactor_epsilon_gradient=1e-6,
+        adafactor_clipping_threshold=0.5,
+        adafactor_min_dim_size_to_factor=8 if factored else 128,
+        adam_weight_decay=0.0,
+        gradient_clipping_threshold=0.0,
+        lr_schedule_type="linear",
+        learning_rate=0.1,
+    )
+    parameters = {
+        name: info
+        for name, info in Model(config.model).parameters.items()
+        if name == "logits_dense/kernel"
+    }
+    schedule = learning_rate_schedule(config.schedule)
+    ours = make_optimizer(config.optimizer, schedule, parameters)
+    theirs = optax.adafactor(
+        schedule, min_dim_size_to_factor=8 if factored else 128, decay_rate=0.7, eps=1e-6,
+        clipping_threshold=0.5,
+    )  # fmt: skip
+    shape = parameters["logits_dense/kernel"].shape
+    params = per_parameter(parameters, lambda name: jax.random.normal(jax.random.key(0), shape))
+    states = [ours.init(params), theirs.init(params)]
+    # The factors are a row and a column in place of the matrix.
+    sizes = {leaf.size for leaf in jax.tree.leaves(states[0])}
+    assert (params["logits_dense"]["kernel"].size in sizes) != factored
+    sizes = []
+    for step in range(3):
+        gradients = jax.tree.map(
+            lambda p: jax.random.normal(jax.random.key(step), p.shape),  # noqa: B023
+            params,
+        )
+        updates = []
+        for place, rule in enumerate((ours, theirs)):
+            update, states[place] = rule.update(gradients, states[place], params)
+            updates.append(np.asarray(update["logits_dense"]["kernel"]))
+        np.testing.assert_allclose(*updates, rtol=1e-5)
+        sizes.append(np.abs(updates[0]).max())
+    assert sizes[0] > 0
+
+
+def test_adafactor_keeps_a_mean_over_updates():
+    keys = {"opt_type": "adafactor", "adam_weight_decay": 0.0}
+    plain, _ = steps_of([1.0, -1.0], **keys)
+    mean, _ = steps_of([1.0, -1.0], adafactor_momentum=0.9, **keys)
+    np.testing.assert_allclose(mean[0], 0.1 * plain[0], rtol=1e-5)
+    np.testing.assert_allclose(mean[1], 0.1 * plain[1] + 0.09 * plain[0], rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_takes_small_parameters_as_larger():
+    keys = {"opt_type": "adafactor", "adam_weight_decay": 0.0}
+    usual, _ = steps_of([1.0], **keys)
+    np.testing.assert_allclose(usual[0], -2.0, rtol=1e-5)  # as large as the parameter
+    bounded, _ = steps_of([1.0], adafactor_epsilon_parameter=5.0, **keys)
+    np.testing.assert_allclose(bounded[0], -5.0, rtol=1e-5)
 
 
 def test_muon_trains_the_first_product_of_dense_connections_and_adam_the_second():

@@ -1,10 +1,13 @@
 """The train step: accumulation, memory policies, dropout, padding, number formats."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.training.objective import cross_entropy, loss_sums
 from MaxText.training.step import make_eval_step, split_rows
@@ -22,13 +25,18 @@ def gradients_of(config, batch):
     params = jax.jit(model.initialize)(jax.random.key(1))
 
     def loss(params):
-        return loss_sums(model.merge(params), batch, config.model.objective)[0]
+        return loss_sums(model.merge(params), batch, config.model.objective).total
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-def test_accumulated_microbatches_equal_the_big_batch():
-    config = tiny_config(z_loss_multiplier=1e-3)
+# Adam's first step is the sign of a gradient, also of one that is nothing but rounding, as some of
+# entmax are: most ids have none.
+@pytest.mark.parametrize(
+    "keys", [{"z_loss_multiplier": 1e-3}, {"loss_type": "entmax", "opt_type": "sgd"}]
+)
+def test_accumulated_microbatches_equal_the_big_batch(keys):
+    config = tiny_config(**keys)
     batch = random_batch(config, rows=8)
     _, state, whole = trainer(config)
     _, _, parts = trainer(config, num_microbatches=4)
@@ -71,7 +79,8 @@ def test_kept_values_differ_between_policies():
         model = Model(config.model)
         params = model.initialize(jax.random.key(0))
         _, vjp = jax.vjp(
-            lambda params: loss_sums(model.merge(params), batch, config.model.objective)[0], params
+            lambda params: loss_sums(model.merge(params), batch, config.model.objective).total,
+            params,
         )
         return len(jax.tree.leaves(vjp))
 
@@ -82,11 +91,66 @@ def test_kept_values_differ_between_policies():
     assert counts == sorted(set(counts)), counts
 
 
-def test_loss_in_chunks_equals_loss_at_once():
+@pytest.mark.parametrize("keys", [{"z_loss_multiplier": 1e-2}, {"loss_type": "entmax"}])
+def test_loss_in_chunks_equals_loss_at_once(keys):
     batch = random_batch(tiny_config(), rows=2)
-    at_once = gradients_of(tiny_config(z_loss_multiplier=1e-2), batch)
-    chunked = gradients_of(tiny_config(z_loss_multiplier=1e-2, num_vocab_tiling=4), batch)
+    at_once = gradients_of(tiny_config(**keys), batch)
+    chunked = gradients_of(tiny_config(num_vocab_tiling=4, **keys), batch)
     assert_close(at_once, chunked, 2e-5)
+
+
+def test_loss_of_entmax_is_that_of_the_logits():
+    config = tiny_config(loss_type="entmax", entmax_alpha=1.5)
+    model, state, step = trainer(config)
+    batch = random_batch(config, rows=2)
+    _, metrics = step(state, batch)
+    losses_BT = entmax_loss(model.merge(state.params)(batch), batch.targets_BT, 1.5)
+    expected = jnp.sum(losses_BT * batch.weights_BT) / jnp.sum(batch.weights_BT)
+    np.testing.assert_allclose(metrics["entmax_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    assert not {"lm_loss", "z_loss"} & set(metrics)
+
+
+def test_entmax_with_alpha_one_is_cross_entropy():
+    batch = random_batch(tiny_config(), rows=2)
+    entmax = gradients_of(tiny_config(loss_type="entmax", entmax_alpha=1), batch)
+    assert_close(gradients_of(tiny_config(), batch), entmax, 0)
+
+
+def test_each_microbatch_drops_out_other_values():
+    """Rows that are equal give different losses, those of the keys of their places."""
+    config = tiny_config(residual_dropout_rate=0.5, base_num_decoder_layers=1)
+    model, state, step = trainer(config, num_microbatches=2)
+    one = random_batch(config, rows=1)
+    both = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
+    of_step = jax.random.fold_in(jax.random.key(0), state.step)
+
+    @jax.jit
+    def loss(place):
+        key = jax.random.fold_in(of_step, place)
+        decoder, objective = model.merge(state.params), config.model.objective
+        return loss_sums(decoder, one, objective, key, training=True).total
+
+    losses = [float(loss(place)) / float(one.weights_BT.sum()) for place in range(2)]
+    assert abs(losses[0] - losses[1]) > 1e-3
+    np.testing.assert_allclose(step(state, both)[1]["loss"], np.mean(losses), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_correct_targets_are_counted_by_weight(chunks):
+    config = tiny_config(num_vocab_tiling=chunks, base_num_decoder_layers=1)
+    model, state, _ = trainer(config)
+    batch = random_batch(config, rows=4)
+    likeliest_BT = np.argmax(model.merge(state.params)(batch), axis=-1)
+    # Every third target is what the model says.
+    is_hit_BT = np.arange(likeliest_BT.size).reshape(likeliest_BT.shape) % 3 == 0
+    missed_BT = (likeliest_BT + 1) % config.model.shape.vocab_size
+    targets_BT = np.where(is_hit_BT, likeliest_BT, missed_BT).astype(np.int32)
+    batch = dataclasses.replace(batch, targets_BT=jnp.asarray(targets_BT))
+    sums = jax.jit(make_eval_step(model, count_correct=True))(state.params, batch)
+    expected = float(np.asarray(batch.weights_BT)[is_hit_BT].sum())
+    assert 5 < expected < float(sums["total_weights"]) / 2
+    assert sums["correct"] == expected
 
 
 def test_cross_entropy_and_its_gradient():
@@ -110,7 +174,7 @@ def test_z_loss_is_the_weighted_square_of_the_log_normaliser():
     config = tiny_config(z_loss_multiplier=0.1)
     model, state, _ = trainer(config)
     batch = random_batch(config, rows=2)
-    _, sums = loss_sums(model.merge(state.params), batch, config.model.objective)
+    sums = loss_sums(model.merge(state.params), batch, config.model.objective).over_targets
     decoder = model.merge(state.params)
     logits = np.asarray(decoder.logits(decoder.hidden(batch)[0]), np.float64)
     log_normalizer = np.log(np.exp(logits).sum(-1))

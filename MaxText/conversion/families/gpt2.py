@@ -15,6 +15,14 @@ from MaxText.conversion.family import (
 _LAYER = "transformer.h.{layer}."
 _ATTENTION = "layers/self_attention/"
 
+ACTIVATIONS = (
+    ("gelu_new", ("gelu",)),
+    ("gelu_pytorch_tanh", ("gelu",)),
+    ("gelu", ("gelu_erf",)),
+    ("relu", ("relu",)),
+    ("silu", ("silu",)),
+)
+
 ROWS = (
     row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
     row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
@@ -69,18 +77,7 @@ GPT2 = Family(
         computed("head_dim", ratio("n_embd", "n_head")),
         same("n_inner", "base_mlp_dim", default=multiple(4, "n_embd")),
         same("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
-        same(
-            "activation_function",
-            "mlp_activations",
-            default="gelu_new",
-            values=(
-                ("gelu_new", ("gelu",)),
-                ("gelu_pytorch_tanh", ("gelu",)),
-                ("gelu", ("gelu_erf",)),
-                ("relu", ("relu",)),
-                ("silu", ("silu",)),
-            ),
-        ),
+        same("activation_function", "mlp_activations", default="gelu_new", values=ACTIVATIONS),
         same("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),

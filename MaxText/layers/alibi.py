@@ -1,0 +1,18 @@
+"""ALiBi: scores fall with distance, in place of positions (Press et al. 2022, arXiv 2108.12409).
+
+Legend: N query heads.
+"""
+
+import numpy as np
+
+
+def slopes(num_heads: int, max_bias: float = 8.0) -> np.ndarray:
+    """Float32 [N]: what a score loses for every token between query and key.
+
+    2^(-max_bias i / N), i from 1 to N, where N is a power of two. Otherwise the slopes of the power
+    of two below N, and then every other slope of twice that power, from its first on.
+    """
+    power = 2 ** (num_heads.bit_length() - 1)
+    first = 2.0 ** (-max_bias * np.arange(1, power + 1) / power)
+    rest = 2.0 ** (-max_bias * np.arange(1, 2 * (num_heads - power), 2) / (2 * power))
+    return np.concatenate([first, rest]).astype(np.float32)

@@ -1,0 +1,214 @@
+"""Linear attention: a state of fixed size in place of all earlier keys and values.
+
+    o_t = phi(q_t) S_t / (phi(q_t) z_t + eps),  S_t = sum_{s<=t} exp(k_s) v_s^T,  z_t = sum exp(k_s)
+
+with phi the softmax over a head's dimensions (Shen et al. 2021, arXiv 1812.01243, made causal by
+GPT-Neo). Scores are not scaled. Everything is float32 inside.
+
+exp(k) leaves float32 beyond 88, so the sums are kept divided by exp(m), m the largest k of the head
+so far, and eps with them. m only grows, so every factor between two tokens is at most 1.
+
+Legend: B sequences, T tokens, C chunk, K key/value heads, G query heads per key/value head, N = K G
+query heads, H head_dim.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+_NOTHING = -1e30  # the largest k of no tokens; finite, so that differences are
+_TINY = 1e-37
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearState:
+    """What causal linear attention keeps of earlier tokens.
+
+    Attributes:
+      sums_BKHH: S / exp(m).
+      counts_BKH: z / exp(m).
+      largest_BK: m.
+      segment_B: segment of the newest token; sums hold tokens of that segment alone.
+    """
+
+    sums_BKHH: jax.Array
+    counts_BKH: jax.Array
+    largest_BK: jax.Array
+    segment_B: jax.Array
+
+    capacity = None  # room for any number of tokens
+
+    @classmethod
+    def empty(cls, batch: int, num_heads: int, head_dim: int) -> "LinearState":
+        """Of no tokens."""
+        return cls(
+            jnp.zeros((batch, num_heads, head_dim, head_dim), jnp.float32),
+            jnp.zeros((batch, num_heads, head_dim), jnp.float32),
+            jnp.full((batch, num_heads), _NOTHING, jnp.float32),
+            jnp.zeros((batch,), jnp.int32),
+        )
+
+    def with_capacity(self, capacity: int) -> "LinearState":
+        """Itself: it never fills up."""
+        return self
+
+
+def causal_linear_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    chunk: int,
+    epsilon: float,
+    state: LinearState | None = None,
+    segments_BT: jax.Array | None = None,
+    lengths_B: jax.Array | None = None,
+    precision: str | None = None,
+) -> tuple[jax.Array, LinearState]:
+    """Causal linear attention, chunk after chunk: O(T) products and memory.
+
+    Args:
+      chunk: C; within a chunk tokens are multiplied with each other.
+      epsilon: added to the divisor.
+      state: of the tokens before; None is none.
+      segments_BT: tokens see only tokens of their own segment; segments follow each other.
+      lengths_B: tokens of each row; the state has none of those behind them.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`, and the state after the last token.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BTKH.shape[2]
+    chunk = min(chunk, length)
+    num_chunks = -(-length // chunk)
+    if segments_BT is None:
+        segments_BT = jnp.zeros((batch, length), jnp.int32)
+    real_BT = jnp.ones((batch, length), bool)
+    if lengths_B is not None:
+        real_BT = jnp.arange(length)[None] < lengths_B[:, None]
+
+    def chunks(x: jax.Array, value: float = 0) -> jax.Array:
+        widths = ((0, 0), (0, num_chunks * chunk - length), *((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x, widths, constant_values=value)
+        return jnp.moveaxis(x.reshape(batch, num_chunks, chunk, *x.shape[2:]), 1, 0)
+
+    phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)
+    phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    einsum = lambda spec, *x: jnp.einsum(spec, *x, precision=precision)  # noqa: E731
+
+    def one_chunk(state: LinearState, given):
+        phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
+        # Keys of filling count as nothing: exp(k - m) is 0.
+        k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
+        largest_BCK = jnp.maximum(jax.lax.cummax(k_BCKH.max(-1), axis=1), state.largest_BK[:, None])
+        # The result does not depend on what is divided out, so neither does its gradient.
+        largest_BCK = jax.lax.stop_gradient(largest_BCK)
+        psi_BCKH = jnp.where(
+            real_BC[..., None, None], jnp.exp(k_BCKH - largest_BCK[..., None]), 0.0
+        )
+        # From token s (rows) to token t (columns): exp(m_s - m_t).
+        places = jnp.arange(segments_BC.shape[1])
+        sees_BCC = (places[:, None] >= places)[None] & (
+            segments_BC[:, :, None] == segments_BC[:, None, :]
+        )
+        fading_BCCK = jnp.where(
+            sees_BCC[..., None], largest_BCK[:, None] - largest_BCK[:, :, None], -jnp.inf
+        )
+        scores = einsum("btkgh,bskh->btskg", phi_BCKGH, psi_BCKH)
+        scores = scores * jnp.exp(fading_BCCK)[..., None]
+        carried_BCK = jnp.where(
+            (segments_BC == state.segment_B[:, None])[..., None],
+            jnp.exp(state.largest_BK[:, None] - largest_BCK),
+            0.0,
+        )
+        above = einsum("btskg,bskh->btkgh", scores, v_BCKH)
+        above += (
+            einsum("btkgh,bkhi->btkgi", phi_BCKGH, state.sums_BKHH) * carried_BCK[..., None, None]
+        )
+        below = (
+            scores.sum(2)
+            + einsum("btkgh,bkh->btkg", phi_BCKGH, state.counts_BKH) * carried_BCK[..., None]
+        )
+        if epsilon:
+            below = below + epsilon * jnp.exp(-largest_BCK)[..., None]
+        o_BCKGH = above / jnp.maximum(below, _TINY)[..., None]
+
+        # The state after the chunk: of the segment that the last real token belongs to.
+        last_B = jnp.maximum(real_BC.sum(1) - 1, 0)
+        any_B = real_BC.any(1)
+        segment_B = jnp.where(
+            any_B, jnp.take_along_axis(segments_BC, last_B[:, None], 1)[:, 0], state.segment_B
+        )
+        end_BK = largest_BCK[:, -1]
+        of_segment_BC = (segments_BC == segment_B[:, None]) & real_BC
+        weights_BCKH = psi_BCKH * jnp.exp(largest_BCK - end_BK[:, None])[..., None]
+        weights_BCKH = jnp.where(of_segment_BC[..., None, None], weights_BCKH, 0.0)
+        kept_BK = jnp.where(
+            (segment_B == state.segment_B)[:, None], jnp.exp(state.largest_BK - end_BK), 0.0
+        )
+        new = LinearState(
+            state.sums_BKHH * kept_BK[..., None, None]
+            + einsum("bskh,bski->bkhi", weights_BCKH, v_BCKH),
+            state.counts_BKH * kept_BK[..., None] + weights_BCKH.sum(1),
+            end_BK,
+            segment_B,
+        )
+        return new, o_BCKGH
+
+    if state is None:
+        state = LinearState.empty(batch, num_kv_heads, head_dim)
+        state = dataclasses.replace(state, segment_B=segments_BT[:, 0])
+    given = (
+        chunks(phi),
+        chunks(k_BTKH.astype(jnp.float32)),
+        chunks(v_BTKH.astype(jnp.float32)),
+        chunks(segments_BT, -1),
+        chunks(real_BT),
+    )
+    if num_chunks == 1:
+        state, o = one_chunk(state, jax.tree.map(lambda x: x[0], given))
+        o = o[None]
+    else:
+        # Rows of a chunk are made again in the backward pass instead of being kept: [B, T, C].
+        state, o = jax.lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), state, given)
+    o = jnp.moveaxis(o, 0, 1).reshape(batch, num_chunks * chunk, num_heads, head_dim)
+    return o[:, :length].astype(q_BTNH.dtype), state
+
+
+def bidirectional_linear_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    precision: str | None = None,
+) -> jax.Array:
+    """softmax over dimensions of q, times (softmax over tokens of k)^T v (Shen et al. 2021).
+
+    Without segments O(T). With them the tokens of a row are multiplied with each other.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BTKH.shape[2]
+    phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)
+    phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    k, v = k_BTKH.astype(jnp.float32), v_BTKH.astype(jnp.float32)
+    if segments_BT is None:
+        sums = jnp.einsum("bskh,bski->bkhi", jax.nn.softmax(k, axis=1), v, precision=precision)
+        o = jnp.einsum("btkgh,bkhi->btkgi", phi, sums, precision=precision)
+    else:
+        same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+        # Each token's sums over its segment, of numbers that the largest k of all bounds.
+        weights = jnp.exp(k - k.max(1, keepdims=True))
+        below = jnp.einsum("bts,bskh->btkh", same_BTS.astype(jnp.float32), weights)
+        scores = jnp.einsum(
+            "btkgh,bskh->btskg", phi / jnp.maximum(below, _TINY)[:, :, :, None], weights,
+            precision=precision,
+        )  # fmt: skip
+        scores = jnp.where(same_BTS[..., None, None], scores, 0.0)
+        o = jnp.einsum("btskg,bskh->btkgh", scores, v, precision=precision)
+    return o.reshape(batch, length, num_heads, head_dim).astype(q_BTNH.dtype)

@@ -1,0 +1,289 @@
+"""A feed-forward of many experts, of which each token visits a few.
+
+Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k experts of a token, G
+groups, S tokens of a group, C capacity of an expert for a group.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from MaxText.configuration.layer_sections import MixtureOfExperts as MoESection
+from MaxText.layers.activations import ACTIVATIONS
+from MaxText.layers.building import Building
+from MaxText.layers.context import Context
+from MaxText.layers.dense import Dense
+from MaxText.layers.weights import Initializer, weight
+from MaxText.parallelism.constraints import batch_axes_in_force, constrain
+
+Scalars = dict[str, jax.Array]
+
+
+def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
+    """Tokens of a group, and C, those that an expert takes of one, for sequences of a length.
+
+    A factor of a model with k experts per token counts tokens, not choices (GShard).
+    """
+    group = length
+    if section.moe_group_size != -1 and length % section.moe_group_size == 0:
+        group = section.moe_group_size
+    return group, max(min(group, int(group * factor / section.num_experts)), 1)
+
+
+class Experts(nnx.Module):
+    """E MLPs without biases, plain or gated, stacked on a first dimension."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        activations: tuple[str, ...],
+        building: Building,
+        rngs: nnx.Rngs,
+    ):
+        D, init = building.dimensions.emb_dim, building.initializers
+        self.activations = activations
+        self.dtype, self.precision = building.dtype, building.precision
+        many = len(activations) > 1
+        self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
+
+        def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
+            return weight(
+                rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
+                dtype=building.weight_dtype, num_in_dims=1,
+            )  # fmt: skip
+
+        for name in self.input_names:
+            setattr(self, name, matrices(D, width, ("embed", "mlp"), init.kernel))
+        self.wo = matrices(width, D, ("mlp", "embed"), init.output)
+
+    def inputs(self) -> list[jax.Array]:
+        """The matrices [E, D, F], one for each activation."""
+        return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
+
+    def outputs(self) -> jax.Array:
+        """The matrices [E, F, D]."""
+        return self.wo[...].astype(self.dtype)
+
+    def gated(self, branches: list[jax.Array]) -> jax.Array:
+        """The product of the activated branches."""
+        return math.prod(
+            (ACTIVATIONS[name](x) for name, x in zip(self.activations, branches, strict=True)),
+            start=1,  # type: ignore[arg-type]
+        )
+
+
+class MixtureOfExperts(nnx.Module):
+    """y = sum over a token's experts of gate * expert(x).
+
+    Gates are the largest of p = softmax(x Wg), float32. With one expert per token the gate is p
+    itself (Fedus et al. 2021); with more they are divided by their sum (Lepikhin et al. 2020,
+    Jiang et al. 2024).
+
+    With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices
+    of earlier tokens first. Tokens that find no place pass by on the residual stream. Without one
+    no token is left out. Groups are parts of a sequence, so a token's fate does not depend on the
+    batch around it. While text is generated no token is left out either: it is read in other parts
+    than in training, and filled up.
+    """
+
+    def __init__(
+        self,
+        section: MoESection,
+        activations: tuple[str, ...],
+        building: Building,
+        rngs: nnx.Rngs,
+    ):
+        dimensions = building.dimensions
+        self.section = section
+        self.gate = Dense(
+            (dimensions.emb_dim,),
+            (section.num_experts,),
+            ("embed", None),
+            building.initializers.kernel,
+            building,
+            rngs,
+        )
+        width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
+        chosen = section.moe_activations or activations
+        self.experts = Experts(section.num_experts, width, chosen, building, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        """Returns y_BTD and losses, each summed over tokens that are not padding."""
+        section = self.section
+        batch, length, width = x_BTD.shape
+        factor = section.capacity_factor if context.training else section.eval_capacity_factor
+        group, capacity = places(section, length, factor)
+        if context.generates:
+            factor, capacity = self._without_drops(factor), group
+        x = x_BTD.reshape(-1, group, width)
+        logits = self.gate(x, jnp.dtype(jnp.float32))
+        p = jax.nn.softmax(logits, axis=-1)
+        real = jnp.ones(x.shape[:2], bool)
+        if context.segments_BT is not None:
+            real = (context.segments_BT > 0).reshape(x.shape[:2])
+        gates, choices = jax.lax.top_k(p, section.num_experts_per_tok)
+        if section.num_experts_per_tok > 1:
+            gates = gates / (gates.sum(-1, keepdims=True) + 1e-9)
+        kept = real[..., None] & self._policy(gates, context)
+        scalars = self._losses(logits, p, choices, real)
+        if factor < 0:
+            y = self._dropless(x, gates, choices, kept)
+        else:
+            y = self._with_capacity(x, gates, choices, kept, capacity)
+        return y.reshape(batch, length, width), scalars
+
+    def _without_drops(self, factor: float) -> float:
+        """-1, or `factor` where experts lie on several devices and have to have places."""
+        found = batch_axes_in_force("activation_exp")
+        return factor if found is not None and found[1][0] else -1.0
+
+    def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
+        """Which choices are followed, [G, S, k]: always the first, the second by its policy."""
+        section = self.section
+        followed = jnp.ones(gates.shape, bool)
+        if section.num_experts_per_tok != 2:
+            return followed
+        second, threshold = gates[..., 1], section.moe_second_threshold
+        policy = section.moe_second_policy if context.training else section.moe_second_policy_eval
+        if policy == "none":
+            wanted = jnp.zeros(second.shape, bool)
+        elif policy == "threshold":
+            wanted = second > threshold
+        elif policy == "random":
+            key = context.key_for(_ROUTING)
+            assert key is not None, "training with a random policy has a key"
+            wanted = jax.random.uniform(key, second.shape) < second / max(threshold, 1e-9)
+        else:
+            return followed
+        return followed.at[..., 1].set(wanted)
+
+    def _losses(
+        self, logits: jax.Array, p: jax.Array, choices: jax.Array, real: jax.Array
+    ) -> Scalars:
+        """Load balance and z loss times their weights, summed over tokens.
+
+        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e
+        and P_e the mean of p_e; 1 where both are even (Lepikhin et al. 2020, section 2.2).
+        Router z loss: the square of log sum exp of the scores (Zoph et al. 2022, equation 5).
+        """
+        section, num_experts = self.section, p.shape[-1]
+        real = real[..., None].astype(jnp.float32)
+        count = jnp.maximum(real.sum(1), 1.0)
+        first = jax.nn.one_hot(choices[..., 0], num_experts) * real
+        balance = num_experts * ((first.sum(1) / count) * ((p * real).sum(1) / count)).sum(-1)
+        scalars = {
+            "moe_lb_loss": section.load_balance_loss_weight * (balance * real.sum((1, 2))).sum()
+        }
+        if section.router_z_loss_weight:
+            z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real[..., 0]
+            scalars["moe_z_loss"] = section.router_z_loss_weight * z.sum()
+        return scalars
+
+    def _with_capacity(
+        self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array, capacity: int
+    ) -> jax.Array:
+        num_groups, _, width = x.shape
+        num_experts, experts = self.section.num_experts, self.experts
+        taken = jnp.zeros((num_groups, num_experts), jnp.int32)
+        slots = []
+        for choice in range(choices.shape[-1]):
+            wants = jax.nn.one_hot(choices[..., choice], num_experts, dtype=jnp.int32)
+            wants = wants * kept[..., choice, None]
+            queue = jnp.cumsum(wants, axis=1) - wants + taken[:, None]
+            place = (queue * wants).sum(-1)
+            fits = kept[..., choice] & (place < capacity)
+            taken = taken + (wants * fits[..., None]).sum(1)
+            slot = choices[..., choice] * capacity + place
+            slots.append(jnp.where(fits, slot, num_experts * capacity))
+
+        def fill(x_SD: jax.Array, slots_S: list[jax.Array]) -> jax.Array:
+            filled = jnp.zeros((num_experts * capacity, width), x.dtype)
+            for slot_S in slots_S:
+                filled = filled.at[slot_S].set(x_SD, mode="drop")
+            return filled
+
+        filled = jax.vmap(fill)(x, slots).reshape(num_groups, num_experts, capacity, width)
+        # From devices that hold groups to those that hold experts, and back.
+        by_group = ("activation_batch", None, None, "activation_embed")
+        by_expert = ("activation_groups", "activation_exp", None, "activation_embed")
+        filled = constrain(constrain(filled, *by_group), *by_expert)
+        einsum = lambda spec, *operands: jnp.einsum(  # noqa: E731
+            spec, *operands, precision=experts.precision
+        )
+        branches = [
+            checkpoint_name(einsum("gecd,edf->gecf", filled, kernel), "mlpwi")
+            for kernel in experts.inputs()
+        ]
+        hidden = constrain(
+            experts.gated(branches), "activation_groups", "activation_exp", None, "activation_mlp"
+        )
+        out = checkpoint_name(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
+        out = constrain(constrain(out, *by_expert), *by_group)
+        out = out.reshape(num_groups, num_experts * capacity, width)
+
+        def collect(out_D: jax.Array, slot_S: jax.Array) -> jax.Array:
+            return out_D.at[slot_S].get(mode="fill", fill_value=0)
+
+        return sum(
+            gates[..., choice, None].astype(x.dtype) * jax.vmap(collect)(out, slot)
+            for choice, slot in enumerate(slots)
+        )  # type: ignore[return-value]
+
+    def _dropless(
+        self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array
+    ) -> jax.Array:
+        """Tokens sorted by expert, and one product of blocks of rows with matrices."""
+        experts, num_experts = self.experts, self.section.num_experts
+        per_token = choices.shape[-1]
+
+        def on_one_device(x, gates, choices, kept, wi, wo, tensor_axes=()):
+            tokens = x.reshape(-1, x.shape[-1])
+            choices = choices.reshape(-1)
+            order = jnp.argsort(choices, stable=True)
+            sizes = jnp.bincount(choices, length=num_experts).astype(jnp.int32)
+            rows = tokens[order // per_token]
+            product = lambda a, b: jax.lax.ragged_dot(  # noqa: E731
+                a, b, sizes, precision=experts.precision
+            )
+            branches = [checkpoint_name(product(rows, kernel), "mlpwi") for kernel in wi]
+            out = checkpoint_name(product(experts.gated(branches), wo), "mlpwo")
+            if tensor_axes:
+                out = jax.lax.psum(out, tensor_axes)
+            weights = (gates * kept).reshape(-1)[order]
+            out = out * weights[:, None].astype(out.dtype)
+            y = jnp.zeros_like(tokens).at[order // per_token].add(out)
+            return y.reshape(x.shape)
+
+        given = (x, gates, choices, kept, experts.inputs(), experts.outputs())
+        found = batch_axes_in_force("activation_batch", "activation_mlp")
+        if found is None:
+            return on_one_device(*given)
+        mesh, (batch_axes, tensor_axes) = found
+        if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
+            tensor_axes = ()  # matrices that an axis does not divide lie whole
+        rows, columns = PartitionSpec(batch_axes), PartitionSpec(None, None, tensor_axes)
+        return jax.shard_map(
+            lambda *given: on_one_device(*given, tensor_axes=tensor_axes),
+            mesh=mesh,
+            in_specs=(rows, rows, rows, rows, columns, PartitionSpec(None, tensor_axes)),
+            out_specs=rows,
+            check_vma=False,
+        )(*given)
+
+
+_ROUTING = 9  # place of randomness within a layer; block.py has the others
+
+
+def _for_each(initializer: Initializer) -> Initializer:
+    """The same for every matrix of a stack, each with a key of its own."""
+
+    def initialize(key, shape, num_in_dims, dtype):
+        keys = jax.random.split(key, shape[0])
+        return jax.vmap(lambda key: initializer(key, shape[1:], num_in_dims, dtype))(keys)
+
+    return initialize

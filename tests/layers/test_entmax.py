@@ -1,0 +1,134 @@
+"""The loss of entmax against closed forms, its definition in double precision, and its gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime, brentq
+
+from MaxText.generation.token_choice import Choice, probabilities
+from MaxText.layers.entmax import entmax_loss
+from MaxText.training.objective import cross_entropy
+
+B, T, V = 2, 3, 11
+loss_of = jax.jit(entmax_loss, static_argnames="alpha")
+
+
+@jax.jit
+def random_case():
+    logits_BTV = 2 * jax.random.normal(jax.random.key(0), (B, T, V))
+    return logits_BTV, jax.random.randint(jax.random.key(1), (B, T), 0, V)
+
+
+def gradient_of(logits_BTV, targets_BT, alpha, weights_BT):
+    def total(logits_BTV):
+        return jnp.sum(entmax_loss(logits_BTV, targets_BT, alpha) * weights_BT)
+
+    return np.asarray(jax.jit(jax.grad(total))(logits_BTV))
+
+
+def entmax_by_definition(z_V, alpha):
+    """p = max(0, (alpha - 1) z - tau)^(1 / (alpha - 1)), tau by root finding in float64."""
+    scaled_V = (alpha - 1) * np.asarray(z_V, np.float64)
+
+    def p_of(tau):
+        return np.maximum(scaled_V - tau, 0) ** (1 / (alpha - 1))
+
+    tau = brentq(lambda tau: p_of(tau).sum() - 1, scaled_V.max() - 1, scaled_V.max(), xtol=1e-15)
+    return p_of(tau)
+
+
+def loss_by_definition(z_V, target, alpha):
+    """max over p of p . z + H(p), less the target's logit."""
+    p_V = entmax_by_definition(z_V, alpha)
+    entropy = (p_V - p_V**alpha).sum() / (alpha * (alpha - 1))
+    return p_V @ np.asarray(z_V, np.float64) + entropy - z_V[target]
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 2.0])
+def test_loss_and_gradient_equal_the_definition(alpha):
+    logits_BTV, targets_BT = random_case()
+    logits = np.asarray(logits_BTV, np.float64).reshape(-1, V)
+    targets = np.asarray(targets_BT).reshape(-1)
+    expected = [loss_by_definition(z, y, alpha) for z, y in zip(logits, targets, strict=True)]
+    losses = loss_of(logits_BTV, targets_BT, alpha=alpha)
+    np.testing.assert_allclose(losses.reshape(-1), expected, rtol=2e-5, atol=2e-6)
+
+    weights = np.linspace(0.5, 1.5, B * T).reshape(B, T)
+    gradient = gradient_of(logits_BTV, targets_BT, alpha, weights).reshape(-1, V)
+    for row, z, y, weight in zip(gradient, logits, targets, weights.reshape(-1), strict=True):
+        p_V = entmax_by_definition(z, alpha)
+        # The formula is the derivative of the definition, and the program computes the formula.
+        formula_V = p_V - np.eye(V)[y]
+        slope_V = approx_fprime(z, lambda z, y=y: loss_by_definition(z, y, alpha))
+        np.testing.assert_allclose(formula_V, slope_V, atol=1e-5)
+        np.testing.assert_allclose(row, weight * formula_V, atol=2e-6)
+
+
+def test_sparsemax_has_its_closed_form():
+    """Martins and Astudillo 2016, equations 3 and 14, with sorting."""
+    logits_BTV, targets_BT = random_case()
+
+    def closed(z_V, target):
+        sorted_V = jnp.sort(z_V)[::-1]
+        sums_V = jnp.cumsum(sorted_V)
+        ranks_V = jnp.arange(1, V + 1)
+        size = jnp.sum(1 + ranks_V * sorted_V > sums_V)
+        tau = (sums_V[size - 1] - 1) / size
+        kept_V = z_V > tau
+        return 0.5 * jnp.sum(jnp.where(kept_V, z_V**2 - tau**2, 0)) + 0.5 - z_V[target]
+
+    expected, gradient = jax.vmap(jax.value_and_grad(closed))(
+        logits_BTV.reshape(-1, V), targets_BT.reshape(-1)
+    )
+    losses = loss_of(logits_BTV, targets_BT, alpha=2.0)
+    np.testing.assert_allclose(losses.reshape(-1), expected, rtol=1e-5, atol=1e-6)
+    # Automatic derivative of the closed form.
+    ours = gradient_of(logits_BTV, targets_BT, 2.0, np.ones((B, T)))
+    np.testing.assert_allclose(ours.reshape(-1, V), gradient, atol=1e-5)
+
+
+def test_one_and_a_half_has_its_closed_form_for_two_ids():
+    """p1^(1/2) - p2^(1/2) = d / 2 with p1 + p2 = 1, where |d| <= 2."""
+    d = np.linspace(-1.9, 1.9, 7)
+    root = (d / 2 + np.sqrt(2 - d**2 / 4)) / 2
+    gradient = gradient_of(jnp.stack([d, 0 * d], -1), jnp.ones(7, jnp.int32), 1.5, np.ones(7))
+    np.testing.assert_allclose(gradient[:, 0], root**2, atol=1e-6)
+    np.testing.assert_allclose(gradient[:, 1], -(root**2), atol=1e-6)
+
+
+def test_alpha_near_one_is_cross_entropy():
+    logits_BTV, targets_BT = random_case()
+    expected, _ = cross_entropy(logits_BTV, targets_BT)
+    gradient = jax.grad(lambda z: jnp.sum(cross_entropy(z, targets_BT)[0]))(logits_BTV)
+    for alpha, tolerance in ((1.01, 5e-2), (1.0001, 1e-3)):
+        losses = loss_of(logits_BTV, targets_BT, alpha=alpha)
+        np.testing.assert_allclose(losses, expected, atol=tolerance)
+        ours = gradient_of(logits_BTV, targets_BT, alpha, np.ones((B, T)))
+        np.testing.assert_allclose(ours, gradient, atol=tolerance)
+
+
+def test_the_gradient_has_the_probabilities_that_decoding_draws_from():
+    logits_BTV, targets_BT = random_case()
+    gradient = gradient_of(logits_BTV, targets_BT, 1.3, np.ones((B, T)))
+    drawn = probabilities(logits_BTV.reshape(-1, V), Choice(entmax_alpha=1.3))
+    assert (np.asarray(drawn) == 0).any()
+    np.testing.assert_array_equal(
+        (gradient + np.eye(V)[np.asarray(targets_BT)]).reshape(-1, V) > 1e-6, drawn > 1e-6
+    )
+    np.testing.assert_allclose(
+        (gradient + np.eye(V)[np.asarray(targets_BT)]).reshape(-1, V), drawn, atol=1e-6
+    )
+
+
+def test_a_target_without_probability_has_a_finite_loss_that_grows_with_its_distance():
+    """-log p, which GPT-Neo's code computes there, is infinite."""
+    logits = jnp.zeros((3, 4)).at[:, 0].set(jnp.array([5.0, 50.0, 5e4]))
+    targets = jnp.ones(3, jnp.int32)
+    losses = np.asarray(loss_of(logits, targets, alpha=1.3))
+    gradient = gradient_of(logits, targets, 1.3, np.ones(3))
+    np.testing.assert_allclose(losses[1:], [50.0, 5e4], rtol=1e-6)
+    np.testing.assert_allclose(gradient[1:], [[1, -1, 0, 0]] * 2, atol=1e-6)
+    assert 4.9 < losses[0] < 5.5
+    # And none at all where the target has all of the probability.
+    assert loss_of(logits, jnp.zeros(3, jnp.int32), alpha=1.3)[1] == 0
