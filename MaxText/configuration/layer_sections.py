@@ -213,9 +213,9 @@ class Attention(Section):
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(
         (),
         "Kinds of attention by layer, patterns and how often each comes: [[[global, local], 12]] "
-        "are 24 layers in turns. local sees sliding_window_size tokens; linear costs as much for "
-        "long texts as for short ones; a layer of kind none has a feed-forward alone. Empty: all "
-        "global.",
+        "are 24 layers in turns. local sees sliding_window_size tokens; linear costs as much for a "
+        "token of a long text as of a short one (not where causal=false meets several documents); "
+        "a layer of kind none has a feed-forward alone. Empty: all global.",
     )
     sliding_window_size: int = key(
         256, "Tokens that a token of a local layer sees, itself included.", unit="tokens", ge=1

@@ -84,6 +84,9 @@ def _loss_chunks(config: Config) -> str | None:
     length = config.model.shape.max_target_length
     if length % chunks:
         return f"num_vocab_tiling={chunks} does not divide max_target_length={length}"
+    for _, stage in config.batch.sequence_length_stages:
+        if stage % chunks:
+            return f"num_vocab_tiling={chunks} does not divide {stage}, of sequence_length_stages"
     return None
 
 
@@ -300,6 +303,15 @@ def _inputs_of_parts(config: Config) -> str | None:
     )
 
 
+def _macaron_slots(config: Config) -> str | None:
+    model = config.model
+    if model.block.use_macaron and model.feed_forward.feed_forward_type == "pattention":
+        return (
+            "use_macaron=true: the first half is an MLP, and feed_forward_type=pattention has none"
+        )
+    return None
+
+
 def _shared(config: Config) -> str | None:
     model = config.model
     if not model.block.share_parameters:
@@ -364,6 +376,11 @@ def _experts(config: Config) -> str | None:
     group, length = section.moe_group_size, config.model.shape.max_target_length
     if group != -1 and length % group:
         return f"moe_group_size={group} does not divide max_target_length={length}"
+    for _, stage in config.batch.sequence_length_stages:
+        if group != -1 and stage % group:
+            return f"moe_group_size={group} does not divide {stage}, of sequence_length_stages"
+    if section.moe_layers == ():
+        return "moe_layers: the list is empty, so no layer has experts\nnum_experts=1"
     inherited = config.model.feed_forward.mlp_activations
     if section.num_experts > 1 and section.moe_activations is None:
         for name in set(inherited) & set(get_args(NotElementwise)):
@@ -403,7 +420,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(("global_parameter_scale",), _scale),
     Rule(("trainable_position_size", "max_target_length"), _learned_positions),
     Rule(("mlp_activations",), _activations),
-    Rule(("num_vocab_tiling", "max_target_length"), _loss_chunks),
+    Rule(("num_vocab_tiling", "max_target_length", "sequence_length_stages"), _loss_chunks),
     Rule((*_SLOT_NUMBERS, *_ZOOMS), _slots),
     Rule(
         ("head_dim", "base_emb_dim", "base_num_query_heads", "attention_projections"),
@@ -442,6 +459,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
         _shared,
     ),
+    Rule(("use_macaron", "feed_forward_type", "decoder_block"), _macaron_slots),
     Rule(("static_sgu", "base_emb_dim"), _static_sgu),
     Rule((*MixtureOfExperts.model_fields, "feed_forward_type", "mlp_activations"), _experts),
     Rule(("ici_expert_parallelism", "num_experts", "capacity_factor"), _expert_axis),

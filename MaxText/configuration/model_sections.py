@@ -137,7 +137,7 @@ DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 class Dropout(Section):
     """Dropout rates. The three specific ones take dropout_rate where they are null."""
 
-    enable_dropout: bool = key(True, "Master switch; false makes training deterministic.")
+    enable_dropout: bool = key(True, "Master switch of all rates; false sets them to 0.")
     dropout_rate: float = key(0.0, "Rate for every place that has none of its own.", ge=0, lt=1)
     embedding_dropout_rate: float | None = key(None, "On the embedding output.", ge=0, lt=1)
     attention_dropout_rate: float | None = key(None, "On attention probabilities.", ge=0, lt=1)

@@ -51,6 +51,7 @@ class Attention(nnx.Module):
         init = building.initializers
         self.section = section
         self.dropout_rate = dropout_rate
+        self.max_length = building.dimensions.max_target_length
         self.precision = building.precision
         bias = section.qkv_bias
 
@@ -168,7 +169,9 @@ class Attention(nnx.Module):
             return o_BTNH, None
         if window is not None:
             assert context.lengths_B is not None
-            return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, window)
+            # A text may be shorter than the window, for all its length.
+            slots = min(window, self.max_length)
+            return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, slots)
         return o_BTNH, KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity, memory)
 
     def _linear(

@@ -113,7 +113,7 @@ def softmax_attention(
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
-    """Query rows of a block of windowed attention; None where one block of all is less work."""
+    """Query rows of a block of windowed attention; None for texts of a few windows: one block."""
     rows = max(window, _SMALLEST_WINDOW_BLOCK)
     return rows if length > (2 if causal else 3) * rows else None
 
@@ -158,7 +158,7 @@ def _in_windows(
     segments = jnp.zeros((batch, length), jnp.int32) if segments_BT is None else segments_BT
     of_keys = neighbourhoods(segments + 1) - 1
     mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
-    # Filled queries see nothing; a row of a softmax without any key would be not a number.
+    # Filled queries may see nothing; a row of a softmax without any key would be not a number.
     mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
     o = _attend(
         blocks(q_BTNH),

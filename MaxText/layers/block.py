@@ -94,6 +94,7 @@ class Block(nnx.Module):
         self.path_rate = section.dropout.rate("path")
         self.path_ramps = section.dropout.drop_path_schedule == "linear"
         self.num_layers = dimensions.num_layers
+        self.precision = building.precision
         self.doubles = kind == "none" and section.attention.none_doubles_residual
 
         def norm() -> nnx.Module | None:
@@ -193,10 +194,10 @@ class Block(nnx.Module):
         first = jax.lax.stop_gradient(x_BTD[..., :half])
         new_state = None
         if state is not None:
-            sums, kept = state.sums.step(first, kernel)
+            sums, kept = state.sums.step(first, kernel, self.precision)
             new_state = SplitState(own, kept)
         else:
-            sums = static_sgu(first, kernel, context.segments_BT)
+            sums = static_sgu(first, kernel, context.segments_BT, self.precision)
             if context.capacity is not None:
                 assert context.lengths_B is not None
                 kept = NewestInputs.of_prompt(first, context.lengths_B, kernel)

@@ -102,13 +102,17 @@ def causal_linear_attention(
         phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = given
         # Keys of filling count as nothing: exp(k - m) is 0.
         k_BCKH = jnp.where(real_BC[..., None, None], k_BCKH, _NOTHING)
-        largest_BCK = jnp.maximum(jax.lax.cummax(k_BCKH.max(-1), axis=1), state.largest_BK[:, None])
+        carries_BC1 = (segments_BC == state.segment_B[:, None])[..., None]
+        largest_BCK = _largest_so_far(k_BCKH.max(-1), segments_BC)
+        largest_BCK = jnp.where(
+            carries_BC1, jnp.maximum(largest_BCK, state.largest_BK[:, None]), largest_BCK
+        )
         # The result does not depend on what is divided out, so neither does its gradient.
         largest_BCK = jax.lax.stop_gradient(largest_BCK)
         psi_BCKH = jnp.where(
             real_BC[..., None, None], jnp.exp(k_BCKH - largest_BCK[..., None]), 0.0
         )
-        # From token s (rows) to token t (columns): exp(m_s - m_t).
+        # From token s (columns) to token t (rows): exp(m_s - m_t).
         places = jnp.arange(segments_BC.shape[1])
         sees_BCC = (places[:, None] >= places)[None] & (
             segments_BC[:, :, None] == segments_BC[:, None, :]
@@ -118,10 +122,8 @@ def causal_linear_attention(
         )
         scores = einsum("btkgh,bskh->btskg", phi_BCKGH, psi_BCKH)
         scores = scores * jnp.exp(fading_BCCK)[..., None]
-        carried_BCK = jnp.where(
-            (segments_BC == state.segment_B[:, None])[..., None],
-            jnp.exp(state.largest_BK[:, None] - largest_BCK),
-            0.0,
+        carried_BCK = jnp.exp(
+            jnp.where(carries_BC1, state.largest_BK[:, None] - largest_BCK, -jnp.inf)
         )
         above = einsum("btskg,bskh->btkgh", scores, v_BCKH)
         above += (
@@ -132,8 +134,9 @@ def causal_linear_attention(
             + einsum("btkgh,bkh->btkg", phi_BCKGH, state.counts_BKH) * carried_BCK[..., None]
         )
         if epsilon:
-            below = below + epsilon * jnp.exp(-largest_BCK)[..., None]
-        o_BCKGH = above / jnp.maximum(below, _TINY)[..., None]
+            # Beyond 80 the result is 0 in any case, and so it is finite.
+            below = below + epsilon * jnp.exp(jnp.minimum(-largest_BCK, 80.0))[..., None]
+        o_BCKGH = _quotient(above, below[..., None])
 
         # The state after the chunk: of the segment that the last real token belongs to.
         last_B = jnp.maximum(real_BC.sum(1) - 1, 0)
@@ -141,13 +144,13 @@ def causal_linear_attention(
         segment_B = jnp.where(
             any_B, jnp.take_along_axis(segments_BC, last_B[:, None], 1)[:, 0], state.segment_B
         )
-        end_BK = largest_BCK[:, -1]
-        of_segment_BC = (segments_BC == segment_B[:, None]) & real_BC
-        weights_BCKH = psi_BCKH * jnp.exp(largest_BCK - end_BK[:, None])[..., None]
-        weights_BCKH = jnp.where(of_segment_BC[..., None, None], weights_BCKH, 0.0)
-        kept_BK = jnp.where(
-            (segment_B == state.segment_B)[:, None], jnp.exp(state.largest_BK - end_BK), 0.0
-        )
+        last_BCK = jnp.take_along_axis(largest_BCK, last_B[:, None, None], axis=1)
+        end_BK = jnp.where(any_B[:, None], last_BCK[:, 0], state.largest_BK)
+        of_segment_BC1 = ((segments_BC == segment_B[:, None]) & real_BC)[..., None]
+        since_BCK = jnp.where(of_segment_BC1, largest_BCK - end_BK[:, None], -jnp.inf)
+        weights_BCKH = psi_BCKH * jnp.exp(since_BCK)[..., None]
+        goes_on_B1 = (segment_B == state.segment_B)[:, None]
+        kept_BK = jnp.exp(jnp.where(goes_on_B1, state.largest_BK - end_BK, -jnp.inf))
         new = LinearState(
             state.sums_BKHH * kept_BK[..., None, None]
             + einsum("bskh,bski->bkhi", weights_BCKH, v_BCKH),
@@ -202,13 +205,38 @@ def bidirectional_linear_attention(
         o = jnp.einsum("btkgh,bkhi->btkgi", phi, sums, precision=precision)
     else:
         same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-        # Each token's sums over its segment, of numbers that the largest k of all bounds.
-        weights = jnp.exp(k - k.max(1, keepdims=True))
-        below = jnp.einsum("bts,bskh->btkh", same_BTS.astype(jnp.float32), weights)
+        # Each token's sums over its segment, of numbers that the largest k of the segment bounds.
+        largest = jnp.maximum(
+            _largest_so_far(k, segments_BT), _largest_so_far(k, segments_BT, reverse=True)
+        )
+        weights = jnp.exp(k - jax.lax.stop_gradient(largest))
+        below = jnp.einsum(
+            "bts,bskh->btkh", same_BTS.astype(jnp.float32), weights, precision=precision
+        )
+        # The largest k itself counts 1, so no divisor is small.
         scores = jnp.einsum(
-            "btkgh,bskh->btskg", phi / jnp.maximum(below, _TINY)[:, :, :, None], weights,
-            precision=precision,
-        )  # fmt: skip
+            "btkgh,bskh->btskg", phi / below[:, :, :, None], weights, precision=precision
+        )
         scores = jnp.where(same_BTS[..., None, None], scores, 0.0)
         o = jnp.einsum("btskg,bskh->btkgh", scores, v, precision=precision)
     return o.reshape(batch, length, num_heads, head_dim).astype(q_BTNH.dtype)
+
+
+def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Running maximum over the tokens of each segment: [B, T, ...] as `k`."""
+    changes_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+    edge_B1 = jnp.ones_like(changes_BT, shape=(len(segments_BT), 1))
+    begins = jnp.concatenate([changes_BT, edge_B1] if reverse else [edge_B1, changes_BT], axis=1)
+    begins = jnp.broadcast_to(begins.reshape(*begins.shape, *(1,) * (k.ndim - 2)), k.shape)
+
+    def join(earlier, later):
+        (a, a_begins), (b, b_begins) = earlier, later
+        return jnp.where(b_begins, b, jnp.maximum(a, b)), a_begins | b_begins
+
+    return jax.lax.associative_scan(join, (k, begins), reverse=reverse, axis=1)[0]
+
+
+def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
+    """above / below, 0 where both are; the gradient divides by below twice, which may underflow."""
+    size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
+    return (above / size) / jnp.maximum(below / size, _TINY)

@@ -138,7 +138,8 @@ def walk(
                 return apply(nnx.merge(graphdef, weights), x_BTD, index, place)
 
             own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)  # noqa: B023
-            one_layer = rematerialized(one_layer, policy, in_scan=True)
+            # A loop of one turn is none to the compiler.
+            one_layer = rematerialized(one_layer, policy, in_scan=num_layers > period)
             x_BTD, found = one_layer(x_BTD, own, first + place)
             scalars.append(found)
         return x_BTD, scalars

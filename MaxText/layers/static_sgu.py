@@ -34,15 +34,22 @@ class NewestInputs:
         found = jnp.take_along_axis(x_BTE, jnp.maximum(places_BP, 0)[..., None], axis=1)
         return cls(jnp.where((places_BP >= 0)[..., None], found, 0))
 
-    def step(self, x_BTE: jax.Array, kernel: int) -> tuple[jax.Array, "NewestInputs"]:
+    def step(
+        self, x_BTE: jax.Array, kernel: int, precision: str | None = None
+    ) -> tuple[jax.Array, "NewestInputs"]:
         """The sums of T new tokens, and what is kept after them."""
         x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
         weights = _band(x_BTE.shape[1], x_BSE.shape[1], kernel, kernel)
-        y_BTE = _product(jnp.asarray(weights), x_BSE).astype(x_BTE.dtype)
+        y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
         return y_BTE, NewestInputs(x_BSE[:, x_BSE.shape[1] - kernel :])
 
 
-def static_sgu(x_BTE: jax.Array, kernel: int, segments_BT: jax.Array | None = None) -> jax.Array:
+def static_sgu(
+    x_BTE: jax.Array,
+    kernel: int,
+    segments_BT: jax.Array | None = None,
+    precision: str | None = None,
+) -> jax.Array:
     """sum_d x_(t-d) / (d + 2) within segments, d from 0 to `kernel`: [B, T, E].
 
     Blocks of tokens are multiplied with a band matrix, O(T kernel).
@@ -62,7 +69,7 @@ def static_sgu(x_BTE: jax.Array, kernel: int, segments_BT: jax.Array | None = No
         of_inputs = with_places_before(segments_BT)
         same = of_inputs[:, :, kernel:, None] == of_inputs[:, :, None, :]
         weights = jnp.where(same, weights, 0.0)
-    y = _product(weights, with_places_before(x_BTE))
+    y = _product(weights, with_places_before(x_BTE), precision)
     return y.reshape(batch, num_blocks * rows, channels)[:, :length].astype(x_BTE.dtype)
 
 
@@ -72,10 +79,11 @@ def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
     return rows, -(-length // rows)
 
 
-def _product(weights: jax.Array, x: jax.Array) -> jax.Array:
+def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Array:
     return jnp.einsum(
-        "...ts,...se->...te", weights.astype(x.dtype), x, preferred_element_type=jnp.float32
-    )
+        "...ts,...se->...te", weights.astype(x.dtype), x,
+        preferred_element_type=jnp.float32, precision=precision,
+    )  # fmt: skip
 
 
 def _band(rows: int, columns: int, behind: int, kernel: int) -> np.ndarray:

@@ -41,7 +41,7 @@ def make_train_step(
     """The train step as a pure function of state and batch.
 
     Losses are means over the targets of the whole global batch, so that the number of
-    microbatches changes memory and nothing else.
+    microbatches changes memory, but for rounding and for which numbers dropout draws.
 
     Args:
       num_microbatches: parts of the batch whose gradients are summed one after another.

@@ -207,6 +207,13 @@ BROKEN = [
     ("ici_expert_parallelism=2", "num_experts=1 has none"),
     ("ici_expert_parallelism=2 num_experts=3", "does not divide num_experts=3"),
     ("ici_expert_parallelism=2 num_experts=4", "need capacity_factor"),
+    ("num_vocab_tiling=8 sequence_length_stages=[[0,4],[5,2048]]", "does not divide 4"),
+    (
+        "num_experts=2 moe_group_size=8 sequence_length_stages=[[0,4],[5,2048]]",
+        "moe_group_size=8 does not divide 4",
+    ),
+    ("num_experts=2 moe_layers=[]", "so no layer has experts"),
+    ("use_macaron=true decoder_block=tokenformer", "the first half is an MLP"),
     ("head_qk=true mlm_training=true", "points back at earlier tokens"),
     ("dynamic_mlp_dim=true base_mlp_dim=64 mlp_dim_multiple=128", "is rounded to 0"),
     ("dynamic_mlp_dim=true base_num_decoder_layers=1", "there is only one"),

@@ -148,6 +148,23 @@ def test_linear_attention_holds_large_keys():
     np.testing.assert_allclose(half.astype(jnp.float32), near, atol=0.1)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_keys_of_one_document_do_not_touch_another(causal):
+    q, k, v, _ = projected(24)
+    q, k, v = map(jnp.float32, (q, k, v))
+    segments = jnp.where(jnp.arange(24) < 11, 1, 2)[None].repeat(B, 0)
+    far = k.at[:, 3].add(100.0)
+
+    def run(q, k, v):
+        if not causal:
+            return bidirectional_linear_attention(q, k, v, segments_BT=segments)
+        return causal_linear_attention(q, k, v, chunk=5, epsilon=1e-6, segments_BT=segments)[0]
+
+    np.testing.assert_allclose(run(q, far, v)[:, 11:], run(q, k, v)[:, 11:], atol=2e-6)
+    gradients = jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))(q, far, v)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
 def test_gradient_of_linear_attention():
     q, k, v, segments = projected(12)
     arrays = tuple(map(jnp.float32, (q, k, v)))
