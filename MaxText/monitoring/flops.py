@@ -52,7 +52,8 @@ S, the keys that a query counts, has two readings:
 
 Experts with a capacity execute every place they have, filled or not. Without one the count is of
 the rows that tokens have; a backend that has no products of ragged rows (CPU, and GPU as JAX is set
-by default) multiplies each row with every expert. Linear attention executes the squares of its chunks as well.
+by default) multiplies each row with every expert. Linear attention executes the squares of its
+chunks as well.
 
 `FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is computed, with
 what rematerialisation computes again. tests/monitoring/test_flops.py holds the latter against

@@ -3,6 +3,7 @@
 import shutil
 
 import numpy as np
+import pytest
 
 from MaxText.checkpointing import layout
 from MaxText.conversion.stored_arrays import StoredArrays
@@ -23,6 +24,7 @@ def arrays(run):
     return {path: stored.read(path) for path in stored.leaves}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path, users_environment):
     def train(run_name):
         words = [f"run_name={tmp_path / run_name}", f"jax_cache_dir={tmp_path}/cache"]

@@ -49,6 +49,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_published_commands(place, users_environment):
     lines = {
         name: (
