@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.layer_sections import Pattention
+from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
@@ -166,11 +167,12 @@ def test_drop_path_over_depth(schedule, rates):
     x_BTD = jax.random.normal(jax.random.key(1), (600, 1, 32))
     for index, rate in enumerate(rates):
         context = Context(dropout_key=jax.random.key(2)).for_layer(index)
-        y_BTD = jax.jit(lambda x_BTD: layer(x_BTD, context)[0])(x_BTD)  # noqa: B023
+        y_BTD = jax.jit(lambda x_BTD: layer(Inputs.all(x_BTD), context)[0])(x_BTD)  # noqa: B023
         # A sequence whose branches both fall away is what it was.
         unchanged = float(np.all(np.asarray(y_BTD) == np.asarray(x_BTD), axis=(1, 2)).mean())
         assert abs(unchanged - rate**2) < 0.06, (index, unchanged)
-    assert np.array_equal(layer(x_BTD, Context())[0], layer(x_BTD, Context().for_layer(1))[0])
+    inputs = Inputs.all(x_BTD)
+    assert np.array_equal(layer(inputs, Context())[0], layer(inputs, Context().for_layer(1))[0])
 
 
 def test_drop_path_alone_makes_the_train_step_random():
