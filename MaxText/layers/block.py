@@ -105,13 +105,12 @@ class Block(nnx.Module):
         def gate() -> Gate | None:
             return Gate(building, rngs) if own.use_rezero else None
 
-        self.macaron_layer_norm = self.macaron_gate = None
-        if not own.use_macaron:
-            self.macaron_mlp = None
-        else:
-            self.macaron_mlp = MLP(section.feed_forward, building, rngs, _MACARON_SLOPES)
-        if own.use_macaron and own.macaron_prenorm:
-            self.macaron_layer_norm, self.macaron_gate = nnx.data(norm()), nnx.data(gate())
+        macaron, normed_first = own.use_macaron, own.use_macaron and own.macaron_prenorm
+        self.macaron_mlp = (
+            MLP(section.feed_forward, building, rngs, _MACARON_SLOPES) if macaron else None
+        )
+        self.macaron_layer_norm = norm() if normed_first else None
+        self.macaron_gate = gate() if normed_first else None
 
         splits = section.attention.static_sgu
         self.sgu_kernel = section.attention.static_sgu_kernel if splits else None

@@ -29,9 +29,8 @@ class Embedding(nnx.Module):
         self.dtype = building.dtype
         self.precision = building.precision
         self.scale = scale
-        initial = getattr(
-            building.initializers, "position" if row_axis == "position" else "embedding"
-        )
+        init = building.initializers
+        initial = init.position if row_axis == "position" else init.embedding
         self.embedding = weight(
             rngs, (num_rows, D), (row_axis, "embed"), initial, dtype=building.weight_dtype
         )

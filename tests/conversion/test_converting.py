@@ -14,8 +14,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.configuration.loading import configure, load
-from MaxText.conversion import request
-from MaxText.conversion.converting import convert
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.run_checkpoint import RunWeights
@@ -23,24 +21,8 @@ from MaxText.conversion.weights import model_of, nested
 from MaxText.errors import UserError
 from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
+from tests.conversion.running import names, run
 from tests.conversion.small_folders import GOLDEN_FAMILIES, golden, random, same_bits, write
-
-
-def run(*arguments):
-    lines = []
-    convert(request.read(arguments), lines.append)
-    return "\n".join(lines)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder where relative paths lead."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def logits(config, params, tokens):

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 from MaxText.configuration.loading import load
 from MaxText.conversion import request
-from MaxText.conversion.converting import convert
 from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.conversion.weights import model_of, nested
 from MaxText.errors import UserError
 from MaxText.input_pipeline.batch import Batch
+from tests.conversion.running import run
 from tests.conversion.small_folders import GOLDEN, same_bits, write
 
 KEYS = {
@@ -52,12 +52,6 @@ def golden(case):
         *KEYS[case],
     ]
     return keys, nested(flat), arrays
-
-
-def run(*arguments):
-    lines = []
-    convert(request.read(arguments), lines.append)
-    return "\n".join(lines)
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from MaxText.configuration.loading import configure, load
-from MaxText.conversion import request
 from MaxText.conversion.config_json import find_family, our_values, to_config_json
-from MaxText.conversion.converting import convert
 from MaxText.conversion.exporting import FolderExport
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.hugging_face_folder import find_folder
@@ -27,6 +25,7 @@ from MaxText.errors import UserError
 from MaxText.generation.decoding import decode
 from MaxText.inference import own_configuration
 from MaxText.input_pipeline.batch import Batch
+from tests.conversion.running import model_of_run, names, run
 from tests.conversion.small_folders import GOLDEN, muddformer, same_bits, write
 from tests.programs import start
 
@@ -59,30 +58,9 @@ def released(model_type):
     return fields | told["config"], parameters_of(arrays), arrays, tolerance
 
 
-def run(*arguments):
-    lines = []
-    convert(request.read(arguments), lines.append)
-    return "\n".join(lines)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder where relative paths lead."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def logits(folder, tokens):
     """Float32 logits of the run in a folder, by its own config.yml."""
-    exact = ["dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true"]
-    model = model_of(load([f"{folder}/config.yml", *exact]).config)
-    weights = RunWeights(folder)
-    assert weights.model.parameters.keys() == model.parameters.keys()
-    params = nested({name: weights.read(name) for name in model.parameters})
+    model, params = model_of_run(folder)
 
     @jax.jit
     def forward(params, tokens):

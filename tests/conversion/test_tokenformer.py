@@ -12,17 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.configuration.loading import configure, load
-from MaxText.conversion import request
 from MaxText.conversion.config_json import find_family, to_config_json
-from MaxText.conversion.converting import convert
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.conversion.settings import family_of, to_keys
-from MaxText.conversion.weights import model_of, nested
+from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.input_pipeline.batch import Batch
+from tests.conversion.running import model_of_run, run
 from tests.conversion.small_folders import GOLDEN, random, same_bits, tokenformer, write
 from tests.layers.tokenformer_names import with_prefix
 
@@ -45,26 +43,10 @@ def published(config):
     return fields | sizes | {"vocab_size": config["padded_vocab_size"]}
 
 
-def run(*arguments):
-    lines = []
-    convert(request.read(arguments), lines.append)
-    return "\n".join(lines)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder where relative paths lead."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def logits(folder, batch):
     """Float32 logits of the run in a folder, by its own config.yml."""
-    exact = ["dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true"]
-    model = model_of(load([f"{folder}/config.yml", *exact]).config)
-    weights = RunWeights(folder)
-    assert weights.model.parameters.keys() == model.parameters.keys()
-    decoder = model.merge(nested({name: weights.read(name) for name in model.parameters}))
+    model, params = model_of_run(folder)
+    decoder = model.merge(params)
     return np.asarray(decoder.logits(decoder.hidden(batch)[0]))
 
 

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from MaxText.conversion import request
-from MaxText.conversion.converting import convert
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.verification import compare
 from MaxText.errors import UserError
+from tests.conversion.running import run
 
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
@@ -64,12 +63,6 @@ def saved(model_type, folder, dtype="float32", changes=None, **how):
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, **how)
     return model
-
-
-def run(*arguments):
-    lines = []
-    convert(request.read(arguments), lines.append)
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

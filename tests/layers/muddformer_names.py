@@ -8,18 +8,6 @@ Arrays = dict[str, np.ndarray]
 _NORM = "pre_self_attention_layer_norm"
 
 
-def nested(flat: Arrays) -> dict:
-    """A tree from paths such as "layers/0/mlp/wo/kernel"."""
-    tree: dict = {}
-    for path, value in flat.items():
-        *folders, leaf = path.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[leaf] = value
-    return tree
-
-
 def from_pytorch(theirs: Arrays, num_heads: int) -> Arrays:
     """Our parameters by path from those of the released models; matrices are (out, in) there.
 

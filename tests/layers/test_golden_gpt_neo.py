@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
+from MaxText.conversion.weights import nested
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
-from tests.layers.muddformer_names import nested
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 MESH_CASES = ("linear", "local5", "rotary", "macaron", "rezero", "axial", "memkv")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
+from MaxText.conversion.weights import nested
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.context import Context
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
-from tests.layers.muddformer_names import from_jax, from_pytorch, nested
+from tests.layers.muddformer_names import from_jax, from_pytorch
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "muddformer"
 CASES = {

@@ -17,21 +17,12 @@ from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import make_optimizer, per_parameter
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step
+from tests.multi_device.test_meshes import MESHES
 from tests.small_models import random_batch, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
 ONE = {"ici_fsdp_parallelism": 1}
-MESHES = {
-    "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
-    "fsdp": {"ici_fsdp_parallelism": 8},
-    "tensor": {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4},
-    "data, fsdp and tensor": {
-        "ici_data_parallelism": 2,
-        "ici_fsdp_parallelism": 2,
-        "ici_tensor_parallelism": 2,
-    },
-}
 SIZES = {
     "base_num_kv_heads": 4,
     "base_num_decoder_layers": 2,
