@@ -7,6 +7,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.comparison import request
 from MaxText.comparison.comparing import compare
 from MaxText.configuration import command_line
@@ -59,7 +60,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: the same command goes on where it stood", file=sys.stderr)
-        return 130
+        return exit_codes.INTERRUPTED
     return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.configuration.config_files import FileProblem
 from MaxText.configuration.problems import ConfigurationError
@@ -24,8 +25,8 @@ Converts weights between this program, Hugging Face and MaxText. docs/convert.md
   python MaxText/convert.py grow from=maxtext_output/small to=maxtext_output/large slot_num=2140
 
 SOURCE: hf:FOLDER or hf:HUB_ID (what its cache holds; nothing is downloaded), a run of this program
-(its newest checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE. TARGET: hf:FOLDER, a
-run folder, or a file. Keys are those of train.py. Besides:
+(its last good checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE. TARGET:
+hf:FOLDER, a run folder, or a file. Keys are those of train.py. Besides:
 
   --verify              run both models on the same tokens and compare logits and loss before
                         anything is left; needs pip install '.[torch]'
@@ -57,7 +58,7 @@ def main() -> int:
         command_line.fail(ConfigurationError([error.problem]))
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
-        return 130
+        return exit_codes.INTERRUPTED
     return 0
 
 

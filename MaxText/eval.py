@@ -6,6 +6,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration, terminal
@@ -37,7 +38,7 @@ def main() -> int:
         command_line.fail(error)
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
-        return 130
+        return exit_codes.INTERRUPTED
     return 0
 
 

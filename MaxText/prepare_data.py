@@ -6,6 +6,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.preparing import prepare
@@ -53,7 +54,7 @@ def main() -> int:
         command_line.fail(error)
     except KeyboardInterrupt:
         print("stopped: the same command goes on where it stood", file=sys.stderr)
-        return 130
+        return exit_codes.INTERRUPTED
     return 0
 
 

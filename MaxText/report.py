@@ -10,6 +10,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.configuration.problems import nearest
 from MaxText.errors import UserError
@@ -138,7 +139,7 @@ def main() -> int:
     except UserError as error:
         command_line.fail(error)
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
     return 0
 
 

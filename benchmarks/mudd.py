@@ -5,17 +5,19 @@
     python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
 
 Rows: the Transformer with its layers written out and in a scan; dense connections on all four ways
-with each form of `dense_mixing`; and every second sum over every second output (2x2). The block is
-the same everywhere, so that differences are those of the connections.
+with each form of `dense_mixing`; and every second sum over every second output (2x2), made again
+in the backward pass or kept for it. The block is the same everywhere, so that differences are
+those of the connections.
 
-With --topology steps are compiled for one chip of a TPU that need not be there (pip install libtpu,
-of the version that `jax[tpu]` names), and the figures are the compiler's own: it takes a kernel's
-bytes from the kernel's own declaration, and counts the body of a loop once. Ratios of step time are
-medians over rounds, so that drifts of the machine's speed cancel.
+With --topology steps are compiled for one chip of a TPU that need not be there, or for --chips of
+them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
+figures are the compiler's own, of one chip: it takes a kernel's bytes from the kernel's own
+declaration, and counts the body of a loop once. Ratios of step time are medians over rounds, so
+that drifts of the machine's speed cancel.
 
-The count is what dense connections cannot do without as they are written here: each sum reads its
-sources once forward, once to be computed again, once for the gradient of its weights, and reads
-and writes their gradients once.
+The count is what sums cannot do without one by one: each reads its sources once forward, once to be
+computed again, once for the gradient of its weights, and reads and writes their gradients once.
+`kernel` adds up the gradients of two sums at once, so it may stay below.
 """
 
 import argparse
@@ -60,6 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "einsum": DENSE | {"dense_mixing": "einsum"},
     "kernel": DENSE | {"dense_mixing": "kernel"},
     "2x2": DENSE | SPARSE,
+    "2x2, kept": DENSE | SPARSE | {"dense_kept_sums": 100},
 }
 
 
@@ -68,11 +71,11 @@ class Compiled(NamedTuple):
 
     Attributes:
       one_step: does a step and waits for it; None where there is no device.
-      seconds: to compile it.
+      seconds: to compile it, of all threads of this process, so that other load counts little.
       estimate: seconds of a step, by the compiler; 0 where it says nothing.
       num_bytes: accessed by a step, by the compiler.
       temporaries: bytes that a step needs besides its arguments.
-      count: bytes that dense connections cannot do without.
+      count: bytes that sums one by one cannot do without.
     """
 
     one_step: Any
@@ -105,8 +108,8 @@ def keys_of(shape: Shape, row: dict[str, Any], options: argparse.Namespace) -> d
     }
 
 
-def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, device) -> Compiled:
-    """Compiles a row's step for `device`, and draws its state where the device is real."""
+def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, devices) -> Compiled:
+    """Compiles a row's step for `devices`, and draws its state where they are real."""
     import jax
     import numpy as np
 
@@ -120,22 +123,24 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(shape, row, options))
-    section, choices = backend_defaults.resolve(config.model, device.platform)
+    section, choices = backend_defaults.resolve(config.model, devices[0].platform)
     for choice in choices:
         if "dense_mixing" in choice:
             print(f"    {choice}")
-    layout = Layout(make_mesh(config.mesh, [device]), config.mesh.logical_axis_rules)
+    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     model = Model(section)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     initialize = make_initialize(model, optimizer)
     state = layout.abstract_state(initialize, model.parameters)
-    batch = batch_shapes(shape.batch, shape.length, with_documents=False)
-    step, seconds = layout.compile_step(
+    batch = batch_shapes(shape.batch * len(devices), shape.length, with_documents=False)
+    began = time.process_time()
+    step, _ = layout.compile_step(
         make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
         state,
         layout.abstract_batch(batch),
     )
+    seconds = time.process_time() - began
     program: Any = step
     costs, memory = program.cost_analysis(), program.memory_analysis()
     dense = section.dense_connections
@@ -152,7 +157,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
         numbers = np.random.default_rng(0)
         tokens = numbers.integers(0, shape.vocabulary, (shape.batch, shape.length + 1), np.int32)
         weights = np.ones((shape.batch, shape.length), np.float32)
-        given = jax.device_put(Batch(tokens[:, :-1], tokens[:, 1:], weights), device)
+        given = layout.place(Batch(tokens[:, :-1], tokens[:, 1:], weights), shape.batch)
         current = layout.draw_state(initialize, state, seed=0)
 
         def on_device() -> None:
@@ -192,8 +197,8 @@ def medians(rows: dict[str, Compiled], rounds: int) -> dict[str, tuple[float, fl
 def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> None:
     """Prints the table. Extra figures are against the first row, the Transformer written out."""
     plain = next(iter(rows.values()))
-    head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile s")
-    layout = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>11}"
+    head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile CPU s")
+    layout = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>15}"
     print(layout.format(*head))
     for name, row in rows.items():
         second, ratio = times.get(name, (row.estimate, row.estimate / (plain.estimate or 1.0)))
@@ -213,11 +218,11 @@ def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> No
         print(layout.format(name, *cells))
 
 
-def chip_of(topology: str):
-    """A chip of a TPU that need not be there."""
+def chips_of(topology: str, number: int) -> list:
+    """Chips of a TPU that need not be there."""
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:number]
 
 
 def main() -> None:
@@ -225,11 +230,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of dense connections.")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--layers", type=int, help="number of layers in place of the shape's")
+    parser.add_argument("--vocabulary", type=int, help="in place of the shape's")
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=None)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--attention", default="dot_product")
     parser.add_argument("--remat-policy", default="full")
     parser.add_argument("--topology", help="of a TPU to compile for, as v5p:2x2x1")
+    parser.add_argument(
+        "--chips", type=int, default=1, help="of the topology, over which fsdp goes"
+    )
     options = parser.parse_args()
     start_up.restart_with_allocator_setting()
     if options.topology is None:
@@ -242,20 +251,26 @@ def main() -> None:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     import jax
 
-    device = jax.devices()[0] if options.topology is None else chip_of(options.topology)
+    if options.topology is None:
+        devices = jax.devices()[:1]
+    else:
+        devices = chips_of(options.topology, options.chips)
     shape = SHAPES[options.shape]
     if options.layers is not None:
         shape = shape._replace(num_layers=options.layers)
+    if options.vocabulary is not None:
+        shape = shape._replace(vocabulary=options.vocabulary)
     names = options.rows or [
         # Interpreted there, it shows nothing.
-        name for name in ROWS if not (name == "kernel" and device.platform == "cpu")
+        name for name in ROWS if not (name == "kernel" and devices[0].platform == "cpu")
     ]  # fmt: skip
     names = ["Transformer", *(name for name in names if name != "Transformer")]
-    print(f"{options.shape}: {shape}, {device.device_kind}, remat_policy={options.remat_policy}")
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"{options.shape}: {shape}, {where}, remat_policy={options.remat_policy}")
     rows = {}
     for name in names:
         print(f"  {name}", flush=True)
-        rows[name] = compiled(shape, ROWS[name], options, device)
+        rows[name] = compiled(shape, ROWS[name], options, devices)
     show(rows, {} if options.topology is not None else medians(rows, options.rounds))
 
 

@@ -1,10 +1,12 @@
 """Tiny models and batches that tests share."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
@@ -31,6 +33,18 @@ TINY = {
     "learning_rate": 1e-2,
     "warmup_steps_fraction": 0.0,
 }
+
+
+def some_quick(rows: Iterable[Any], every: int) -> list[Any]:
+    """Rows of a test: one in `every` for the default suite, the others with the slow tests."""
+    return [
+        row if index % every == 0 else _slow(*row) if isinstance(row, tuple) else _slow(row)
+        for index, row in enumerate(rows)
+    ]
+
+
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def tiny_config(decoder_block: str = "llama2", **keys: Any) -> Config:

@@ -1,57 +1,143 @@
 """What a checkpoint says of itself, in JSON beside its arrays. Imports no jax."""
 
+import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from MaxText.checkpointing import layout
 from MaxText.configuration.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
+
+# In the metadata: {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
+_INTEGRITY = "integrity"
 
 
 class Unreadable(Exception):
     """A checkpoint is damaged: a file is missing, truncated or not what it should be."""
 
 
-def read_position(stored: layout.Stored) -> dict[str, Any] | None:
+class Description(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+      metadata: see `matching.checkpoint_metadata`; empty where it has none.
+      checksums: of the arrays by path; None for a checkpoint without, such as one of old.
+      position_sha256: of the data position; None without checksums.
+    """
+
+    metadata: dict[str, Any]
+    checksums: dict[str, str] | None
+    position_sha256: str | None
+
+
+def sealed(
+    metadata: Mapping[str, Any], position: Mapping[str, Any], arrays: Mapping[str, str]
+) -> dict[str, Any]:
+    """The metadata with what proves, when it is read, that nothing has changed since.
+
+    Args:
+      metadata: see `matching.checkpoint_metadata`.
+      position: where the data pipeline stands, as it is stored.
+      arrays: what `checksums.array_checksums` says of the state.
+    """
+    content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
+    content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position)}
+    return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
+
+
+def write_metadata(
+    stored: layout.Stored, metadata: Mapping[str, Any], arrays: Mapping[str, str]
+) -> None:
+    """Describes arrays that were written without a data position, as a save of a run does.
+
+    Args: as of `sealed`.
+    """
+    path = _path(stored, layout.METADATA)
+    path.parent.mkdir()
+    path.write_text(json.dumps(sealed(metadata, {}, arrays)))
+
+
+def read_position(
+    stored: layout.Stored, described: Description | None = None
+) -> dict[str, Any] | None:
     """The data position saved with the state, or None if the run had none.
 
-    Raises:
-      Unreadable: the file is damaged or missing.
-    """
-    return _read_json(stored, layout.POSITION) or None
-
-
-def read_metadata(stored: layout.Stored) -> dict[str, Any]:
-    """What `checkpoint_metadata` wrote.
+    Args:
+      described: the checkpoint, where it was described already.
 
     Raises:
-      Unreadable: the file is damaged or missing.
-      UserError: a newer version of this program wrote it.
+      Unreadable: the file is damaged or missing, or not the one that was saved.
+      UserError: a newer version of this program wrote the checkpoint.
     """
-    metadata = _read_json(stored, layout.METADATA)
-    version = metadata.get("schema_version", SCHEMA_VERSION)
-    if version > SCHEMA_VERSION:
-        raise UserError(
-            f"{stored} was written by a newer version of this program (schema {version}, this one "
-            f"reads up to {SCHEMA_VERSION}). Update the program."
-        )
-    return metadata
-
-
-def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
-    path = stored.folder / name / "metadata"  # Orbax's name for the file of a JSON item
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise Unreadable(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise Unreadable(f"{path}: not a JSON object")
-    return value
+    position = _read_json(stored, layout.POSITION)
+    wanted = (described or describe(stored)).position_sha256
+    if wanted is not None and _digest(position) != wanted:
+        raise Unreadable(f"{_path(stored, layout.POSITION)}: not what was saved (SHA-256 differs)")
+    return position or None
 
 
 def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
     """What a checkpoint says of itself; empty where it says nothing that can be read."""
     try:
-        return read_metadata(stored)
+        return describe(stored).metadata
     except Unreadable:
         return {}
+
+
+def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
+    """Reads what a checkpoint says of itself.
+
+    Args:
+      is_own: whether a run goes on from it, whose metadata cannot be missing as they may beside
+        `items` that were moved away.
+
+    Raises:
+      Unreadable: the file is damaged, not the one that was saved, or missing.
+      UserError: a newer version of this program wrote it.
+    """
+    if not is_own and not (stored.folder / layout.METADATA).exists():
+        return Description({}, None, None)
+    metadata = _read_json(stored, layout.METADATA)
+    integrity = metadata.get(_INTEGRITY)
+    if integrity is not None:
+        path = _path(stored, layout.METADATA)
+        arrays = integrity.get("arrays") if isinstance(integrity, dict) else None
+        if not isinstance(arrays, dict) or not all(isinstance(x, str) for x in arrays.values()):
+            raise Unreadable(f"{path}: not what was saved")
+        kept = {name: value for name, value in integrity.items() if name != "metadata"}
+        if _digest({**metadata, _INTEGRITY: kept}) != integrity.get("metadata"):
+            raise Unreadable(f"{path}: not what was saved (SHA-256 differs)")
+        del metadata[_INTEGRITY]
+    version = metadata.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise UserError(
+            f"{stored} was written by a newer version of this program (schema {version}, this one "
+            f"reads up to {SCHEMA_VERSION}). Update the program."
+        )
+    if integrity is None:
+        return Description(metadata, None, None)
+    return Description(metadata, arrays, integrity.get("position", ""))
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of what a JSON value means, whatever its spaces and order."""
+    plain = json.loads(json.dumps(value))  # lists for tuples, names for numbers
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def _path(stored: layout.Stored, name: str) -> Any:
+    return stored.folder / name / "metadata"  # Orbax's name for the file of a JSON item
+
+
+def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
+    path = _path(stored, name)
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unreadable(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise Unreadable(f"{path}: not a JSON object")
+    return value

@@ -39,7 +39,7 @@ def open_parameters(
       key: the configuration key that holds the path.
       abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
       config_flat: the current configuration by key.
-      show: receives the formats that change.
+      show: receives which checkpoint is taken, if not the newest, and the formats that change.
 
     Raises:
       UserError: nothing there, or parameters of another model.
@@ -55,6 +55,7 @@ def open_parameters(
             f"parameters of {given.folder}", metadata, given.folder, None, given.read
         )
     stored = layout.find(path, key)
+    tell_of_choice(stored, show)
     with unreadable_is_user_error(key, stored):
         reading.check_params(stored, abstract_params, config_flat)
 
@@ -65,6 +66,12 @@ def open_parameters(
     return GivenParameters(
         f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read
     )
+
+
+def tell_of_choice(stored: layout.Stored, show: Show) -> None:
+    """Says so where another checkpoint than the newest of a run is taken, and why."""
+    if stored.choice:
+        show(stored.choice)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import dataclasses
 
 from etils import epath
 
+from MaxText.checkpointing.good_steps import read_good_steps, unconfirmed
 from MaxText.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -27,10 +28,13 @@ class Stored:
     Attributes:
       items: the folder with the arrays.
       step: the update it was saved after, or None for an `items` folder that was moved away.
+      choice: why it is not the newest one of the run that a path names, or might not be good;
+        "" where there is nothing to tell.
     """
 
     items: epath.Path
     step: int | None
+    choice: str = dataclasses.field(default="", compare=False)
 
     @property
     def folder(self) -> epath.Path:
@@ -39,6 +43,27 @@ class Stored:
 
     def __str__(self) -> str:
         return str(self.folder if self.step is not None else self.items)
+
+
+def path_of(text: str, key: str) -> epath.Path:
+    """A local or remote path as a user typed it, with ~ written out.
+
+    Args:
+      key: the configuration key that holds it, for the message.
+
+    Raises:
+      UserError: a kind of storage that cannot be read, or ~NAME of nobody.
+    """
+    try:
+        return epath.Path(text).expanduser()
+    except KeyError:
+        scheme = text.partition("://")[0]
+        raise UserError(
+            f"{key}={text}: storage of the kind {scheme}:// is not known here. Name a local path, "
+            "or one that begins with gs://."
+        ) from None
+    except RuntimeError as error:
+        raise UserError(f"{key}={text}: {error}.") from error
 
 
 def complete_steps(folder: epath.Path) -> list[int]:
@@ -50,11 +75,12 @@ def complete_steps(folder: epath.Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(
-        int(child.name) for child in folder.iterdir() if child.name.isdigit() and _complete(child)
+        int(child.name) for child in folder.iterdir() if child.name.isdigit() and is_complete(child)
     )
 
 
-def _complete(step_folder: epath.Path) -> bool:
+def is_complete(step_folder: epath.Path) -> bool:
+    """Whether the saving of a step was finished."""
     if not (step_folder / ITEMS).is_dir():
         return False
     return not str(step_folder).startswith("gs://") or (step_folder / _COMMITTED).exists()
@@ -63,15 +89,25 @@ def _complete(step_folder: epath.Path) -> bool:
 def find(path: str, key: str) -> Stored:
     """The checkpoint that a user's path means.
 
+    Of a run it is the last good one, as for a resume (good_steps.py); the newest where no record
+    says which ones are good. A step that the path names is taken whatever it is.
+
     Args:
-      path: a run folder or its `checkpoints` (the newest complete step is taken), a step folder,
-        or its `items`.
+      path: a run folder or its `checkpoints`, a step folder, or its `items`.
       key: the configuration key that holds the path, for the message.
 
     Raises:
-      UserError: nothing there; says what was looked for and which steps exist nearby.
+      UserError: nothing there; says what was looked for and which steps exist nearby. Or the
+        storage does not let it be read.
     """
-    given = epath.Path(path).expanduser()
+    try:
+        return _find(path, key)
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be read: {error.strerror or error}.") from error
+
+
+def _find(path: str, key: str) -> Stored:
+    given = path_of(path, key)
     if "://" not in path:
         given = given.absolute()  # as Orbax asks for
     if any((given / name).exists() for name in _ITEMS_FILES):
@@ -81,8 +117,22 @@ def find(path: str, key: str) -> Stored:
         return Stored(given / ITEMS, int(given.name) if given.name.isdigit() else None)
     for folder in (given / CHECKPOINTS, given):
         if steps := complete_steps(folder):
-            return Stored(folder / str(steps[-1]) / ITEMS, steps[-1])
+            return _last_good(folder, steps)
     raise UserError(_nothing_found(given, key))
+
+
+def _last_good(folder: epath.Path, steps: list[int]) -> Stored:
+    good, damage = read_good_steps(folder)
+    later = unconfirmed(steps, good)
+    step, newest = steps[len(steps) - len(later) - 1], steps[-1]
+    choice = f"!!! WARNING: {damage} Taken: step {step}, the newest." if damage else ""
+    if later:
+        choice = (
+            f"Taken: step {step}, the last good one of {folder}. Step {newest} is newer, but no "
+            f"healthy updates after it have been recorded (good.json); {folder / str(newest)} "
+            "names it."
+        )
+    return Stored(folder / str(step) / ITEMS, step, choice)
 
 
 def _nothing_found(given: epath.Path, key: str) -> str:

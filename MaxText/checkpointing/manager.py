@@ -1,18 +1,25 @@
 """Saving a run's train state while it goes on, and finding it again."""
 
 import contextlib
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
 from MaxText.checkpointing import description, layout, reading
+from MaxText.checkpointing.checksums import array_checksums
+from MaxText.checkpointing.good_steps import GoodSteps, unconfirmed
+from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
+
+_GIVEN_UP = ".given_up"
+_SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete
 
 
 def prepare_run_folder(path: str | epath.Path) -> epath.Path:
@@ -29,15 +36,12 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
       UserError: the folder cannot be created or written to.
     """
     # Absolute, as Orbax asks for.
-    folder = epath.Path(path).expanduser()
+    folder = layout.path_of(str(path), "base_output_directory")
     if not str(path).startswith("gs://"):
         folder = folder.resolve()
-    probe = folder / f".write_probe_{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("can this folder be written to?")
-        probe.unlink()
-    except Exception as error:  # object stores raise errors of their own libraries
+        _probe(folder)
+    except OSError as error:
         raise UserError(
             f"cannot write to the run folder {folder}: {error}. "
             "Choose another base_output_directory (or run_name), or free space there."
@@ -45,24 +49,56 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
     return folder
 
 
+def _probe(folder: epath.Path) -> None:
+    """Creates a folder and writes a file into it; raises OSError."""
+    probe = folder / f".write_probe_{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("can this folder be written to?")
+        probe.unlink()
+    except OSError:
+        raise
+    except Exception as error:  # object stores raise errors of their own libraries
+        raise OSError(str(error)) from error
+
+
 class Checkpoints:
     """The checkpoints of one run: `<directory>/<step>/{items,iter,metadata}`.
 
     Folder <step> holds the state after update <step>, counted from 0, so a run resumes at
     <step> + 1. A process killed at any moment leaves every earlier checkpoint whole.
+
+    A checkpoint is good when enough updates after it were healthy (GoodSteps). A run resumes from
+    the newest good one, and retention never deletes that.
     """
 
-    def __init__(self, directory: str | epath.Path, section: Checkpoint):
+    def __init__(
+        self,
+        directory: str | epath.Path,
+        section: Checkpoint,
+        guard_healthy_steps: int = 0,
+        show: Callable[[str], None] = print,
+    ):
         """
         Args:
           directory: `<run folder>/checkpoints`; created by the first save.
           section: what to save and to keep.
+          guard_healthy_steps: healthy updates in a row that make a checkpoint good; with 0 it is
+            good as soon as it is written.
+          show: receives warnings, such as of a save that failed and will be tried again.
         """
         self.directory = epath.Path(directory)
+        self.guard_healthy_steps = guard_healthy_steps
+        self.show = show
         self._section = section
+        self._good = GoodSteps(self.directory, guard_healthy_steps, lambda line: self.show(line))
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step on its way to disk
+        self._failures = 0  # of saves, in a row
         self._unreadable: set[int] = set()
+        self._resumed_from: int | None = None
+        self._rewinds: tuple[Rewind, ...] | None = None  # None until the file was read
+        self._looked = -math.inf
 
     def preload(self) -> None:
         """Imports Orbax in the background (0.3 s), to be hidden behind compilation."""
@@ -85,6 +121,8 @@ class Checkpoints:
             return section.save_checkpoint_on_start
         return step % section.checkpoint_period == 0
 
+    # --- Saving -----------------------------------------------------------------------------------
+
     def save(
         self,
         step: int,
@@ -97,6 +135,10 @@ class Checkpoints:
         Returns as soon as the state is copied, so the caller may donate it at once. Waits first
         for an earlier save that is still being written. Every process must call it.
 
+        One save that fails is reported, here or by the next call, and the run goes on: a full disk
+        may have room again when the next one is due. The second in a row stops the run, and so does
+        one that leaves the run without any checkpoint.
+
         Args:
           step: the update just done; `state.step` is step + 1.
           state: a train state of arrays on devices.
@@ -104,41 +146,53 @@ class Checkpoints:
           metadata: see `matching.checkpoint_metadata`, JSON.
 
         Returns:
-          False if this step is on disk already, or checkpointing is switched off.
+          False if this step is on disk already, could not be written, or checkpointing is switched
+          off.
 
         Raises:
-          UserError: this save, or the one before it in the background, could not be written.
+          UserError: saves could not be written, as said above.
         """
         if not self._section.enable_checkpointing:
             return False
         assert int(state.step) == step + 1, (int(state.step), step)
-        self.wait()
-        self._set_unreadable_aside()
+        self._report(self._finish())
+        self._clear_the_way()
         if step in layout.complete_steps(self.directory):
             return False
         import orbax.checkpoint as ocp
 
-        items = reading.as_dict(state)
+        items, stored_position = reading.as_dict(state), dict(position or {})
+        sealed = description.sealed(metadata, stored_position, array_checksums(items))
         if self._section.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. Bits stay right, because the runtime refuses to
             # donate memory that is being read, but the next step then stalls until the file is
             # written: 0.9 s against 0.02 s for the copy of 240 MB.
             items = jax.tree.map(lambda x: x.copy(), items)
         self._saving = step
-        with self._failures_explained():
-            saved = self._manager().save(
+        self._good.watch(step)
+        try:
+            # Where Orbax cannot create its folder, threads of it hold the program up for minutes.
+            _probe(self.directory)
+            manager = self._manager()
+            saved = manager.save(
                 step,
                 args=ocp.args.Composite(
                     **{
                         layout.ITEMS: ocp.args.PyTreeSave(items),
-                        layout.POSITION: ocp.args.JsonSave(dict(position or {})),
-                        layout.METADATA: ocp.args.JsonSave(dict(metadata)),
+                        layout.POSITION: ocp.args.JsonSave(stored_position),
+                        layout.METADATA: ocp.args.JsonSave(sealed),
                     }
                 ),
                 force=True,  # when to save is decided by should_save above
             )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._report(self._failed(error))
+            return False
+        # Orbax has decided by now what it deletes once this save is complete.
+        left = set(manager.all_steps())
+        self._good.forget(lambda kept: kept not in left)
         if not self._section.async_checkpointing:
-            self._saving = None
+            self._complete()
         return saved
 
     def wait(self) -> None:
@@ -147,20 +201,157 @@ class Checkpoints:
         Raises:
           UserError: it could not be written.
         """
-        if self._saving is None:
-            return
-        with self._failures_explained():
-            self._manager().wait_until_finished()
-        self._saving = None
+        if failure := self._finish():
+            raise failure.error()
 
     def close(self) -> None:
-        """Waits, then stops Orbax's threads. Safe to call twice."""
+        """Waits, then stops Orbax's threads. Safe to call twice.
+
+        Raises:
+          UserError: the last save could not be written.
+        """
         try:
             self.wait()
         finally:
-            if self._orbax_manager is not None:
-                manager, self._orbax_manager = self._orbax_manager, None
-                manager.close()
+            self._close_manager()
+
+    def _finish(self) -> "_Failure | None":
+        """Waits for the save in the background; what went wrong with it."""
+        if self._saving is None:
+            return None
+        try:
+            self._manager().wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            return self._failed(error)
+        self._complete()
+        return None
+
+    def _complete(self) -> None:
+        self._saving = None
+        self._failures = 0
+        self._write_good()
+
+    def _failed(self, error: Exception) -> "_Failure":
+        """Takes back what was noted of the save on its way."""
+        step, self._saving = self._saving, None
+        self._failures += 1
+        self._good.forget(lambda saved: saved == step)
+        # Orbax has listed the failed step already; a new manager reads the disk again.
+        self._orbax_manager = None
+        self._remove_partial(f"{step}.")
+        newest = max(self.steps(), default=None)
+        return _Failure(step, self.directory, newest, error)
+
+    def _report(self, failure: "_Failure | None") -> None:
+        """Tells of one failed save; stops the run at the second, or if it has no checkpoint."""
+        if failure is None:
+            return
+        if self._failures >= 2 or failure.newest is None:
+            raise failure.error()
+        self.show(f"!!! WARNING: {failure}. The run goes on, and the next save tries again.")
+
+    # --- Good checkpoints -------------------------------------------------------------------------
+
+    def observe(self, step: int, healthy: bool) -> None:
+        """Tells how an update went, once for each, in order. Every process must call it.
+
+        A checkpoint becomes good when `guard_healthy_steps` healthy updates in a row followed it.
+
+        Args:
+          step: the update, from 0.
+          healthy: whether it was applied and looked like those before.
+        """
+        if not self._section.enable_checkpointing:
+            return
+        self._good.observe(step, healthy)
+        # One that is good before it is written: the list follows, and nothing waits for it.
+        if self._good.changed and time.monotonic() > self._looked + _SECONDS_BETWEEN_LOOKS:
+            self._looked = time.monotonic()
+            self._write_good()
+
+    def mark_good(self, step: int) -> None:
+        """Declares a checkpoint good, such as the last one of a run that stops on purpose.
+
+        Waits until it is written; does nothing if there is none. Every process must call it.
+
+        Raises:
+          UserError: saves could not be written, as `save` says.
+        """
+        self._report(self._finish())
+        if step in self.steps():
+            self._good.promote(step)
+            self._write_good()
+            self._delete_old()
+
+    def latest_good(self, before: int | None = None) -> int | None:
+        """The newest good checkpoint on disk. Waits for a save on its way.
+
+        Args:
+          before: a step; only checkpoints of earlier ones are looked at.
+
+        Raises:
+          UserError: saves could not be written, as `save` says.
+        """
+        self._report(self._finish())
+        good = self._good.steps & set(self.steps())
+        return max((step for step in good if before is None or step < before), default=None)
+
+    def go_back_to(self, step: int) -> None:
+        """Removes the checkpoints after `step`, whose past is given up; they can be saved again.
+
+        Every process must call it.
+
+        Raises:
+          UserError: saves could not be written, as `save` says.
+        """
+        self._report(self._finish())
+        self._set_unreadable_aside()
+        self._give_up(step)
+        self._resumed_from = None
+
+    def rewinds(self) -> tuple[Rewind, ...]:
+        """Where the run went back, in order, as the file beside the checkpoints says.
+
+        Raises:
+          UserError: the file cannot be read.
+        """
+        if not self._section.enable_checkpointing:
+            return ()
+        if self._rewinds is None:
+            self._rewinds = read_rewinds(self.directory, self.show)
+        return self._rewinds
+
+    def record_rewind(self, rewind: Rewind) -> None:
+        """Notes where the run goes back, before it goes on, for a restart that knows no better.
+
+        Call it after `go_back_to`: with the file there and checkpoints of the past given up, a
+        restart would resume in that past. Every process must call it.
+        """
+        if not self._section.enable_checkpointing:
+            return
+        self._rewinds = (*self.rewinds(), rewind)
+        if jax.process_index() != 0:
+            return
+        try:
+            write_rewinds(self.directory, self._rewinds)
+        except OSError as error:
+            self.show(
+                f"!!! WARNING: what the run leaves out could not be noted: {error}. Killed before "
+                "its next checkpoint, it will meet the same trouble again."
+            )
+
+    def _write_good(self) -> None:
+        if jax.process_index() != 0 or not self._good.changed:
+            return
+        try:
+            self._good.write(lambda step: layout.is_complete(self.directory / str(step)))
+        except OSError as error:
+            self.show(
+                f"!!! WARNING: the list of good checkpoints could not be written: {error}. "
+                "It is tried again."
+            )
+
+    # --- Resuming ---------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint on disk, ascending; none if switched off."""
@@ -168,9 +359,31 @@ class Checkpoints:
             return []
         return layout.complete_steps(self.directory)
 
+    def steps_to_resume(self) -> list[int]:
+        """The steps on disk, in the order in which a resume tries them.
+
+        The newest good one, then all that are older, newest first, then those after it, which were
+        never confirmed, oldest first. The newest first where none is good, or all are at once.
+
+        Raises:
+          UserError: what says which ones are good cannot be read.
+        """
+        steps = self.steps()
+        unconfirmed = self._unconfirmed(steps)
+        return steps[: len(steps) - len(unconfirmed)][::-1] + unconfirmed
+
+    def unconfirmed(self) -> list[int]:
+        """Steps on disk after the newest good one, ascending; none where none is good."""
+        return self._unconfirmed(self.steps())
+
+    def _unconfirmed(self, steps: list[int]) -> list[int]:
+        if self.guard_healthy_steps == 0 or not steps:
+            return []
+        return unconfirmed(steps, self._good.steps)
+
     def latest_step(self) -> int | None:
-        """The newest step with a complete checkpoint on disk."""
-        return max(self.steps(), default=None)
+        """The step that a resume takes, if it can be read."""
+        return next(iter(self.steps_to_resume()), None)
 
     def stored(self, step: int) -> layout.Stored:
         """Where the checkpoint of a step lies."""
@@ -183,7 +396,7 @@ class Checkpoints:
         config_flat: Mapping[str, Any] | None = None,
         show: Callable[[str], None] = print,
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
-        """Reads one checkpoint; changes nothing on disk.
+        """Reads one checkpoint and verifies its checksums; changes nothing on disk.
 
         Args:
           abstract_state: a train state of jax.ShapeDtypeStruct with the shardings wanted.
@@ -197,10 +410,19 @@ class Checkpoints:
           description.Unreadable: files are damaged.
         """
         stored = self.stored(step)
-        metadata = description.read_metadata(stored)
-        position = description.read_position(stored)
+        described = description.describe(stored, is_own=True)
+        position = description.read_position(stored, described)
         state = reading.read_state(stored, abstract_state, config_flat or {}, show, is_own=True)
-        return state, position, metadata
+        return state, position, described.metadata
+
+    def resume_from(self, step: int) -> None:
+        """Notes the checkpoint that the run goes on from.
+
+        Those after it stay until the next save, which removes them: the run does their updates
+        again. If it is not good yet, the updates that follow can make it so.
+        """
+        self._resumed_from = step
+        self._good.watch(step)
 
     def mark_unreadable(self, step: int) -> None:
         """Notes that a checkpoint is damaged. The next save renames it to `<step>.unreadable`.
@@ -208,60 +430,144 @@ class Checkpoints:
         Left in place it would count as the newest, and retention would delete good ones for it.
         """
         self._unreadable.add(step)
+        self._good.forget(lambda good: good == step)
+
+    # --- Folders ----------------------------------------------------------------------------------
+
+    def _clear_the_way(self) -> None:
+        """What the first save after a resume does, and not the resume: it may not be wanted."""
+        self._set_unreadable_aside()
+        if self._resumed_from is not None:
+            self._give_up(self._resumed_from)
+            self._resumed_from = None
 
     def _set_unreadable_aside(self) -> None:
         if not self._unreadable:
             return
+        self._write_good()
         if jax.process_index() == 0:
             for step in sorted(self._unreadable):
                 target = self.directory / f"{step}.unreadable"
                 if target.exists():
                     target = self.directory / f"{step}.unreadable-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
+        _meet("unreadable checkpoints are set aside")
         self._unreadable.clear()
+
+    def _give_up(self, after: int) -> None:
+        newer = [step for step in self.steps() if step > after]
+        self._good.forget(lambda step: step > after)
+        # Before they go: a process killed in between must not resume from one of them.
+        self._write_good()
+        _meet("checkpoints are about to be given up")
+        if jax.process_index() == 0:
+            self._remove_partial("")
+            for step in newer:
+                folder = self.directory / str(step)
+                if "://" not in str(folder):
+                    # In one go, for it must not stand there in part.
+                    folder = folder.rename(self.directory / f"{step}{_GIVEN_UP}")
+                folder.rmtree()
+        _meet("checkpoints are given up")
+        if newer:
+            self._close_manager()  # it would go on listing them
+
+    def _remove_partial(self, name: str) -> None:
+        """Frees what saves that were killed or that failed have left."""
+        if jax.process_index() != 0 or not self.directory.is_dir():
+            return
+        for folder in self.directory.iterdir():
+            is_partial = ".orbax-checkpoint-tmp" in folder.name or folder.name.endswith(_GIVEN_UP)
+            if is_partial and folder.name.startswith(name):
+                with contextlib.suppress(OSError):  # threads of a failed save may still write there
+                    folder.rmtree()
 
     def _manager(self) -> Any:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
-            section = self._section
-            policies = ocp.checkpoint_managers
-            preservation = None
-            if section.max_to_keep is not None:
-                kept: list[Any] = [policies.LatestN(section.max_to_keep)]
-                if section.keep_period is not None:
-                    kept.append(policies.EveryNSteps(section.keep_period))
-                preservation = policies.AnyPreservationPolicy(kept)
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=preservation,
-                    enable_async_checkpointing=section.async_checkpointing,
+                    preservation_policy=_Preservation(self._kept),
+                    enable_async_checkpointing=self._section.async_checkpointing,
                 ),
             )
         return self._orbax_manager
 
-    @contextlib.contextmanager
-    def _failures_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            step, self._saving = self._saving, None
-            # Orbax has listed the failed step already; a new manager reads the disk again.
-            self._orbax_manager = None
-            newest = self.latest_step()
-            kept = (
-                "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
-            )
-            raise UserError(
-                f"the checkpoint of step {step} could not be written to {self.directory}: {error}\n"
-                f"  {kept} is on disk. Free space or mend the folder (base_output_directory), "
-                "then start again with the same run_name."
-            ) from error
+    def _kept(self, steps: Sequence[int]) -> set[int]:
+        """Which of some checkpoints, ascending, are not deleted."""
+        section = self._section
+        if section.max_to_keep is None:
+            return set(steps)
+        kept = {*steps[-section.max_to_keep :], *self._good.to_keep()}
+        if section.keep_period is not None:
+            kept |= {step for step in steps if step % section.keep_period == 0}
+        return kept
+
+    def _delete_old(self) -> None:
+        """Deletes what is no longer kept; nothing is on its way to disk."""
+        if self._orbax_manager is None:
+            return
+        # Orbax's own list is the same in every process.
+        steps = sorted(self._orbax_manager.all_steps())
+        for step in sorted(set(steps) - self._kept(steps)):
+            self._orbax_manager.delete(step)
+            self._good.forget(lambda good, gone=step: good == gone)
+        self._write_good()
+
+    def _close_manager(self) -> None:
+        if self._orbax_manager is not None:
+            manager, self._orbax_manager = self._orbax_manager, None
+            manager.close()
+
+
+class _Failure(NamedTuple):
+    """A save that could not be written."""
+
+    step: int | None
+    directory: epath.Path
+    newest: int | None
+    cause: Exception
+
+    def __str__(self) -> str:
+        kept = (
+            "no complete checkpoint"
+            if self.newest is None
+            else f"the checkpoint of step {self.newest}"
+        )
+        return (
+            f"the checkpoint of step {self.step} could not be written to {self.directory}: "
+            f"{self.cause}\n  {kept} is on disk"
+        )
+
+    def error(self) -> UserError:
+        error = UserError(
+            f"{self}. Free space or mend the folder (base_output_directory), then start again "
+            "with the same run_name."
+        )
+        error.__cause__ = self.cause
+        return error
+
+
+class _Preservation:
+    """Orbax's PreservationPolicy: which checkpoints stay once the one on its way is complete."""
+
+    def __init__(self, kept: Callable[[Sequence[int]], Collection[int]]):
+        self._kept = kept
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        kept = self._kept(sorted(checkpoint.step for checkpoint in checkpoints))
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
+def _meet(name: str) -> None:
+    """Waits for the other processes."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
 
 
 def _import_orbax() -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from MaxText.configuration.saved import resolved_yaml
 from MaxText.configuration.schema import Config
 
@@ -10,12 +12,16 @@ from MaxText.configuration.schema import Config
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
     """Writes config.yml, and the tokenizer, so that the run can be used without its data set.
 
+    Process 0 does.
+
     Args:
       run_folder: local or remote, an epath.Path.
       tokenizer: folder or file of the data set's tokenizer; None where it has none.
     """
     from MaxText.conversion.tokenizer_copy import keep_tokenizer
 
+    if jax.process_index() != 0:
+        return
     (run_folder / "config.yml").write_text(resolved_yaml(config))
     if tokenizer is not None:
         keep_tokenizer(tokenizer, run_folder)

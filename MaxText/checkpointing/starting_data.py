@@ -1,7 +1,9 @@
 """Where the data of a run begins, and whether any of its steps is left."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from MaxText.checkpointing.rewinds import Rewind
 from MaxText.checkpointing.starting_point import Start
 from MaxText.errors import UserError
 
@@ -9,11 +11,14 @@ if TYPE_CHECKING:
     from MaxText.input_pipeline.loader import BatchIterator
 
 
-def begin_data(start: Start, batches: "BatchIterator", steps: int) -> int:
-    """Moves the data to a starting point.
+def begin_data(
+    start: Start, batches: "BatchIterator", steps: int, show: Callable[[str], None] = print
+) -> int:
+    """Moves the data to a starting point, and leaves out what rewinds have left out.
 
     Args:
       steps: of the configuration.
+      show: takes lines about what is left out.
 
     Returns:
       The last update of the run, from 0: of `steps`, or the last one that has data.
@@ -30,7 +35,31 @@ def begin_data(start: Start, batches: "BatchIterator", steps: int) -> int:
             if start.how != "growth":
                 raise
             raise UserError(f"growth_data=continue: {error} Or set growth_data=restart.") from None
-    # Where the data ends depends on the samples read so far.
+    for rewind in standing_rewinds(start, batches):
+        first, end = rewind.samples
+        # A state from before the rewind is as good a start as the one that it went back to: what is
+        # left out lies behind both.
+        if batches.exclude_once(first, end):
+            show(
+                f"Samples {first} to {end - 1} of the training data are left out, because the run "
+                f"went back at step {rewind.noticed} (rewinds.json): {rewind.reason}"
+            )
+    return last_update(batches, steps)
+
+
+def standing_rewinds(start: Start, batches: "BatchIterator") -> list[Rewind]:
+    """The recorded rewinds that count in the data of the run; all, unless it begins anew."""
+    return [rewind for rewind in start.rewinds if not batches.differences(rewind.data)]
+
+
+def last_update(batches: "BatchIterator", steps: int) -> int:
+    """The last update of the run, from 0, from where its data stand now.
+
+    Where they end depends on the samples read so far, and on those left out.
+
+    Args:
+      steps: of the configuration.
+    """
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 

@@ -1,19 +1,24 @@
-"""What a run starts from: its newest checkpoint, another run's, given parameters, or nothing."""
+"""What a run starts from: its own checkpoint, another run's, given parameters, or nothing."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from MaxText.checkpointing import description, layout, reading
-from MaxText.checkpointing.given_parameters import open_parameters, unreadable_is_user_error
+from MaxText.checkpointing.given_parameters import (
+    open_parameters,
+    tell_of_choice,
+    unreadable_is_user_error,
+)
 from MaxText.checkpointing.growth.placing import grown_moments, grown_parameters
 from MaxText.checkpointing.growth.record import Record
 from MaxText.checkpointing.growth.settling import Growth, Settled
 from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.rewinds import Rewind
 from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
@@ -35,6 +40,7 @@ class Start(NamedTuple):
       stored_step: the update after which the checkpoint was saved, if known.
       changes: {key: (value in the checkpoint, value now)} of the configuration keys that differ.
       growth: how the parameters grew on their way here; None if they did not.
+      rewinds: where the run went back before, also after the checkpoint was saved.
     """
 
     state: Any
@@ -47,6 +53,7 @@ class Start(NamedTuple):
     stored_step: int | None = None
     changes: Mapping[str, tuple[str, str]] = {}
     growth: Record | None = None
+    rewinds: tuple[Rewind, ...] = ()
 
 
 def restore_or_initialize(
@@ -58,7 +65,7 @@ def restore_or_initialize(
     show: Show = print,
     settled: Settled | None = None,
 ) -> Start:
-    """Own newest checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
+    """Own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
     Args:
       abstract_state: a train state of jax.ShapeDtypeStruct with the shardings wanted; the
@@ -77,11 +84,11 @@ def restore_or_initialize(
             "load_full_state_path and load_parameters_path are both set: clear one. The first "
             "brings parameters, optimizer state and step, the second only parameters."
         )
-    steps = checkpoints.steps()
+    steps = checkpoints.steps_to_resume()
     _show_order(checkpoints, section, steps, show)
     began = time.perf_counter()
     if steps:
-        _check_is_a_run(checkpoints.stored(steps[-1]))
+        _check_is_a_run(checkpoints.stored(steps[0]))
         start = _resume(checkpoints, steps, abstract_state, config_flat, show)
     elif section.load_full_state_path:
         start = _load_full_state(section.load_full_state_path, abstract_state, config_flat, show)
@@ -92,7 +99,8 @@ def restore_or_initialize(
             section.load_parameters_path, abstract_state, initialize, config_flat, show
         )
     else:
-        return Start(initialize(), 0, None, "scratch", "scratch")
+        start = Start(initialize(), 0, None, "scratch", "scratch")
+        return start._replace(rewinds=checkpoints.rewinds())
     show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
     stored = start.metadata.get("config")
     changes = differences(stored, config_flat) if stored else {}
@@ -100,7 +108,11 @@ def restore_or_initialize(
         show("Keys that differ from the checkpoint (checkpoint -> now):")
         for name, (old, new) in changes.items():
             show(f"  {name}: {old} -> {new}")
-    return start._replace(changes=changes, growth=settled.record if settled else None)
+    return start._replace(
+        changes=changes,
+        growth=settled.record if settled else None,
+        rewinds=checkpoints.rewinds(),
+    )
 
 
 def _show_order(
@@ -110,11 +122,11 @@ def _show_order(
     if not section.enable_checkpointing:
         own = "enable_checkpointing is false"
     elif steps:
-        own = f"step {steps[-1]} in {checkpoints.directory}"
+        own = f"step {steps[0]} in {checkpoints.directory}"
     else:
         own = f"none in {checkpoints.directory}"
     rows = [
-        ("newest checkpoint of this run", own, bool(steps)),
+        ("checkpoint of this run", own, bool(steps)),
         ("load_full_state_path", full or "not set", bool(full)),
         ("load_parameters_path", params or "not set", bool(params)),
         ("scratch", "new parameters from init_weights_seed", True),
@@ -126,6 +138,19 @@ def _show_order(
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
         show(f"  {number + 1}. {name:<31}{what}{mark}")
+    if later := checkpoints.unconfirmed():
+        show(
+            f"!!! WARNING: {_steps(later)} saved but not confirmed by guard_healthy_steps="
+            f"{checkpoints.guard_healthy_steps} later updates, so the run goes back to step "
+            f"{steps[0]}. Its next save removes what is newer; guard_healthy_steps=0 would resume "
+            f"from step {later[-1]}."
+        )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]} was"
+    return f"steps {', '.join(map(str, steps))} were"
 
 
 def _check_is_a_run(stored: layout.Stored) -> None:
@@ -144,15 +169,15 @@ def _resume(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> Start:
-    failures = []
-    for step in reversed(steps):
+    failures, unconfirmed = [], checkpoints.unconfirmed()
+    for step in steps:
         reason = None
         restored = None
         try:
             restored = checkpoints.restore(step, abstract_state, config_flat, show)
         except description.Unreadable as error:
-            reason = str(error).splitlines()[0][:200]
-        if _on_all_processes(restored is not None):
+            reason = str(error)
+        if on_all_processes(restored is not None):
             assert restored is not None
             state, position, metadata = restored
             first_step = step + 1
@@ -161,6 +186,9 @@ def _resume(
                     f"{checkpoints.directory / str(step)} holds the state after "
                     f"{int(state.step)} updates, not {first_step}: was the folder renamed?"
                 )
+            if step in unconfirmed:
+                show(f"!!! WARNING: step {step} was never confirmed by later updates.")
+            checkpoints.resume_from(step)
             source = f"checkpoint of step {step}"
             folder = str(checkpoints.stored(step))
             return Start(state, first_step, position, source, "resume", metadata, folder, step)
@@ -178,18 +206,18 @@ def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> Start:
     stored = layout.find(path, "load_full_state_path")
+    tell_of_choice(stored, show)
     with unreadable_is_user_error("load_full_state_path", stored):
-        position = None
+        described, position = description.describe(stored), None
         if (stored.folder / layout.POSITION).exists():
-            position = description.read_position(stored)
+            position = description.read_position(stored, described)
         else:
             show(f"  no data position beside {stored}: data begins at its step")
-        metadata = description.metadata_if_any(stored)
         state = reading.read_state(stored, abstract_state, config_flat, show)
-    source, first_step = f"full state of {stored}", int(state.step)
     return Start(
-        state, first_step, position, source, "full_state", metadata, str(stored), stored.step
-    )
+        state, int(state.step), position, f"full state of {stored}", "full_state",
+        described.metadata, str(stored), stored.step,
+    )  # fmt: skip
 
 
 def _load_parameters(
@@ -222,7 +250,7 @@ def _grow(growth: Growth, abstract_state: Any, initialize: Callable[[], Any]) ->
     )
 
 
-def _on_all_processes(done: bool) -> bool:
+def on_all_processes(done: bool) -> bool:
     """Whether every process succeeded: all must resume from the same step."""
     if jax.process_count() == 1:
         return done

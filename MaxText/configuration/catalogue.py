@@ -56,7 +56,10 @@ class Key:
     @property
     def bounds_text(self) -> str:
         """For example ">= 0 and < 1"; empty without bounds."""
-        return " and ".join(f"{_BOUNDS[kind][1]} {bound:g}" for kind, bound in self.bounds)
+        return " and ".join(
+            f"{_BOUNDS[kind][1]} {bound if isinstance(bound, int) else f'{bound:g}'}"
+            for kind, bound in self.bounds
+        )
 
     @property
     def choices(self) -> tuple[Any, ...]:

@@ -47,7 +47,8 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
     remaining = list(arguments)
     try:
         if answer := _answer(program, remaining, usage, load):
-            sys.stdout.write(answer)
+            # Of a file's name that is not UTF-8, what can be printed.
+            sys.stdout.write(answer.encode(errors="backslashreplace").decode())
             raise SystemExit(0)
         return load(remaining, program)
     except UserError as error:

@@ -1,6 +1,7 @@
 """Finding and reading YAML files: a safe loader that keeps line numbers and refuses double keys."""
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,22 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
     Raises:
       FileProblem: there is no such file.
     """
-    given = Path(name).expanduser()
+    try:
+        given = Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise FileProblem(Problem(f"config file {str(name)!r} not found: {error}")) from error
     candidates = [beside / given] if beside else []
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
     for candidate in candidates:
-        if candidate.is_file():
-            return candidate.resolve()
+        try:
+            if candidate.is_file():
+                return candidate.resolve()
+        except OSError as error:  # a name that is too long, a folder that may not be searched
+            shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
+            what = f"config file {shown!r} cannot be looked for: {error.strerror}"
+            raise FileProblem(Problem(what)) from error
     known = shipped_names()
     if given.parent == Path("."):
         same_name = [path for path in known if Path(path).name == given.name]
@@ -116,6 +125,9 @@ def read(path: Path) -> tuple[list[Entry], list[Problem]]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(Problem(f"{display(path)} cannot be read: {error}")) from error
+    except RecursionError as error:
+        what = f"{display(path)} is nested deeper than any configuration"
+        raise FileProblem(Problem(what)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{display(path)}:{mark.line + 1}" if mark else display(path)

@@ -129,6 +129,26 @@ class Data(Section):
         100, "Unreadable records after which a run with on_bad_record=skip stops too.", ge=1,
         only_if={"on_bad_record": ["skip"], **_STORED},
     )  # fmt: skip
+    data_read_retries: int = key(
+        5,
+        "Times that a failed read of data is tried again (a file that is missing, an I/O "
+        "error, a read that hangs) before the run stops.",
+        ge=0,
+        only_if=_STORED,
+    )
+    data_retry_seconds: float = key(
+        1.0, "Wait before the first of them; each further one waits twice as long, at most 60 s.",
+        unit="seconds", ge=0, only_if=_STORED,
+    )  # fmt: skip
+    data_read_timeout: float = key(
+        60.0, "Seconds without a batch that count as a failed read; 0 waits for ever.",
+        unit="seconds", ge=0, only_if=_STORED,
+    )  # fmt: skip
+    excluded_samples: tuple[tuple[int, int], ...] = key(
+        (),
+        "Pairs [first, end] of sample numbers to leave out of the training data, as a rewind does; "
+        "later samples move up.",
+    )
     grain_worker_count: int = key(
         0, "Reader processes; 0 reads in threads of this process.", ge=0, only_if=_STORED
     )

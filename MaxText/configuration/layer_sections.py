@@ -242,16 +242,20 @@ class Attention(Section):
         128, "Largest distance of that sum.", unit="tokens", ge=0, only_if={"static_sgu": [True]}
     )
 
+    @property
+    def num_kinds(self) -> int:
+        """Layers that attention_types names."""
+        return sum(len(pattern) * times for pattern, times in self.attention_types)
+
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer."""
+        """The kind of attention of each layer; of no more than there are."""
         if not self.attention_types:
             return ("global",) * num_layers
-        return tuple(
-            kind
-            for pattern, times in self.attention_types
-            for _ in range(times)
-            for kind in pattern
-        )
+        kinds: list[AttentionKind] = []
+        for pattern, times in self.attention_types:
+            count = min(times * len(pattern), num_layers - len(kinds))
+            kinds.extend(pattern[i % len(pattern)] for i in range(count))
+        return tuple(kinds)
 
 
 class FeedForward(Section):
@@ -538,6 +542,13 @@ class DenseConnections(Section):
     dense_mixing: Literal["auto", "sum", "einsum", "kernel"] = key(
         "auto", "How the sums are computed. No effect on the result.", only_if=_DENSE
     )
+    dense_kept_sums: int = key(
+        0,
+        "Sums, counted back from the last layer's, whose results are kept for the backward pass "
+        "instead of made again. Each takes a hidden state's memory for each way, and spares a read "
+        "of its sources (docs/mudd_cost.md). No effect on the result.",
+        ge=0, only_if=_DENSE,
+    )  # fmt: skip
 
     @property
     def mixes_attention_inputs(self) -> bool:

@@ -43,9 +43,7 @@ _MOE = "the form of the products of experts is chosen by the program"
 _KERNEL = "kernels are not tuned by keys"
 _FLOAT32 = "always on: attention scores and softmax accumulate in float32"
 _TIERS = "checkpoints of several tiers are not available yet"
-_EXPORT = "ahead-of-time compilation is not available yet"
 _GOODPUT = "goodput upload is not available; the time of every step is in metrics.jsonl"
-_SPIKES = "skipping updates on loss spikes is not available yet"
 _QUANTIZE = "quantized training is not available yet"
 _OFFLOAD = "offloading to host memory is not available yet"
 _DCFORMER = "DCFormer's composition of heads is not available yet"
@@ -174,11 +172,8 @@ UNAVAILABLE: dict[str, Absent] = {
     "training_num_batches_to_skip": Absent("the position in the data is part of each checkpoint"),
     # Optimizer
     "use_constant_lr": Absent("a schedule among others, constant", "lr_schedule_type"),
-    "skip_step_on_spikes": Absent(_SPIKES, "abort_on_nan_loss"),
-    "skip_step_interval": Absent(_SPIKES),
-    "skip_step_scaling_factor": Absent(_SPIKES),
     # Checkpoints
-    "enable_autocheckpoint": Absent("saving on SIGTERM is not available yet", "checkpoint_period"),
+    "enable_autocheckpoint": Absent("every run saves and stops on SIGTERM"),
     "enable_emergency_checkpoint": Absent(_TIERS, "checkpoint_period"),
     "enable_multi_tier_checkpointing": Absent(_TIERS, "checkpoint_period"),
     "local_checkpoint_directory": Absent(_TIERS, "base_output_directory"),
@@ -193,9 +188,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "max_prefill_predict_length": Absent("a prompt may have any length that fits the window"),
     "profile_periodically_period": Absent("one trace is recorded", "profiler_steps"),
     "dump_hlo": Absent("set the environment variable XLA_FLAGS=--xla_dump_to=FOLDER"),
-    "compile_topology": Absent(_EXPORT),
-    "compile_topology_num_slices": Absent("meshes over several slices are not available yet"),
-    "compiled_trainstep_file": Absent(_EXPORT, "jax_cache_dir"),
     "enable_goodput_recording": Absent(_GOODPUT),
     "monitor_goodput": Absent(_GOODPUT),
     "elastic_enabled": Absent("not available: restart with the devices that are left"),
@@ -222,7 +214,7 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
     ("dataset_type", "olmo_grain"): "prepare the text once with prepare_data.py",
     ("attention", "flash"): "autoselected takes the best form that is available",
     ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
-    ("hardware", "gpu_multiprocess"): "runs of several processes are not available yet",
+    ("hardware", "gpu_multiprocess"): "processes are started by a launcher (docs/launch.md)",
     ("profiler", "nsys"): "start the program under nsys itself",
     ("remat_policy", "custom"): "choose one of the named policies",
 }
@@ -286,8 +278,6 @@ TRANSLATIONS: dict[tuple[str, str], Translation] = {
     ("window_size", "null"): _nothing("attention is global"),
     ("num_layers_per_block", "1"): _nothing("all layers attend alike"),
     ("query_chunk_size", "null"): _nothing("attention chooses its own blocks"),
-    ("compile_topology_num_slices", "-1"): _nothing("the mesh covers all devices"),
-    ("compile_topology_num_slices", "1"): _nothing("the mesh covers all devices as one slice"),
 }
 
 

@@ -210,8 +210,8 @@ def _attention_types(config: Config) -> str | None:
         return (
             "attention_types: pairs of a pattern, which names a kind or more, and 1 or more times"
         )
-    given = len(config.model.attention_kinds)
-    if given != num_layers:
+    given = section.num_kinds
+    if section.attention_types and given != num_layers:
         return (
             f"attention_types names {given} layers, and base_num_decoder_layers gives {num_layers}"
         )

@@ -29,22 +29,32 @@ class Shape(Section):
         "llama2",
         "Family whose part choices are the defaults: a file of configs/decoder_blocks/.",
     )
+    # Upper bounds are far beyond any model. They tell a slip of the keyboard before shapes that
+    # nothing can hold, and lists of layers that fill the memory.
     global_parameter_scale: int = key(
-        1, "Power of two by which the base_* sizes are scaled up to multiply the parameters.", ge=1
+        1, "Power of two by which the base_* sizes are scaled up to multiply the parameters.",
+        ge=1, le=2**20,
+    )  # fmt: skip
+    base_emb_dim: int = key(
+        2048, "Width of the residual stream before scaling.", ge=1, le=1_000_000
     )
-    base_emb_dim: int = key(2048, "Width of the residual stream before scaling.", ge=1)
-    base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1)
+    base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1, le=100_000)
     base_num_kv_heads: int = key(
-        16, "Key/value heads before scaling; fewer than query heads is grouped-query.", ge=1
-    )
+        16, "Key/value heads before scaling; fewer than query heads is grouped-query.",
+        ge=1, le=100_000,
+    )  # fmt: skip
     base_mlp_dim: int = key(
-        7168, "Hidden width of the feed-forward before scaling.", ge=1,
+        7168, "Hidden width of the feed-forward before scaling.", ge=1, le=10_000_000,
         only_if={"feed_forward_type": ["mlp"]},
     )  # fmt: skip
-    base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1)
-    head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1)
-    vocab_size: int = key(32_000, "Rows of the token table, padding rows included.", ge=1)
-    max_target_length: int = key(2048, "Sequence length of a training window.", unit="tokens", ge=1)
+    base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
+    head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1, le=1_000_000)
+    vocab_size: int = key(
+        32_000, "Rows of the token table, padding rows included.", ge=1, le=2**31 - 1
+    )
+    max_target_length: int = key(
+        2048, "Sequence length of a training window.", unit="tokens", ge=1, le=2**31 - 1
+    )
 
     @property
     def dimensions(self) -> Dimensions:

@@ -4,6 +4,7 @@ A rule is skipped when one of its keys already has a problem of its own. What ne
 devices (batch sizes, mesh sizes) is checked where the devices are known.
 """
 
+import math
 import re
 
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
@@ -234,7 +235,7 @@ def _rampup(config: Config) -> str | None:
     count = (batch.per_device_batch_size - batch.per_device_batch_size_start) / (
         batch.per_device_batch_size_increment
     )
-    if count < 1 - 1e-6 or abs(count - round(count)) > 1e-6:
+    if not 1 - 1e-6 <= count < math.inf or abs(count - round(count)) > 1e-6:
         return (
             f"per_device_batch_size_start={batch.per_device_batch_size_start:g} plus a number of "
             f"increments of {batch.per_device_batch_size_increment:g} does not make "
@@ -403,6 +404,15 @@ def _profile(config: Config) -> str | None:
     return None
 
 
+def _target_named(config: Config) -> str | None:
+    if config.run.compile_topology:
+        return None
+    return (
+        "which machine to compile for is not named\n"
+        "compile_topology=v5p-8, or another one of docs/train_compile.md"
+    )
+
+
 def _run_name(config: Config) -> str | None:
     name = config.run.run_name
     parts = name.split("/")
@@ -502,6 +512,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("causal", "mlm_training"), _generates, ("decode",)),
     Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile),
     Rule(("run_name", "base_output_directory"), _run_name),
+    _not_zero("run", "compile_topology_num_slices", "-1 for one"),
+    Rule(("compile_topology",), _target_named, ("train_compile",)),
     _compiles("optimizer", "adamw_mask"),
     _compiles("optimizer", "weight_decay_overrides"),
     _compiles("optimizer", "learning_rate_overrides"),

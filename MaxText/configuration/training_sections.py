@@ -24,7 +24,22 @@ class Run(Section):
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "Devices to train on; auto takes the best that jax finds."
     )
-    jax_cache_dir: str = key("~/jax_cache", "Persistent compilation cache; empty switches it off.")
+    jax_cache_dir: str = key(
+        "auto",
+        "Folder or gs:// for compiled programs, where restarts and other runs find them. auto: "
+        "jax_cache in base_output_directory; empty switches it off.",
+    )
+    compile_topology: str = key(
+        "", "Machine for which train_compile.py compiles, such as v5e-16, v5p-8 or h100-8."
+    )
+    compile_topology_num_slices: int = key(
+        -1, "Such machines, joined by the data center's network (TPU); -1 is one.", ge=-1
+    )
+    compiled_trainstep_file: str = key(
+        "",
+        "File or gs:// that train_compile.py writes its compiled step to and train.py takes it "
+        "from; only one that was signed by the user's key and made for this configuration.",
+    )
     log_config: bool = key(True, "Print every resolved key at start.")
 
 
@@ -371,8 +386,78 @@ class Monitoring(Section):
     profiler_steps: int = key(5, "Steps in the trace.", ge=1, only_if={"profiler": ["xplane"]})
 
 
-class Guard(Section):
-    """When to stop a run that has gone wrong."""
+_SKIPPING: dict[str, Iterable[Any]] = {"skip_step_on_spikes": [True]}
 
-    abort_on_nan_loss: bool = key(True, "Exit with code 1 when a logged loss is NaN.")
-    abort_on_inf_loss: bool = key(True, "Exit with code 1 when a logged loss is infinite.")
+
+class Guard(Section):
+    """What is done when a run goes wrong: skip an update, go back, stop."""
+
+    skip_step_on_spikes: bool = key(
+        True,
+        "Leave out an update whose loss, gradient or update is not finite or far above those of "
+        "the updates before it. The step counts, its data are gone, parameters and moments stay.",
+    )
+    skip_step_interval: int = key(
+        128, "Healthy updates whose median and deviation an update is compared with.",
+        unit="updates", ge=8, only_if=_SKIPPING,
+    )  # fmt: skip
+    skip_step_scaling_factor: float = key(
+        6.0,
+        "Deviations above the median at which an update is left out. A deviation is 1.4826 times "
+        "the median distance to the median, which is sigma of normal noise, and at least 3 % of "
+        "the median loss (or of 1 nat, if that is more) or half the median norm.",
+        gt=0,
+        only_if=_SKIPPING,
+    )
+    rewind_after_skips: int = key(
+        16,
+        "Updates left out among the last skip_step_interval after which the run goes back to the "
+        "last good state and leaves out the data since the first of them; 0 is never.",
+        ge=0,
+        only_if=_SKIPPING,
+    )
+    rewind_on_rise: float = key(
+        0.25,
+        "The run also goes back when the median loss of the last skip_step_interval healthy "
+        "updates lies this share of its lowest value (or of 1 nat, if that is more) above it; 0 is "
+        "never.",
+        ge=0,
+        only_if=_SKIPPING,
+    )
+    rewind_margin: int = key(
+        8, "Updates before the first suspicious one whose data are left out as well.",
+        unit="updates", ge=0, only_if=_SKIPPING,
+    )  # fmt: skip
+    rewind_snapshot_period: int = key(
+        0,
+        "Updates between copies of the state in the memory of the host, to go back to; 0 goes "
+        "back to the last good checkpoint.",
+        unit="updates",
+        ge=0,
+        only_if=_SKIPPING,
+    )
+    max_rewinds: int = key(
+        3, "Times that a run goes back; the next time it stops with exit code 1.", ge=0,
+        only_if=_SKIPPING,
+    )  # fmt: skip
+    guard_healthy_steps: int = key(
+        10,
+        "Healthy updates after a checkpoint that make it good. A run resumes from the last good "
+        "one, which is never deleted.",
+        unit="updates",
+        ge=0,
+    )
+    abort_on_nan_loss: bool = key(
+        True, "Exit with code 1 when a logged loss is NaN and its update was not left out."
+    )
+    abort_on_inf_loss: bool = key(
+        True, "Exit with code 1 when a logged loss is infinite and its update was not left out."
+    )
+    heartbeat_timeout: float = key(
+        600.0,
+        "Seconds without any progress, in this process or another one of the run, after which it "
+        "prints where every thread stands and exits with code 76; 0 waits for ever. Starting, "
+        "compiling and finishing have six times as long.",
+        unit="seconds",
+        ge=0,
+    )

@@ -16,8 +16,19 @@ _NULL = {"none", "null", "~", ""}
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 _SIMPLE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-# No key needs more; a bound also ends YAML aliases that refer to themselves.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+# No key needs more; bounds also end YAML aliases that refer to themselves, or to lists of aliases
+# whose expansion has no end that anybody would wait for.
 _MAX_DEPTH = 4
+_MAX_ITEMS = 100_000
+# What the widest integer format holds. No key counts further, and arithmetic with more digits
+# leaves what floats can hold.
+_LARGEST_INTEGER = 2**63 - 1
+_YAML_TAG = "tag:yaml.org,2002:"
+# What scalars without a tag are taken for; the last two are `<<` and `=`.
+_PLAIN_TAGS = {
+    "str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value",
+}  # fmt: skip
 
 
 class Plain(str):
@@ -30,36 +41,51 @@ class WrongValue(ValueError):
     """A value that does not fit its key; the message completes 'key: ...'."""
 
 
-def from_node(node: yaml.Node, depth: int = 0) -> Any:
-    """A YAML node as Plain, str, lists and dicts of these."""
-    if depth > _MAX_DEPTH:
-        raise WrongValue(f"is nested more than {_MAX_DEPTH} levels deep")
-    if isinstance(node, yaml.ScalarNode):
-        return str(node.value) if node.style in ("'", '"', "|", ">") else Plain(node.value)
-    if isinstance(node, yaml.SequenceNode):
-        return [from_node(item, depth + 1) for item in node.value]
-    return {
-        str(from_node(name, depth + 1)): from_node(item, depth + 1) for name, item in node.value
-    }
+def from_node(node: yaml.Node) -> Any:
+    """A YAML node as Plain, str, lists and dicts of these.
+
+    Raises:
+      WrongValue: it has a tag beyond YAML's plain types (nothing would be run for it, but what it
+        asks for is not what would be read); it is nested too deep or has too many items, aliases
+        counted as often as they stand.
+    """
+    items = 0
+
+    def read(node: yaml.Node, depth: int) -> Any:
+        nonlocal items
+        items += 1
+        if depth > _MAX_DEPTH:
+            raise WrongValue(f"is nested more than {_MAX_DEPTH} levels deep")
+        if items > _MAX_ITEMS:
+            raise WrongValue(f"has more than {_MAX_ITEMS:,} items")
+        if node.tag.removeprefix(_YAML_TAG) not in _PLAIN_TAGS:
+            tag = node.tag.replace(_YAML_TAG, "!!")
+            raise WrongValue(f"has the tag {tag}, and only plain values are read")
+        if isinstance(node, yaml.ScalarNode):
+            return str(node.value) if node.style in ("'", '"', "|", ">") else Plain(node.value)
+        if isinstance(node, yaml.SequenceNode):
+            return [read(item, depth + 1) for item in node.value]
+        return {str(read(name, depth + 1)): read(item, depth + 1) for name, item in node.value}
+
+    return read(node, 0)
 
 
 def from_text(text: str) -> Any:
     """What `key=<text>` on the command line or in the environment means, before its type is known.
 
     The empty text is the empty string, not null. Text that is no YAML (a glob, a sentence with a
-    colon) stays text.
+    colon), or is nested deeper than any list of ours, stays text.
     """
     if not text:
         return ""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
+        if isinstance(node, yaml.SequenceNode):
+            return from_node(node)
+    except (yaml.YAMLError, WrongValue, RecursionError):
         return Plain(text)
-    if isinstance(node, yaml.SequenceNode):
-        return from_node(node)
-    if isinstance(node, yaml.ScalarNode) and node.style in ("'", '"'):
-        return str(node.value)
-    return Plain(text)
+    is_quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
+    return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else Plain(text)
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -141,24 +167,36 @@ def _number(value: Any) -> float | int | None:
 
 def _to_int(value: Any) -> int:
     number = _number(value)
-    if number is None or not math.isfinite(number) or number != int(number):
+    # An int of a thousand digits is no float, so that isfinite() would fail.
+    is_integer = isinstance(number, int) or (number is not None and number.is_integer())
+    if number is None or not is_integer:
         raise WrongValue(f"{show(value)} is not an integer")
+    if abs(number) > _LARGEST_INTEGER:
+        raise WrongValue(f"{show(value)} is beyond integers of 64 bits")
     return int(number)
 
 
 def _to_float(value: Any) -> float:
     number = _number(value)
-    if number is None or not math.isfinite(number):
+    try:
+        converted = math.nan if number is None else float(number)
+    except OverflowError:
+        converted = math.inf
+    if not math.isfinite(converted):
         raise WrongValue(f"{show(value)} is not a finite number")
-    return float(number)
+    return converted
 
 
 def _to_str(value: Any) -> str:
     if is_null(value):
         return ""
-    if isinstance(value, str):
-        return str(value)
-    raise WrongValue(f"{show(value)} is not text")
+    if not isinstance(value, str):
+        raise WrongValue(f"{show(value)} is not text")
+    # Half of a surrogate pair stands for a byte that is no UTF-8; it can be neither printed nor
+    # stored. No system has a NUL in a name.
+    if "\0" in value or _HALF_PAIR.search(value):
+        raise WrongValue(f"{value!a} is not UTF-8 text without NUL")
+    return str(value)
 
 
 _SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}

@@ -271,7 +271,8 @@ class Family:
 
 
 # What no family of the tables varies. Keys that only say how the same numbers are computed
-# (attention, attention_block_size, dense_mixing, logits_dot_in_fp32) belong to no family.
+# (attention, attention_block_size, dense_kept_sums, dense_mixing, logits_dot_in_fp32) belong to no
+# family.
 SHARED_PARTS: Mapping[str, Any] = {
     "causal": True,
     "dense_conn": False,

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 import numpy as np
-from etils import epath
 
+from MaxText.checkpointing.layout import path_of
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 
@@ -36,12 +36,19 @@ class FattoribWeights:
         """
         # The tables know the model, so they import jax.
         from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
-        from MaxText.conversion.tensor_map import TensorMap
+        from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
         from MaxText.conversion.weights import model_of
 
         self.config, self.model = config, model_of(config)
-        self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
-        self.file = _find(epath.Path(path).expanduser(), path)
+        try:
+            self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
+        except UnknownParameters as error:
+            raise UserError(
+                f"from={PREFIX}{path}: the configuration is of another model than "
+                f"fattorib/transformer's: it has {error}. Name the one that was trained, for "
+                "example model_name=fattorib-base."
+            ) from error
+        self.file = _find(path_of(path, "from"), path)
         self._arrays = _flattened(_restored(self.file))
         self._check()
         self.formats: dict[str, np.dtype] = {

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from MaxText.checkpointing.layout import path_of
 from MaxText.configuration.schema import Config
 from MaxText.conversion.maxtext_names import (
     CONNECTION_NAMES,
@@ -84,7 +85,7 @@ class MaxTextWeights:
         self.config = config
         self.model = model_of(config)
         self._layer_names = LAYER_NAMES[config.model.block.normalization_type]
-        given = epath.Path(path).expanduser()
+        given = path_of(path, "from")
         if "://" not in path:
             given = given.absolute()  # as Orbax asks for
         self.folder = _find_items(given, path)

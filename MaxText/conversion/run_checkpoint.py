@@ -17,7 +17,7 @@ _MOST_LINES = 20
 
 
 class RunWeights:
-    """The newest checkpoint of a run, or the one that was named.
+    """The last good checkpoint of a run (layout.find), or the one that was named.
 
     Attributes:
       stored: where it lies.
@@ -37,10 +37,7 @@ class RunWeights:
         Raises:
           UserError: no checkpoint, none that can be read, or arrays that do not fit.
         """
-        try:
-            self.stored = layout.find(path, "from")
-        except OSError as error:
-            raise UserError(f"from={path} cannot be read: {error.strerror}.") from error
+        self.stored = layout.find(path, "from")
         self.metadata = metadata_if_any(self.stored)
         self.config = given or self._own_config()
         self.model = model_of(self.config)

@@ -1,7 +1,7 @@
 """Writes a run folder whose only checkpoint holds imported parameters.
 
 <folder>/checkpoints/0/items      {params}, Orbax
-<folder>/checkpoints/0/metadata   as train.py writes it, and what was imported
+<folder>/checkpoints/0/metadata   as train.py writes it, with checksums, and what was imported
 <folder>/config.yml               the keys of the model
 <folder>/tokenizer/               files of the tokenizer, where there are some
 """
@@ -18,8 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from MaxText.checkpointing import layout
+from MaxText.checkpointing.checksums import host_checksum
+from MaxText.checkpointing.description import write_metadata
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.saved import entry_lines, flat
@@ -84,18 +87,24 @@ def _remove(folder: Path) -> None:
 
 
 class _Pending:
-    """An array that is read when its turn to be written comes."""
+    """An array that is read when its turn to be written comes.
+
+    Attributes:
+      checksum: of what was read; "" before.
+    """
 
     def __init__(self, weights: Weights, name: str):
         self.shape = weights.model.parameters[name].shape
         self.dtype = weights.formats[name]
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
+        self.checksum = ""
         self._read = lambda: weights.read(name)
 
     def read(self) -> np.ndarray:
         array = self._read()
         assert (array.shape, array.dtype) == (self.shape, self.dtype), (array.shape, self.shape)
+        self.checksum = host_checksum(array)
         return array
 
 
@@ -158,33 +167,26 @@ def write_run(
     pending = {name: _Pending(weights, name) for name in weights.model.parameters}
     failures: list[BaseException] = []
     registry = _one_at_a_time(failures)
-    handler = ocp.CompositeCheckpointHandler(
-        **{
-            layout.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            layout.METADATA: ocp.JsonCheckpointHandler(),
-        }
-    )
+    handlers: dict[str, Any] = {
+        layout.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    }
+    items: dict[str, Any] = {layout.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)})}
+    step = epath.Path(os.path.abspath(folder / layout.CHECKPOINTS / "0"))
     metadata = {
         **checkpoint_metadata(flat(weights.config), nested(pending)),
         layout.PARAMETERS_ONLY: True,
         **extra_metadata,
     }
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(
-                os.path.abspath(folder / layout.CHECKPOINTS / "0"),
-                args=ocp.args.Composite(
-                    **{
-                        layout.ITEMS: ocp.args.PyTreeSave({"params": nested(pending)}),
-                        layout.METADATA: ocp.args.JsonSave(metadata),
-                    }
-                ),
-            )
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+            checkpointer.save(step, args=ocp.args.Composite(**items))
     except Exception:
         if not failures:
             raise
     if failures:
         raise failures[0]
+    checksums = {f"params/{name}": array.checksum for name, array in pending.items()}
+    write_metadata(layout.Stored(step / layout.ITEMS, 0), metadata, checksums)
     (folder / CONFIG_YML).write_text(config_yml(keys, comment), encoding="utf-8")
 
 

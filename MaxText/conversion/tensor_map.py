@@ -31,6 +31,12 @@ class Tensor:
     older: tuple[str, ...] = ()
 
 
+class UnknownParameters(LookupError):
+    """Parameters of a model that the table does not have: a mistake of ours, unless the user names
+    the model of another program's checkpoint.
+    """
+
+
 class TensorMap:
     """A family's rows, filled in with the sizes of one model.
 
@@ -60,7 +66,9 @@ class TensorMap:
                         tensor = Tensor(name, shape, row, ours, place, older)
                         self.groups.setdefault(ours, []).append(tensor)
         named = [name for ours in self.groups for name in ours]
-        assert sorted(named) == sorted(model.parameters), "the table misses arrays of the model"
+        if unknown := sorted(set(model.parameters) - set(named)):
+            raise UnknownParameters(", ".join(unknown))
+        assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
         """Sizes of one array by the letters of its layout; they may differ from layer to layer."""

@@ -35,20 +35,20 @@ def check_ids(folder: Path, vocab_size: int) -> None:
     """
     path = folder / TOKENIZER_NAME
     if path.is_file():
-        _check_largest(path, _vocabulary(path), vocab_size)
+        _check_largest(path, _opened(path).get_vocab(), vocab_size)
         return
     # Older tokenizers are a table of the vocabulary and one of what was added.
     for path in (folder / name for name in _TABLES if (folder / name).is_file()):
         _check_largest(path, read_json(path), vocab_size)
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def _opened(path: Path) -> Any:
+    """The library's tokenizer of a tokenizer.json."""
     import tokenizers
 
+    text = read_text(path)
     try:
-        return tokenizers.Tokenizer.from_str(read_text(path)).get_vocab()
-    except UserError:
-        raise
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise
         raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
 
@@ -86,9 +86,7 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (target / CONFIG_NAME).write_text(text, encoding="utf-8")
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_str(read_text(target / TOKENIZER_NAME))
+    tokenizer = _opened(target / TOKENIZER_NAME)
     ids = {}
     for name in ("bos_token", "eos_token", "pad_token"):
         token = settings.get(name)

@@ -54,7 +54,7 @@ def read_prompts(section: Decoding) -> list[Prompt]:
 def _from_json(path: Path, number: int, line: str) -> Prompt:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"prompt_file={path}, line {number} is not JSON: {error}.") from error
     text = fields.get("prompt") if isinstance(fields, dict) else None
     if not isinstance(text, str):

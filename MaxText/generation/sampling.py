@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from MaxText.configuration.schema import Config
 from MaxText.generation.decoding import choice_of
 from MaxText.generation.engine import Engine
@@ -40,5 +42,6 @@ def write_sample(
         decode=tokenizer.tokenizer.decode,
     )
     text = section.prompt + completion.text
-    (run_folder / "sample.txt").write_text(text + "\n")
+    if jax.process_index() == 0:
+        (run_folder / "sample.txt").write_text(text + "\n")
     return text

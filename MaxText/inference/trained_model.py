@@ -8,7 +8,7 @@ from typing import Any
 from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.parallelism import start_up
+from MaxText.parallelism import compilation_cache, start_up
 
 Show = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class TrainedModel:
 
 
 def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
-    """Reads the weights of load_parameters_path, else of the newest checkpoint of run_name.
+    """Reads the weights of load_parameters_path, else of the last good checkpoint of run_name.
 
     Call start_up.choose_platform first: this imports jax.
 
@@ -52,8 +52,8 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     from MaxText.training import backend_defaults
 
     run = config.run
-    start_up.use_compilation_cache(run.jax_cache_dir)
     devices = start_up.find_devices(run.hardware)
+    show(compilation_cache.use(run, devices[0].platform, may_make=False))
     layout = mesh.Layout(mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     path, key = weights_path(config)
     config = with_stored_zoom(config, path, key)
@@ -94,8 +94,6 @@ def weights_path(config: Config) -> tuple[str, str]:
     Raises:
       UserError: neither load_parameters_path nor a checkpoint of run_name.
     """
-    from etils import epath
-
     from MaxText.checkpointing import layout
 
     path = config.checkpoint.load_parameters_path
@@ -103,7 +101,7 @@ def weights_path(config: Config) -> tuple[str, str]:
         return path, "load_parameters_path"
     run = config.run
     folder = f"{run.base_output_directory}/{run.run_name}"
-    if layout.complete_steps(epath.Path(folder).expanduser() / layout.CHECKPOINTS):
+    if layout.complete_steps(layout.path_of(folder, "run_name") / layout.CHECKPOINTS):
         return folder, "run_name"
     raise UserError(
         "no weights to run: load_parameters_path is not set, and there is no checkpoint in "

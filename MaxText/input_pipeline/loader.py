@@ -3,287 +3,27 @@
 The batch of step s is a pure function of (data sets, seed, s). The rows of a run are numbered over
 all steps and hosts, and host h takes its part of each step's rows, so hosts joined in order give
 the same global batch bit for bit, however many they are, and continuing at any step needs no
-replay. Grain runs the readers, in threads or processes, and keeps the next batches ready.
+replay. Samples that are left out move the later ones up.
 
-Legend: B rows, T tokens of a window.
+Legend: T tokens of a window.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-
-import grain
-import numpy as np
-from absl import flags
 
 from MaxText.configuration.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
+from MaxText.input_pipeline.retrying import Incidents, Retrying
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.left_out import Holes
 from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
 from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
 from MaxText.input_pipeline.rows.synthetic import EVAL_STREAM, SyntheticRows
 from MaxText.input_pipeline.rows.windows import PackedWindows
-from MaxText.input_pipeline.storage import is_url
-
-# An element is a whole batch: a few threads hide slow storage, and few batches are kept ready.
-# Mapped files need no waiting, and threads that only compute hand Python's lock to and fro: batches
-# of 64 x 1024 then cost 1.1 ms of CPU with one thread and 2.0 ms with four.
-_READ_THREADS = 4
-_BATCHES_READY = 4
-
-
-class _StepsFrom:
-    """A source whose element 0 is step `first`: how a reader starts in the middle for free."""
-
-    def __init__(self, source: RowBatches, first: int):
-        self._source = source
-        self._first = first
-
-    def __len__(self) -> int:
-        return max(0, len(self._source) - self._first)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._source[self._first + index]
-
-
-def _read_ahead(source: RowBatches, first: int, num_workers: int, num_threads: int) -> Any:
-    """Grain's iterator over `source` from step `first` on, with batches prepared ahead."""
-    dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
-        grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_BATCHES_READY)
-    )
-    if num_workers:
-        # Grain reads absl flags in the processes it starts; programs without absl's main never
-        # parse any, so their defaults are declared final here.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        dataset = dataset.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2)
-        )
-    return iter(dataset)
-
-
-def _num_threads(opened: list[sources.OpenedSource]) -> int:
-    mapped = all(
-        hasattr(source.data.stream, "gather") and not is_url(source.entry.location)
-        for source in opened
-    )
-    return 1 if mapped else _READ_THREADS
-
-
-def _to_batch(arrays: Mapping[str, np.ndarray]) -> Batch:
-    return Batch(
-        tokens_BT=arrays["tokens"],
-        targets_BT=arrays["targets"],
-        weights_BT=arrays["weights"],
-        positions_BT=arrays.get("positions"),
-        segments_BT=arrays.get("segments"),
-    )
-
-
-class BatchIterator(Iterator[Batch]):
-    """The host's training batches in order, from any step.
-
-    Not for several threads at once. Nothing is read before the first `next`.
-    """
-
-    def __init__(
-        self,
-        source: RowBatches,
-        identity: dict[str, Any],
-        *,
-        has_documents: bool,
-        bad_records: BadRecords,
-        num_workers: int = 0,
-        reuse_first: bool = False,
-        opened: list[sources.OpenedSource] | None = None,
-        description: str = "",
-    ):
-        """Starts before step 0.
-
-        Args:
-          source: the batches by step.
-          identity: what fixes the meaning of a sample; part of every position.
-          has_documents: whether batches carry positions and segments.
-          bad_records: takes note of records that are skipped.
-          num_workers: reader processes, 0 for threads of this one.
-          reuse_first: yield the batch of step 0 at every step.
-          opened: the data sets, None for random tokens.
-          description: lines about them.
-        """
-        self.has_documents = has_documents
-        self.description = description
-        self.bad_records = bad_records
-        self._source = source
-        self._identity = identity
-        self._opened = opened or []
-        self._num_workers = num_workers
-        self._reuse_first = reuse_first
-        self._first_batch: Batch | None = None
-        self._reader: Any = None
-        self._step = 0
-
-    @property
-    def num_steps(self) -> int | None:
-        """Batches of the whole run, None when the data repeats without end."""
-        return None if len(self._source) == sys.maxsize else len(self._source)
-
-    @property
-    def unigram_entropy(self) -> float | None:
-        """Of the tokens trained on, in nats; None for a mixture or where it is not known."""
-        return self._opened[0].data.unigram_entropy if len(self._opened) == 1 else None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What tells whether two runs saw the same: the data, and the tokenizer if known."""
-        tokenizers = {source.data.tokenizer_sha256 for source in self._opened} - {""}
-        return {
-            "train": "; ".join(source.entry.location for source in self._opened) or "random tokens",
-            "identity": self._identity["data_set"],
-            "tokenizer": " ".join(sorted(tokenizers)),
-        }
-
-    @property
-    def tokenizer_folder(self) -> Path | None:
-        """Where the tokenizer of the (first) data set lies, None where there is none."""
-        return self._opened[0].data.tokenizer_folder if self._opened else None
-
-    @property
-    def opened(self) -> list[sources.OpenedSource]:
-        """The data sets; none for random tokens."""
-        return self._opened
-
-    def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Of each row of a step: (document, first token of it in the row, tokens there)."""
-        return self._source.origin(step)
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """State after the last batch yielded: JSON-able, the same on every host.
-
-        `step` is the step of the next batch and `samples` the samples read before it; the rest
-        says which data these count in.
-        """
-        samples = self._source.samples_before(self._step)
-        return {"step": self._step, "samples": samples, **self._identity}
-
-    def seek(self, step: int, samples: int | None = None) -> None:
-        """Makes `step` the next one yielded. Reads nothing, whatever the distance.
-
-        Args:
-          step: from 0.
-          samples: samples that were read before it; None for what this run's batches give.
-        """
-        assert step >= 0, step
-        self.close()
-        if samples is None:
-            self._source.begin_at(0, 0)
-        else:
-            self._source.begin_at(step, samples)
-        self._step = step
-
-    def resume(self, position: Mapping[str, Any]) -> None:
-        """Goes on where a saved position stands, also with another batch size.
-
-        Raises:
-          UserError: the data set, its reading or the seed differ, so that the saved position would
-            stand for other text. Names each key with both values.
-        """
-        differences = [
-            f"{words} was {position.get(name)!r} and is {self._identity.get(name)!r}"
-            for name, words in _KEY_OF.items()
-            if position.get(name) != self._identity.get(name)
-        ]
-        if differences:
-            raise UserError(
-                f"The checkpoint stands at step {position.get('step')} of other data: "
-                + "; ".join(differences)
-                + ". Set back what differs to continue that run exactly, or begin a new run "
-                "(another run_name) from its weights with load_parameters_path."
-            )
-        self.seek(position["step"], position.get("samples"))
-
-    def __iter__(self) -> "BatchIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        if self._step >= len(self._source):
-            self.close()
-            raise StopIteration
-        if self._reuse_first:
-            if self._first_batch is None:
-                self._first_batch = self._take(self._source[0])
-            batch = self._first_batch
-        else:
-            if self._reader is None:
-                self._reader = _read_ahead(
-                    self._source, self._step, self._num_workers, _num_threads(self._opened)
-                )
-            arrays = next(self._reader)
-            if self._num_workers:
-                # Out of the memory shared with the reader, which is then free for the next one.
-                arrays = {
-                    name: np.array(value) if isinstance(value, np.ndarray) else value
-                    for name, value in arrays.items()
-                }
-            batch = self._take(arrays)
-        self._step += 1
-        return batch
-
-    def _take(self, arrays: dict[str, Any]) -> Batch:
-        self.bad_records.take(arrays)
-        return _to_batch(arrays)
-
-    def close(self) -> None:
-        """Stops the readers; the next `next` starts them again."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-
-# Words of a position -> the configuration keys they come from, for messages.
-_KEY_OF = {
-    "data_set": "the data (its contents, or the names and sizes of its files)",
-    "split": "train_split",
-    "seed": "data_shuffle_seed",
-    "shuffle": "enable_data_shuffling",
-    "cut": "the way rows are cut (packing, grain_packing_type, use_truncation, dataset_mix)",
-    "file_groups": "iter_file_nums",
-    "mixture": "the weights of the mixture",
-    "masking": "the mlm_ keys",
-    "max_target_length": "max_target_length",
-}
-
-
-class EvalBatches:
-    """One pass over a split, in order, each time it is iterated. `len` is its batches."""
-
-    def __init__(
-        self,
-        source: RowBatches,
-        has_documents: bool,
-        bad_records: BadRecords,
-        opened: list[sources.OpenedSource] | None = None,
-    ):
-        """Args: as of BatchIterator."""
-        self._opened = opened or []
-        self.has_documents = has_documents
-        self.bad_records = bad_records
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __iter__(self) -> Iterator[Batch]:
-        reader = _read_ahead(self._source, 0, 0, _num_threads(self._opened))
-        try:
-            for arrays in reader:
-                self.bad_records.take(arrays)
-                yield _to_batch(arrays)
-        finally:
-            reader.close()
+from MaxText.input_pipeline.steady_opening import SteadyOpening
 
 
 def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
@@ -326,6 +66,7 @@ def _open(
     vocab_size: int,
     num_samples: int | None,
     for_training: bool,
+    incidents: Incidents,
     show: Callable[[str], None],
 ) -> tuple[list[sources.OpenedSource], MaskedLanguageModel | None]:
     with_cls = int(masking.mlm_training and masking.mlm_cls_token_id >= 0)
@@ -340,6 +81,7 @@ def _open(
         num_samples=num_samples,
         for_training=for_training,
         show=show,
+        steady=SteadyOpening(Retrying.of(data), incidents),
     )
     if masking.mlm_training:
         # From both sides, filling would be seen. Of rows cut from one stream only the last has any.
@@ -383,7 +125,8 @@ def train_loader(
 
     Raises:
       UserError: a data set is missing, damaged, too short for one window, or does not fit
-        vocab_size; or the batch does not split over the hosts.
+        vocab_size; the batch does not split over the hosts; or excluded_samples is no list of
+        ranges.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
     _check_hosts(plan, process_index, process_count)
@@ -393,16 +136,21 @@ def train_loader(
         "seed": data.data_shuffle_seed,
         "max_target_length": plan.window,
     }
+    holes = Holes(data.excluded_samples)
+    left_out = f"Samples left out (excluded_samples): {holes}" if holes else ""
     bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
         rows = SyntheticRows(plan.window, vocab_size, data.data_shuffle_seed)
         return BatchIterator(
-            RowBatches(rows, plan, **process),
+            RowBatches(rows, plan, **process, holes=holes),
             identity,
             has_documents=False,
             bad_records=bad_records,
             reuse_first=data.reuse_example_batch,
+            description=left_out,
+            show=show,
         )
+    incidents = Incidents(show)
     num_samples = None if num_steps is None else plan.samples_before(num_steps)
     opened, masked = _open(
         data,
@@ -414,6 +162,7 @@ def train_loader(
         vocab_size=vocab_size,
         num_samples=num_samples,
         for_training=True,
+        incidents=incidents,
         show=show,
     )
     rows = sources.combine(data, opened)
@@ -424,7 +173,8 @@ def train_loader(
         masked=masked,
         seed=data.data_shuffle_seed,
         skip_bad=data.on_bad_record == "skip",
-        largest_id=_largest_allowed(opened, vocab_size),
+        largest_id=vocab_size - 1,
+        holes=holes,
     )
     identity |= {
         "data_set": " ".join(source.data.fingerprint for source in opened),
@@ -445,13 +195,13 @@ def train_loader(
         num_workers=data.grain_worker_count,
         reuse_first=data.reuse_example_batch,
         opened=opened,
-        description=sources.describe(data, opened, num_samples),
+        description="\n".join(
+            filter(None, [sources.describe(data, opened, num_samples), left_out])
+        ),
+        retrying=Retrying.of(data),
+        incidents=incidents,
+        show=show,
     )
-
-
-def _largest_allowed(opened: list[sources.OpenedSource], vocab_size: int) -> int | None:
-    known = all(source.data.largest_id is not None for source in opened)
-    return None if known else vocab_size - 1
 
 
 def eval_loader(
@@ -505,7 +255,9 @@ def eval_loader(
                 "dataset_type=synthetic never ends, so an evaluation needs eval_steps (batches)."
             )
         rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
-        return EvalBatches(RowBatches(rows, plan, **options), False, bad_records)
+        source = RowBatches(rows, plan, **options)
+        return EvalBatches(source, False, bad_records, incidents=Incidents(show))
+    incidents = Incidents(show)
     opened, masked = _open(
         data,
         masking,
@@ -516,6 +268,7 @@ def eval_loader(
         vocab_size=vocab_size,
         num_samples=None,
         for_training=False,
+        incidents=incidents,
         show=show,
     )
     rows = sources.chain(opened)
@@ -525,6 +278,8 @@ def eval_loader(
         **options,
         masked=masked,
         skip_bad=data.on_bad_record == "skip",
-        largest_id=_largest_allowed(opened, vocab_size),
+        largest_id=vocab_size - 1,
     )
-    return EvalBatches(source, rows.has_documents, bad_records, opened)
+    return EvalBatches(
+        source, rows.has_documents, bad_records, opened, Retrying.of(data), incidents
+    )

@@ -24,6 +24,8 @@ import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.storage import is_file, status_of
+from MaxText.input_pipeline.streams.bad_record import UnreadableFile
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -222,9 +224,9 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
     folder = local_folder(dataset_path, "dataset_path")
     file = folder / name
     try:
-        if not folder.exists():
+        if status_of(folder) is None:
             raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
-        if not file.is_file():
+        if not is_file(file):
             raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]
@@ -238,7 +240,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
         raise
     except OSError as error:
         raise unreadable(file, error) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(
             f"{file} is damaged ({type(error).__name__}: {reason}). Copy it again, or delete the "
@@ -248,7 +250,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error of a file that the system does not let us read."""
-    return UserError(
+    return UnreadableFile(
         f"{path} cannot be read ({error.strerror or error}). Check that you may read it and the "
         "folders above it."
     )
@@ -305,7 +307,7 @@ def _check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
     again = "Copy the data set again, or delete the folder and prepare it again."
     for file in entry.files:
         path = folder / file.name
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{path} is missing, and {MANIFEST_NAME} lists it. {again}")
         size = path.stat().st_size
         if size != file.num_bytes:
@@ -314,7 +316,7 @@ def _check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
                 f"short or changed. {again}"
             )
     offsets = folder / OFFSETS_NAME
-    if not offsets.is_file():
+    if not is_file(offsets):
         raise UserError(f"{offsets} is missing. {again}")
 
 

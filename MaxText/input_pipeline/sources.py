@@ -4,11 +4,13 @@ Imports no jax.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,9 +27,12 @@ from MaxText.input_pipeline.rows.windows import (
     StitchedWindows,
     Windows,
 )
+from MaxText.input_pipeline.steady_opening import SteadyOpening
 from MaxText.input_pipeline.streams.megatron_order import document_range
 from MaxText.input_pipeline.streams.opening import open_token_data
 from MaxText.input_pipeline.streams.token_data import TokenData
+
+_Value = TypeVar("_Value")
 
 CHUNKS = SAMPLINGS[0]
 _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
@@ -134,6 +139,7 @@ def open_sources(
     num_samples: int | None,
     for_training: bool,
     show: Callable[[str], None],
+    steady: SteadyOpening | None = None,
 ) -> list[OpenedSource]:
     """Opens data sets for reading.
 
@@ -147,19 +153,14 @@ def open_sources(
       num_samples: rows of the whole run, None where it has no end.
       for_training: shuffled and repeated as `data` says; otherwise in order, once.
       show: takes lines about what is done.
+      steady: opens again what storage fails to give; None for one try.
 
     Raises:
       UserError: a data set is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
-    cutting = Cutting(
-        length,
-        data.attend_across_documents,
-        data.zero_loss,
-        data.use_truncation and not data.packing,
-    )
-    opened = []
-    for number, entry in enumerate(entries):
-        tokens = open_token_data(
+
+    def open_entry(entry: Entry) -> TokenData:
+        return open_token_data(
             entry.location,
             key=entry.key,
             data=data,
@@ -168,6 +169,24 @@ def open_sources(
             for_training=for_training,
             show=show,
         )
+
+    def cut(entry: Entry, tokens: TokenData) -> Windows:
+        if data.megatron_order == "gpt_neox":
+            return _in_sample_order(data, tokens, cutting, for_training, num_samples)
+        return _cut(data, entry, tokens, cutting)
+
+    def at_last(entry: Entry, open_once: Callable[[], _Value]) -> _Value:
+        return steady.open(entry.location, open_once) if steady else open_once()
+
+    cutting = Cutting(
+        length,
+        data.attend_across_documents,
+        data.zero_loss,
+        data.use_truncation and not data.packing,
+    )
+    opened = []
+    for number, entry in enumerate(entries):
+        tokens = at_last(entry, functools.partial(open_entry, entry))
         if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
             raise UserError(
                 f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
@@ -184,10 +203,7 @@ def open_sources(
                 f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
                 "megatron_order=stored and the sampling chunks."
             )
-        if data.megatron_order == "gpt_neox":
-            windows = _in_sample_order(data, tokens, cutting, for_training, num_samples)
-        else:
-            windows = _cut(data, entry, tokens, cutting)
+        windows = at_last(entry, functools.partial(cut, entry, tokens))
         if len(windows) == 0:
             raise UserError(
                 f"{entry.key}={entry.location} has {len(tokens.stream)} tokens in "

@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import errno
 import functools
 import glob
 import hashlib
@@ -9,15 +10,18 @@ import itertools
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
+
+_Found = TypeVar("_Found")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
@@ -68,7 +72,7 @@ def list_files(location: str, key: str) -> list[str]:
     try:
         if location.startswith("@"):
             return _listed(location[1:], key)
-        if not is_url(location) and _exists(local_path(location)):
+        if not is_url(location) and status_of(local_path(location)) is not None:
             return _matches(location, key)  # whatever characters its name has
         files = []
         for name in _expand_braces(location):
@@ -88,15 +92,26 @@ def list_files(location: str, key: str) -> list[str]:
         ) from error
 
 
-def _exists(path: str) -> bool:
-    """Whether there is a file or folder; raises PermissionError where that cannot be seen."""
+def status_of(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """What is at a local path, None where nothing can be; is_file and the like hide failures.
+
+    Raises:
+      OSError: it cannot be looked at, or storage fails.
+    """
     try:
-        os.stat(path)
-    except PermissionError:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            return None
         raise
-    except (OSError, ValueError):
-        return False
-    return True
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a local path is that of a file; raises as status_of."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _listed(list_file: str, key: str) -> list[str]:
@@ -112,7 +127,7 @@ def _listed(list_file: str, key: str) -> list[str]:
     if not files:
         raise UserError(f"{key}=@{list_file} lists no file. Write one name per line into it.")
     for file in files:
-        if not is_url(file) and not os.path.isfile(local_path(file)):
+        if not is_url(file) and not is_file(local_path(file)):
             raise UserError(f"{key}=@{list_file} lists {file}, which is no file. Correct the list.")
     return files
 
@@ -137,7 +152,8 @@ def _matches(name: str, key: str) -> list[str]:
     if is_url(name):
         return _remote_matches(name, key)
     name = local_path(name)
-    if os.path.isdir(name):
+    status = status_of(name)
+    if status is not None and stat.S_ISDIR(status.st_mode):
         found = [
             os.path.join(folder, file)
             for folder, folders, files in os.walk(name, onerror=_raise)
@@ -147,9 +163,9 @@ def _matches(name: str, key: str) -> list[str]:
         if not found:
             raise UserError(f"{key}={name} is a folder without files. Name one that holds data.")
         return sorted(found, key=natural_key)
-    if os.path.exists(name):
+    if status is not None:
         return [name]
-    return sorted(filter(os.path.isfile, glob.glob(name, recursive=True)), key=natural_key)
+    return sorted(filter(is_file, glob.glob(name, recursive=True)), key=natural_key)
 
 
 def _raise(error: OSError) -> None:
@@ -238,11 +254,23 @@ def _descriptor(path: str) -> _Descriptor:
     with _lock:
         if path in _open:
             _open.move_to_end(path)
-        else:
-            _open[path] = _Descriptor(path)
-            while len(_open) > _MOST_OPEN:
-                _open.popitem(last=False)
-        return _open[path]
+            return _open[path]
+    # Not under the lock: storage that hangs would keep it from those who read other files.
+    opened = _Descriptor(path)
+    let_go = []
+    with _lock:
+        let_go.append(_open.get(path))
+        _open[path] = opened
+        while len(_open) > _MOST_OPEN:
+            let_go.append(_open.popitem(last=False))
+    return opened
+
+
+def _let_go(path: str) -> None:
+    """Makes the next read of a local file open what is there then."""
+    with _lock:
+        closed = _open.pop(path, None)
+    del closed  # closing may hang as well
 
 
 def version(path: str) -> tuple[int, str]:
@@ -251,32 +279,63 @@ def version(path: str) -> tuple[int, str]:
     Reads after this see the file that is there now, also where another one was open before.
 
     Raises:
-      UserError: it is missing, a folder or not readable.
+      UnreadableFile: it is missing, not readable, or its storage fails.
+      UserError: it is a folder, or as file_system.
     """
     try:
         if not is_url(path):
-            with _lock:
-                _open.pop(local_path(path), None)
+            _let_go(local_path(path))
             status = os.stat(local_path(path))
             if os.path.isdir(local_path(path)):
                 raise UserError(f"{path} is a folder where a file is expected. Name the file.")
             return status.st_size, str(status.st_mtime_ns)
         system, name = file_system(path)
         entry = system.info(name)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({_reason(error)}). Check the path and that you may read it."
+    except UserError:
+        raise
+    except Exception as error:
+        # The libraries behind URLs raise errors of their own, which have no base in common.
+        if not (is_url(path) or isinstance(error, OSError)):
+            raise
+        raise UnreadableFile(
+            f"{path} cannot be read ({_reason(error)}). Check the path and that you may read it.",
+            path,
         ) from error
     tags = (entry.get(tag) for tag in ("etag", "ETag", "generation", "mtime", "updated", "created"))
     return int(entry["size"]), str(next(filter(None, tags), ""))
 
 
+def forget(files: Sequence[str]) -> None:
+    """Makes the next look at files see what is there then, not what was listed or open before."""
+    for file in files:
+        if not is_url(file):
+            _let_go(local_path(file))
+    for file in {file.split("://")[0]: file for file in files if is_url(file)}.values():
+        file_system(file)[0].invalidate_cache()
+
+
 def versions(files: Sequence[str]) -> list[tuple[int, str]]:
     """The version of each file; those behind URLs are asked for at the same time."""
+    return _at_once(version, files)
+
+
+def sizes_now(files: Sequence[str]) -> list[int | None]:
+    """The size of each file, None of one that cannot be looked at; asked for as by versions."""
+    return _at_once(_size_now, files)
+
+
+def _size_now(file: str) -> int | None:
+    try:
+        return version(file)[0]
+    except UnreadableFile:
+        return None
+
+
+def _at_once(look: Callable[[str], _Found], files: Sequence[str]) -> list[_Found]:
     if not any(map(is_url, files)):
-        return [version(file) for file in files]
+        return [look(file) for file in files]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
-        return list(threads.map(version, files))
+        return list(threads.map(look, files))
 
 
 class ReadableFile(abc.ABC):
@@ -312,11 +371,15 @@ class ReadableFile(abc.ABC):
 
     def _short(self, offset: int, length: int, found: int) -> BadRecord:
         return BadRecord(
-            self.path, offset, f"the file ends after {found} of {length} bytes: it was cut short"
+            self.path,
+            offset,
+            f"the file ends after {found} of {length} bytes: it was cut short",
+            may_heal=True,
         )
 
     def _unreadable(self, offset: int, error: Exception) -> BadRecord:
-        return BadRecord(self.path, offset, f"the file cannot be read ({_reason(error)})")
+        reason = f"the file cannot be read ({_reason(error)})"
+        return BadRecord(self.path, offset, reason, may_heal=True)
 
 
 class LocalFile(ReadableFile):
@@ -350,10 +413,15 @@ class RemoteFile(ReadableFile):
     """A file behind a URL; the places of one call are fetched at the same time."""
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        system, name = file_system(self.path)
         starts = [offset for offset, _ in places]
         ends = [offset + length for offset, length in places]
-        contents = system.cat_ranges([name] * len(places), starts, ends, on_error="return")
+        try:
+            system, name = file_system(self.path)
+            contents = system.cat_ranges([name] * len(places), starts, ends, on_error="return")
+        except UserError:
+            raise
+        except Exception as error:  # of the library behind the URL, see version()
+            raise self._unreadable(min(starts, default=0), error) from error
         for (offset, length), content in zip(places, contents, strict=True):
             if isinstance(content, Exception):
                 raise self._unreadable(offset, content) from content

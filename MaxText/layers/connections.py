@@ -3,6 +3,7 @@
 Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import DenseConnections as DenseSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
-from MaxText.layers.depth_mixing import NO_NORMS, Norms, mix, normalizes, to_be_scaled
+from MaxText.layers.depth_mixing import (
+    ALONE,
+    NO_NORMS,
+    Chain,
+    Left,
+    Norms,
+    leaves_gradients,
+    mix,
+    normalizes,
+    to_be_scaled,
+)
 from MaxText.layers.normalization import RMSNorm, factor
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import constrain
@@ -49,10 +61,12 @@ class Source(NamedTuple):
       inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps), where sums are over normalised states:
         made for the first sum that reads the state, as later ones would have to read all of it
         twice. From then on gradients are those of scale * x (depth_mixing.to_be_scaled).
+      left: of the sum whose last source this is, where the sum after it leaves gradients to it.
     """
 
     x_BTD: jax.Array
     inverse_rms_BT1: jax.Array | None = None
+    left: Left | None = None
 
 
 Sources = tuple[Source, ...]
@@ -87,9 +101,24 @@ class DenseConnections(nnx.Module):
                 if section.stands_after(depth)
             }
         )
+        self._pair()
+        # What the sum after the last layer gives is read outside of layers, and so kept anyway.
+        made_again = [one for one in self.after.values() if one.depth < num_layers]
+        for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
+            one.kept = True
         self.source_norm = (
             SourceScales((num_layers + 1, D), building, rngs) if section.mudd_prenorm else None
         )
+
+    def _pair(self) -> None:
+        """Has every second sum, from the last one, leave gradients to the one before it."""
+        depths = [int(depth) for depth in self.after]
+        while len(depths) > 1:
+            later, earlier = (self.after[str(depths.pop())] for _ in range(2))
+            if later.can_leave_to(earlier):
+                later.left_to, earlier.num_later_ways = earlier.depth, len(later.ways)
+            else:
+                depths.append(earlier.depth)
 
     def __call__(
         self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
@@ -142,8 +171,12 @@ class DepthSum(nnx.Module):
     ):
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
         self.section = section
+        self.depth = depth
         self.epsilon = epsilon
         self.sources = section.sources(depth)
+        self.left_to: int | None = None  # depth of the sum that gradients are left to
+        self.num_later_ways = 0  # of the sum that leaves its gradients to this one
+        self.kept = False  # whether its results are kept for the backward pass
         # Only one stream goes on after the last layer.
         self.ways = ("r",) if depth == num_layers else section.dense_ways
         C, S = len(self.ways), len(self.sources)
@@ -179,6 +212,15 @@ class DepthSum(nnx.Module):
             identity[:, -1] = 1.0
         return identity
 
+    def can_leave_to(self, earlier: "DepthSum") -> bool:
+        """Whether that sum has all earlier sources, and adding up both gradients there costs less.
+
+        Spared are a read and a write for each of its sources. Written and read again are the
+        gradients of the ways of this one.
+        """
+        num_left, num_ways = len(earlier.sources), len(self.ways)
+        return self.sources[:num_left] == earlier.sources and 2 * num_left > 2 * num_ways
+
     def weights(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 [B, T, C, S], B and T being 1 where the weights do not depend on the token.
 
@@ -190,7 +232,14 @@ class DepthSum(nnx.Module):
         weights_BTCS = jnp.asarray(fixed)[None, None]
         if self.wi is None or self.wo is None or self.norm is None:
             return weights_BTCS
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](self.wi(self.norm(x_BTD)))
+        kernel_DK = self.wi.kernel[...]
+        if self.norm.scale is not None:
+            kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
+        hidden_BTK = ACTIVATIONS[self.section.dense_activation](
+            product_of_normalized(
+                x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
+            )
+        )
         return weights_BTCS + self.wo(hidden_BTK).astype(jnp.float32)
 
     def __call__(
@@ -213,13 +262,21 @@ class DepthSum(nnx.Module):
             inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
+        form, chain, left = self.section.dense_mixing, ALONE, None
+        if leaves_gradients(form, x_BTD):
+            if self.left_to is not None:
+                left = sources[self.left_to].left
+            num_left = 0 if left is None else left.weights_BTES.shape[-1]
+            chain = Chain(num_left, self.num_later_ways)
         mixed = mix(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            self.section.dense_mixing,
+            form,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
+            chain=chain,
+            left=left,
         )
         outputs: dict[str, Any] = {}
         for place, (way, y_BTD) in enumerate(zip(self.ways, mixed.sums, strict=True)):
@@ -228,10 +285,13 @@ class DepthSum(nnx.Module):
             if self.section.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, "activation_batch", "activation_length", "activation_embed")
+            if self.kept:
+                y_BTD = checkpoint_name(y_BTD, "depth_sum")
             outputs[way] = Normalized(y_BTD) if place in fused.ways else y_BTD
         handed_on = list(sources)
         for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            handed_on[place] = source._replace(x_BTD=state_BTD)
+            handed_on[place] = source._replace(x_BTD=state_BTD, left=None)
+        handed_on[self.depth] = handed_on[self.depth]._replace(left=mixed.left)
         return outputs, tuple(handed_on)
 
     def _fused(
@@ -253,6 +313,52 @@ class DepthSum(nnx.Module):
         x_BTD = source.x_BTD
         mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
         return Source(to_be_scaled(x_BTD, scale_D), jax.lax.rsqrt(mean_square + self.epsilon))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product_of_normalized(
+    x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
+) -> jax.Array:
+    """[B, T, K] r x W with r = 1 / sqrt(mean(x^2) + eps), in the format of x; sums are float32.
+
+    As few dimensions K come of many, nothing of the size of x is made but its gradient, in one pass
+    over x. Normalised first, the gradient of r x is written and read again for sums over it.
+    """
+    return _product_of_normalized(x_BTD, kernel_DK, epsilon, precision)[0]
+
+
+def _product_of_normalized(x_BTD, kernel_DK, epsilon, precision):
+    mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+    # Kept for the backward pass, as both are small and each would take a read of x to make again.
+    inverse_rms_BT1 = checkpoint_name(jax.lax.rsqrt(mean_square + epsilon), "depth_product")
+    product_BTK = checkpoint_name(
+        _float_product("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
+    )
+    y_BTK = (inverse_rms_BT1 * product_BTK).astype(x_BTD.dtype)
+    return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
+
+
+def _product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
+    del epsilon
+    x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
+    gradient_BTK = gradient_BTK.astype(jnp.float32)
+    of_product_BTK = (inverse_rms_BT1 * gradient_BTK).astype(x_BTD.dtype)
+    of_kernel_DK = _float_product("btd,btk->dk", x_BTD, of_product_BTK, precision)
+    # dr / dx = -r^3 x / D
+    of_inverse_rms_BT1 = jnp.sum(gradient_BTK * product_BTK, axis=-1, keepdims=True)
+    share_BT1 = inverse_rms_BT1**3 * of_inverse_rms_BT1 / x_BTD.shape[-1]
+    of_x_BTD = _float_product("btk,dk->btd", of_product_BTK, kernel_DK, precision)
+    of_x_BTD = of_x_BTD - share_BT1 * x_BTD.astype(jnp.float32)
+    return of_x_BTD.astype(x_BTD.dtype), of_kernel_DK.astype(kernel_DK.dtype)
+
+
+product_of_normalized.defvjp(_product_of_normalized, _product_of_normalized_backward)
+
+
+def _float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+    return jnp.einsum(
+        subscripts, a, b, precision=precision, preferred_element_type=jnp.float32
+    )  # fmt: skip
 
 
 def _rounded(width: int, rounding: str) -> int:

@@ -219,6 +219,7 @@ class Decoder(nnx.Module):
             num_layers=len(kinds),
             policy=policy,
             states=states,
+            in_turn=self.section.dense_connections.dense_conn,
         )
 
     def _last(self, walked: Walked, policy: RematPolicy) -> jax.Array:

@@ -3,9 +3,11 @@
 The cost of a sum is the memory traffic of its sources, so gradients are written by hand: a source
 is handed on by each sum that reads it, and its gradient comes back through the same chain. The
 gradient of a sum is then added to what later layers have left, one read and one write for all ways,
-instead of being an array of its own that is added up at the end.
+instead of being an array of its own that is added up at the end. Of two sums over the same sources
+the later one may leave these gradients to the earlier one, which adds both at once.
 
-Legend: B sequences, T tokens, D emb_dim, C ways, S sources; N = B * T, K = C * S.
+Legend: B sequences, T tokens, D emb_dim, C ways, S sources, E ways of the sum after; N = B * T,
+K = C * S, M ways with a norm.
 """
 
 import functools
@@ -49,6 +51,41 @@ class Norms(NamedTuple):
 NO_NORMS = Norms()
 
 
+class Left(NamedTuple):
+    """A place for the gradients of a sum that leaves those of its sources to the sum before it.
+
+    Forward it holds zeros that nothing reads, so they are never made.
+
+    Attributes:
+      of_sums: [B, T, D] of each way, before its norm.
+      weights_BTES: float32; S are the sources of the sum before.
+    """
+
+    of_sums: list[jax.Array]
+    weights_BTES: jax.Array
+
+
+class Chain(NamedTuple):
+    """What a sum has to do with the gradients of others, where `leaves_gradients` says so.
+
+    Attributes:
+      num_left: its first sources are all those of the sum before, which adds up their gradients:
+        how many these are, 0 where gradients are added here.
+      num_later_ways: E of the sum after, which leaves gradients to this one; 0 where it does not.
+    """
+
+    num_left: int = 0
+    num_later_ways: int = 0
+
+
+ALONE = Chain()
+
+
+def leaves_gradients(form: str, state_BTD: jax.Array) -> bool:
+    """Whether sums of such states by `mix` can leave gradients to others."""
+    return form == "kernel" and state_BTD.shape[0] * state_BTD.shape[1] >= KERNEL_TOKENS
+
+
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
     """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
     writes what a kernel has made several times for a norm.
@@ -66,10 +103,12 @@ class Mixed(NamedTuple):
     Attributes:
       sums: y_BTD of each way, in the format of the sources.
       sources: the sources, to be read by later layers in place of those given.
+      left: to be given to the sum after, if that leaves gradients to this one.
     """
 
     sums: list[jax.Array]
     sources: list[jax.Array]
+    left: Left | None
 
 
 def mix(
@@ -80,6 +119,8 @@ def mix(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
+    chain: Chain = ALONE,
+    left: Left | None = None,
 ) -> Mixed:
     """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c, with float32 sums.
 
@@ -91,12 +132,16 @@ def mix(
       scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
       norms: of sums, where `normalizes` says so.
       factors_MD: float32, of these norms.
+      chain: gradients that are left to other sums. No effect on the result.
+      left: what the sum before has returned, if gradients are left to it.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form == "kernel" and batch * length < KERNEL_TOKENS:
         form = "sum"
-    mixed: Any = _mix(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
+    assert chain == ALONE or form == "kernel"
+    assert (left is not None) == (chain.num_left > 0)
+    mixed: Any = _mix(form, norms, chain, weights_BTCS, list(sources), scales_SD, factors_MD, left)
     return Mixed(*mixed)
 
 
@@ -125,42 +170,73 @@ def _to_be_scaled_backward(kept, gradient_BTD):
 to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
-    if form == "kernel":
-        return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
-    assert not norms.ways
-    make = _einsum if form == "einsum" else _sum
-    # Without a barrier the compiler makes a sum again inside each operation that reads it.
-    return jax.lax.optimization_barrier(make(weights_BTCS, sources, scales_SD)), sources
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _mix(form, norms, chain, weights_BTCS, sources, scales_SD, factors_MD, left):
+    del left
+    if form != "kernel":
+        assert not norms.ways
+        make = _einsum if form == "einsum" else _sum
+        # Without a barrier the compiler makes a sum again inside each operation that reads it.
+        return jax.lax.optimization_barrier(make(weights_BTCS, sources, scales_SD)), sources, None
+    sums = _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD)
+    if not chain.num_later_ways:
+        return sums, sources, None
+    shape = (*weights_BTCS.shape[:2], chain.num_later_ways, weights_BTCS.shape[3])
+    place = Left([jnp.zeros_like(sources[0])] * chain.num_later_ways, jnp.zeros(shape))
+    return sums, sources, place
 
 
-def _mix_forward(form, norms, *arguments):
+def _mix_forward(form, norms, chain, *arguments):
     # With symbolic zeros, arguments come with the question whether they are differentiated.
     arguments = jax.tree.map(lambda x: x.value, arguments)
-    return _mix(form, norms, *arguments), arguments
+    return _mix(form, norms, chain, *arguments), arguments[:-1]  # nothing reads `left`
 
 
-def _mix_backward(form, norms, kept, gradients):
+def _mix_backward(form, norms, chain, kept, gradients):
     weights_BTCS, sources, scales_SD, factors_MD = kept
-    of_sums, accumulated = gradients
+    of_sums, accumulated, later = gradients
     of_sums = [_array(g) for g in of_sums]
-    if all(isinstance(a, SymbolicZero) for a in accumulated):
-        accumulated = None
-    else:
-        accumulated = [_array(a) for a in accumulated]
     if form == "kernel":
-        of_weights_BTCS, new, of_factors_MD = _kernel_gradients(
-            norms, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated
+        later = None if _all_zero(later) else jax.tree.map(_array, later, is_leaf=_is_zero)
+        num_left = chain.num_left
+        found = _kernel_gradients(
+            norms,
+            num_left,
+            weights_BTCS,
+            sources,
+            scales_SD,
+            factors_MD,
+            of_sums,
+            None
+            if _all_zero(accumulated[num_left:])
+            else list(map(_array, accumulated[num_left:])),
+            later,
         )
-        return of_weights_BTCS, new, None, of_factors_MD
+        of_weights_BTCS, new, of_unnormalized, of_factors_MD = found
+        passed_on = [None if _is_zero(a) else a for a in accumulated[:num_left]]
+        left = None
+        if num_left:
+            for place, g_BTD in zip(norms.ways, of_unnormalized, strict=True):
+                of_sums[place] = g_BTD
+            left = Left(of_sums, weights_BTCS[..., :num_left])
+        return of_weights_BTCS, [*passed_on, *new], None, of_factors_MD, left
+    accumulated = None if _all_zero(accumulated) else list(map(_array, accumulated))
     one_by_one = _product_gradients if platform() == "cpu" else _sum_gradients
     differentiate = _einsum_gradients if form == "einsum" else one_by_one
     of_sums = jax.lax.optimization_barrier(of_sums)
-    return *differentiate(weights_BTCS, sources, scales_SD, of_sums, accumulated), None, None
+    found = differentiate(weights_BTCS, sources, scales_SD, of_sums, accumulated)
+    return *found, None, None, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
+
+
+def _is_zero(gradient: Any) -> bool:
+    return isinstance(gradient, SymbolicZero)
+
+
+def _all_zero(gradients: Any) -> bool:
+    return all(map(_is_zero, jax.tree.leaves(gradients, is_leaf=_is_zero)))
 
 
 def _array(gradient: Any) -> jax.Array:
@@ -243,7 +319,8 @@ def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     # Pallas takes a second to import.
     from MaxText.layers import mixing_kernel
 
-    def run(_, weights_BTCS, scales_SD, factors_MD, sources):
+    def run(axes, later, weights_BTCS, scales_SD, factors_MD, sources):
+        del axes, later
         sums = mixing_kernel.forward(
             _flat(weights_BTCS),
             [_flat(x) for x in sources],
@@ -259,11 +336,16 @@ def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     )
 
 
-def _kernel_gradients(norms, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated):
+def _kernel_gradients(
+    norms, num_left, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated, later
+):
     from MaxText.layers import mixing_kernel
 
-    def run(axes, weights_BTCS, scales_SD, factors_MD, sources, of_sums, accumulated):
-        of_weights_NK, new, of_factors_MD = mixing_kernel.backward(
+    def run(axes, later, weights_BTCS, scales_SD, factors_MD, sources, of_sums, accumulated):
+        if later is not None:
+            of_later, later_weights_BTES = later
+            later = mixing_kernel.Later([_flat(g) for g in of_later], _flat(later_weights_BTES))
+        of_weights_NK, new, unnormalized, of_factors_MD = mixing_kernel.backward(
             _flat(weights_BTCS),
             [_flat(x) for x in sources],
             [_flat(g) for g in of_sums],
@@ -272,6 +354,8 @@ def _kernel_gradients(norms, weights_BTCS, sources, scales_SD, factors_MD, of_su
             scales_SD=scales_SD,
             norms=norms,
             factors_MD=factors_MD,
+            num_left=num_left,
+            later=later,
         )
         # A device that holds some of the dimensions, or some of the tokens, has that part of
         # what is summed over them.
@@ -279,18 +363,21 @@ def _kernel_gradients(norms, weights_BTCS, sources, scales_SD, factors_MD, of_su
             of_weights_NK = jax.lax.psum(of_weights_NK, axes.dims)
         if of_factors_MD is not None and axes.tokens:
             of_factors_MD = jax.lax.psum(of_factors_MD, axes.tokens)
-        new = [a_ND.reshape(sources[0].shape) for a_ND in new]
-        return of_weights_NK.reshape(weights_BTCS.shape), new, of_factors_MD
+        new, unnormalized = (
+            [a_ND.reshape(sources[0].shape) for a_ND in arrays] for arrays in (new, unnormalized)
+        )
+        return of_weights_NK.reshape(weights_BTCS.shape), new, unnormalized, of_factors_MD
 
     return _on_each_device(
         run,
-        lambda state, weights: (weights, state, PartitionSpec()),
+        lambda state, weights: (weights, state, state, PartitionSpec()),
         weights_BTCS,
         scales_SD,
         factors_MD,
         sources,
         of_sums,
         accumulated,
+        later=later,
     )
 
 
@@ -312,9 +399,9 @@ class _Axes(NamedTuple):
 
 
 def _on_each_device(
-    run, result_specs, weights_BTCS, scales_SD, factors_MD, sources, *states
+    run, result_specs, weights_BTCS, scales_SD, factors_MD, sources, *states, later=None
 ) -> Any:
-    """run(axes, weights, scales, factors, sources, *states) on each device's share.
+    """run(axes, later, weights, scales, factors, sources, *states) on each device's share.
 
     The compiler cannot divide a kernel among devices by itself.
 
@@ -323,14 +410,18 @@ def _on_each_device(
     """
     sharding = sharding_in_force(_STATE, sources[0].shape)
     if sharding is None:
-        return run(_Axes(), weights_BTCS, scales_SD, factors_MD, sources, *states)
+        return run(_Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
     batch, length, dims = state = sharding.spec
     axes = _Axes((*(batch or ()), *(length or ())), dims or ())
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
     return jax.shard_map(
         functools.partial(run, axes),
         mesh=sharding.mesh,
-        in_specs=(weights, rows, rows, *[state] * (1 + len(states))),
+        in_specs=(
+            None if later is None else Left(state, weights),  # pyright: ignore
+            *(weights, rows, rows),
+            *[state] * (1 + len(states)),
+        ),
         out_specs=result_specs(state, weights),
         check_vma=False,
-    )(weights_BTCS, scales_SD, factors_MD, sources, *states)
+    )(later, weights_BTCS, scales_SD, factors_MD, sources, *states)

@@ -5,7 +5,7 @@ One program owns a few tokens with all their dimensions. It reads each source on
 may normalise sums before it writes them.
 
 Legend: N tokens of all sequences, D emb_dim, C ways, S sources, M ways whose sum is normalised;
-K = C * S weights of a token.
+K = C * S weights of a token; E ways of a later sum, L = E * S.
 """
 
 import functools
@@ -71,13 +71,27 @@ class Gradients(NamedTuple):
     Attributes:
       of_weights_NK: float32.
       of_sources: [N, D] each, with what was there before; for scaled sources of scale * x
-        (depth_mixing.to_be_scaled).
+        (depth_mixing.to_be_scaled). Without those that were left to others.
+      of_unnormalized: [N, D] of each normalised way before its norm, if gradients were left.
       of_factors_MD: float32; None without norms.
     """
 
     of_weights_NK: jax.Array
     of_sources: list[jax.Array]
+    of_unnormalized: list[jax.Array]
     of_factors_MD: jax.Array | None
+
+
+class Later(NamedTuple):
+    """A later sum over the same sources, whose gradients of sources are still to be made.
+
+    Attributes:
+      of_sums: gradients of its E ways before their norms, [N, D] each.
+      weights_NL: float32, as those of `forward`.
+    """
+
+    of_sums: list[jax.Array]
+    weights_NL: jax.Array
 
 
 def backward(
@@ -90,6 +104,8 @@ def backward(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
+    num_left: int = 0,
+    later: Later | None = None,
 ) -> Gradients:
     """Gradients of `forward`, added in place to those that the sources have already.
 
@@ -100,17 +116,27 @@ def backward(
 
     Args:
       of_sums: gradients of what `forward` returned, [N, D] each.
-      accumulated: of each source, or None for 0; their memory is used for the result.
+      accumulated: of each source that is not left, or None for 0; their memory is used for the
+        result.
+      num_left: how many sources, the first ones, have their gradients left to another call.
+      later: a call that has left those of all these sources to this one.
     """
     num_ways, num_sources = len(of_sums), len(sources)
     given = {"sources": list(sources), "of_sums": list(of_sums), "weights": weights_NK}
     given |= _given(scales=scales_SD, factors=factors_MD)
     if accumulated is not None:
         given["accumulated"] = list(accumulated)
+    num_terms = num_ways
+    if later is not None:
+        given |= {"later_sums": list(later.of_sums), "later_weights": later.weights_NL}
+        num_terms += len(later.of_sums)
+    state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
-        "of_sources": [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sources],
+        "of_sources": [state] * (num_sources - num_left),
         "of_weights": jax.ShapeDtypeStruct(weights_NK.shape, jnp.float32),
     }
+    if num_left:
+        results["of_unnormalized"] = [state] * len(norms.ways)
     if norms.ways:
         # Of each tile; few bytes beside those of the sources.
         shape = (_TILES, len(norms.ways), sources[0].shape[1])
@@ -120,11 +146,14 @@ def backward(
         given,
         results,
         norms=norms,
-        flops_per_number=(4 * num_ways + 2 * len(norms.ways)) * num_sources,
+        flops_per_number=2 * (num_ways + len(norms.ways)) * num_sources
+        + 2 * num_terms * (num_sources - num_left),
         target=target,
     )
     of_factors_MD = jnp.sum(found["part_of_factors"], axis=0) if norms.ways else None
-    return Gradients(found["of_weights"], found["of_sources"], of_factors_MD)
+    return Gradients(
+        found["of_weights"], found["of_sources"], found.get("of_unnormalized", []), of_factors_MD
+    )
 
 
 _TILES = -1  # stands for the number of tiles in a shape
@@ -355,6 +384,8 @@ def _inverse_rms(tile: _Tile, norms: Norms, squares: Sequence[jax.Array]) -> lis
 def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile = _Tile(given["sources"][0].shape, chunk, target)
     num_sources, of_sums = len(given["sources"]), given["of_sums"]
+    num_left = num_sources - len(results["of_sources"])
+    later_sums = given.get("later_sums", [])
     if norms.ways:
         results["part_of_factors"][...] = jnp.zeros(results["part_of_factors"].shape, jnp.float32)
 
@@ -366,25 +397,32 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
             return of_sums[c][token, columns].astype(jnp.float32)
 
         if norms.ways:
-            _through_norms(tile, norms, given, results["part_of_factors"], scratch, token)
+            _through_norms(tile, norms, given, results, scratch, token)
         for s in range(num_sources):
             places = [c * num_sources + s for c in range(len(of_sums))]
-            weights = [tile.weight(given["weights"], token, k) for k in places]
+            makes = s >= num_left
+            weights, later_weights = [], []
+            if makes:
+                weights = [tile.weight(given["weights"], token, k) for k in places]
+                later_weights = [
+                    tile.weight(given["later_weights"], token, e * num_sources + s)
+                    for e in range(len(later_sums))
+                ]
 
-            def products(columns, s=s, weights=weights):
+            def products(columns, s=s, weights=weights, later_weights=later_weights):
                 x = _source(given, s, token, columns)
-                new = results["of_sources"][s]
-                total = None
-                if "accumulated" in given:
-                    total = given["accumulated"][s][token, columns].astype(jnp.float32)
-                found = []
-                for c, weight in enumerate(weights):
-                    g = gradient(c, columns)
-                    total = weight * g if total is None else total + weight * g
-                    found.append(g * x)
-                assert total is not None
-                new[token, columns] = total.astype(new.dtype)
-                return found
+                ways = [gradient(c, columns) for c in range(len(of_sums))]
+                if weights:
+                    terms = [weight * g for weight, g in zip(weights, ways, strict=True)]
+                    for weight, ref in zip(later_weights, later_sums, strict=True):
+                        terms.append(weight * ref[token, columns].astype(jnp.float32))
+                    place = s - num_left
+                    if "accumulated" in given:
+                        old = given["accumulated"][place][token, columns]
+                        terms.append(old.astype(jnp.float32))
+                    new = results["of_sources"][place]
+                    new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
+                return [g * x for g in ways]
 
             for k, total in zip(places, tile.sums(products, len(places)), strict=True):
                 tile.put_weight(results["of_weights"], token, k, total)
@@ -392,8 +430,8 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile.for_tokens(at_tokens)
 
 
-def _through_norms(tile: _Tile, norms: Norms, given, part_of_factors, scratch, token) -> None:
-    """Puts the gradients of sums before their norms into `scratch`.
+def _through_norms(tile: _Tile, norms: Norms, given, results, scratch, token) -> None:
+    """Puts the gradients of sums before their norms into `scratch`, and among results if asked for.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """
@@ -422,8 +460,12 @@ def _through_norms(tile: _Tile, norms: Norms, given, part_of_factors, scratch, t
             y, r = scratch[m, token, columns], inverse_rms[m]
             g = given["of_sums"][c][token, columns].astype(jnp.float32) * r
             of_factor = jnp.sum(g * y, axis=0, keepdims=True)
-            part_of_factors[0, pl.ds(m, 1), columns] += of_factor
+            results["part_of_factors"][0, pl.ds(m, 1), columns] += of_factor
             factor = given["factors"][pl.ds(m, 1), columns]
-            scratch[m, token, columns] = g * factor - shares[m] * y
+            unnormalized = g * factor - shares[m] * y
+            scratch[m, token, columns] = unnormalized
+            if "of_unnormalized" in results:
+                ref = results["of_unnormalized"][m]
+                ref[token, columns] = unnormalized.astype(ref.dtype)
 
     tile.for_columns(differentiate)

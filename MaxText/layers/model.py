@@ -13,7 +13,7 @@ from flax import nnx
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.stack import joined, keep_layers_apart
-from MaxText.layers.weights import ParameterInfo
+from MaxText.layers.weights import ParameterInfo, ShapesOnly
 
 Parameters = dict  # nested, leaves are arrays
 
@@ -29,7 +29,7 @@ class Model:
 
     def __init__(self, section: ModelSection):
         self.section = section
-        module = nnx.eval_shape(lambda: Decoder(section, nnx.Rngs(params=0)))
+        module = Decoder(section, ShapesOnly())
         self._graphdef, state = nnx.split(module)
         self.abstract: Parameters = nnx.to_pure_dict(state)
         self.parameters: dict[str, ParameterInfo] = {}

@@ -5,14 +5,18 @@ whether or not the walk is a scan, so checkpoints do not depend on it. Where sha
 layer is stored under its number.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 from MaxText.configuration.model_sections import RematPolicy
+from MaxText.layers.weights import ShapesOnly
+from MaxText.parallelism.constraints import platform
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
@@ -25,6 +29,9 @@ _SAVED: dict[str, tuple[str, ...]] = {
     "save_qkv_proj": _PROJECTIONS,
     "save_out_proj": ("out_proj",),
 }
+# Under every policy: a few numbers of each token that a whole hidden state was read for, and the
+# sums that dense_kept_sums names.
+_ALWAYS_SAVED = ("depth_product", "depth_sum")
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
@@ -36,13 +43,11 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
     policies = jax.checkpoint_policies
     if policy == "none":
         return function
-    if policy == "full":
-        keep = policies.nothing_saveable
-    elif policy in _SAVED:
-        keep = policies.save_only_these_names(*_SAVED[policy])
+    if policy == "full" or policy in _SAVED:
+        keep = policies.save_only_these_names(*_ALWAYS_SAVED, *_SAVED.get(policy, ()))
     else:
         keep = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=list(_ALWAYS_SAVED),
             names_which_can_be_offloaded=list(_OFFLOADED[policy]),
             offload_src="device",
             offload_dst="pinned_host",
@@ -64,19 +69,27 @@ def stack(
       A module like a single layer, whose weights have a leading dimension of `num_layers`; or, of
       layers that differ, an nnx.Dict from "0", "1", ... to each.
     """
+    shapes_only = isinstance(rngs, ShapesOnly)
     if not alike:
-        keys = jax.random.split(rngs.params(), num_layers)
-        return nnx.Dict(
-            {str(i): make_layer(i, nnx.Rngs(params=keys[i])) for i in range(num_layers)}
-        )
+        if shapes_only:
+            own = [rngs] * num_layers
+        else:
+            own = [nnx.Rngs(params=k) for k in jax.random.split(rngs.params(), num_layers)]
+        return nnx.Dict({str(i): make_layer(i, own[i]) for i in range(num_layers)})
 
     # Drawn by one vmap over keys: layer by layer inside a jit, deep models take seconds to compile.
     def draw(key: jax.Array) -> dict:
         return nnx.to_pure_dict(nnx.state(make_layer(0, nnx.Rngs(params=key))))
 
-    abstract = nnx.eval_shape(lambda: make_layer(0, nnx.Rngs(params=0)))
-    graphdef = nnx.graphdef(abstract)
-    layers = nnx.merge(graphdef, jax.vmap(draw)(jax.random.split(rngs.params(), num_layers)))
+    one = make_layer(0, ShapesOnly())
+    if shapes_only:
+        values = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype),
+            nnx.to_pure_dict(nnx.state(one)),
+        )
+    else:
+        values = jax.vmap(draw)(jax.random.split(rngs.params(), num_layers))
+    layers = nnx.merge(nnx.graphdef(one), values)
     for _, parameter in nnx.to_flat_state(nnx.state(layers)):
         axes = parameter.get_metadata()["logical_axes"]
         parameter.set_metadata(logical_axes=("layers", *axes))
@@ -103,6 +116,60 @@ def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
 
 
 _unstacked.defvjp(_unstacked_forward, _unstacked_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cut(index: int, stacked: Any) -> tuple[Any, Any]:
+    """Weights of one layer, and the stacked tree that the next layer's are to be cut from.
+
+    Backward, a layer's gradients are written into the stacked ones that have come back so far, as
+    in a scan: each layer's are there when its own backward pass is over.
+    """
+    return jax.tree.map(lambda leaf: leaf[index], stacked), stacked
+
+
+def _cut_forward(index: int, stacked: Any) -> tuple[tuple[Any, Any], None]:
+    # With symbolic zeros, arguments come with the question whether they are differentiated.
+    return _cut(index, jax.tree.map(lambda x: x.value, stacked)), None
+
+
+def _cut_backward(index: int, _: None, gradients: tuple[Any, Any]) -> tuple[Any]:
+    def put(own: Any, so_far: Any) -> Any:
+        if _is_zero(own):
+            return None if _is_zero(so_far) else so_far
+        if _is_zero(so_far):
+            num_layers, *_ = so_far.aval.shape
+            so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
+        return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
+
+    return (jax.tree.map(put, *gradients, is_leaf=_is_zero),)
+
+
+_cut.defvjp(_cut_forward, _cut_backward, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _in_turn(arrays: Any) -> Any:
+    """As given; backward, none of their gradients is used before all of them are there."""
+    return arrays
+
+
+def _in_turn_forward(arrays: Any) -> tuple[Any, None]:
+    return jax.tree.map(lambda x: x.value, arrays), None
+
+
+def _in_turn_backward(_: None, gradients: Any) -> tuple[Any]:
+    leaves, structure = jax.tree.flatten(gradients, is_leaf=_is_zero)
+    there = iter(jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)]))
+    # What has no gradient gets none, instead of an array of zeros.
+    return (jax.tree.unflatten(structure, [None if _is_zero(g) else next(there) for g in leaves]),)
+
+
+_in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
+
+
+def _is_zero(gradient: Any) -> bool:
+    return isinstance(gradient, SymbolicZero)
 
 
 def walk(
@@ -194,6 +261,7 @@ def walk_written_out(
     num_layers: int,
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,
+    in_turn: bool = False,
 ) -> Walked:
     """Sends `first` through all layers, each written out by itself.
 
@@ -207,12 +275,17 @@ def walk_written_out(
       num_layers: how often a layer is applied; `layers` may hold one that all share.
       policy: what each layer's backward pass computes again. Outputs of layers are always kept.
       states: of each layer, or None before there are any.
+      in_turn: on TPU a layer's backward pass waits for the weights' gradients of the layer after
+        it. Where layers read many outputs, that compiler puts the products for all layers' weights
+        off to the end, and keeps their operands of all layers until then. It does not do so where
+        they read the last output alone, and waiting costs memory there (docs/mudd_cost.md). No
+        effect on the result.
     """
+    in_turn = in_turn and platform() == "tpu"
     outputs, totals, new_states = (first,), {}, []
-    each = _each(layers)
-    if len(each) != num_layers:
-        each = each * num_layers
-    for index, (graphdef, weights) in enumerate(each):
+    graphdefs, held = _each(layers, num_layers, in_turn)
+    for index, graphdef in enumerate(graphdefs):
+        weights, held, outputs = _take(index, held, outputs, in_turn)
 
         def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), outputs, index, state)
@@ -250,12 +323,31 @@ def joined(weights: Sequence[dict]) -> dict:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
 
 
-def _each(layers: Any) -> list[tuple[Any, dict]]:
-    """Graph definition and weights of each layer, in their order."""
+def _each(layers: Any, num_layers: int, in_turn: bool) -> tuple[list[Any], Any]:
+    """Graph definition of each layer, in their order, and what `_take` takes their weights from."""
     if isinstance(layers, nnx.Dict):
-        return [_split(layers[str(index)]) for index in range(len(layers))]
+        each = [_split(layers[str(index)]) for index in range(num_layers)]
+        return [graphdef for graphdef, _ in each], [weights for _, weights in each]
     graphdef, stacked = _split(layers)
-    return [(graphdef, weights) for weights in _unstacked(stacked)]
+    shared = jax.tree.leaves(stacked)[0].shape[0] != num_layers
+    return [graphdef] * num_layers, stacked if in_turn and not shared else _unstacked(stacked)
+
+
+def _take(index: int, held: Any, outputs: Any, in_turn: bool) -> tuple[dict, Any, Any]:
+    """Weights of a layer, those to take the next layer's from, and the outputs it is to read.
+
+    Args:
+      held: one tree of stacked weights, or a list of one tree per layer, or of one that all share.
+    """
+    if not in_turn:
+        return held[index % len(held)], held, outputs
+    if not isinstance(held, list):
+        held, outputs = _in_turn((held, outputs))
+        weights, held = _cut(index, held)  # pyright: ignore
+        return weights, held, outputs
+    held, place = list(held), index % len(held)
+    held[place], outputs = _in_turn((held[place], outputs))
+    return held[place], held, outputs
 
 
 def _split(layers: Any) -> tuple[Any, dict]:

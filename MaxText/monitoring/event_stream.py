@@ -9,14 +9,18 @@ import jax
 from etils import epath
 
 from MaxText.configuration.training_sections import Monitoring
-from MaxText.monitoring.events import Event, Sink
+from MaxText.monitoring.events import Event, Record, Sink, Tracker
+from MaxText.monitoring.json_lines import SECONDS_TO_CLOSE
+from MaxText.monitoring.sinks.background import Background
 from MaxText.monitoring.sinks.event_file import EventFile
 from MaxText.monitoring.sinks.metrics_file import MetricsFile
 from MaxText.monitoring.sinks.tensorboard import TensorBoard
 from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
 
 # Events after which everything is flushed: what follows may be the end of the process.
-_FLUSHED = ("start", "resume", "checkpoint", "stop")
+_FLUSHED = ("start", "resume", "checkpoint")
+# How long closing takes at most when the machine is about to go away.
+_SECONDS_WHEN_PREEMPTED = 10.0
 
 
 class EventStream:
@@ -50,6 +54,7 @@ class EventStream:
         self._attempt = attempt
         self._flush_every = flush_every
         self._flushed_step: int | None = None
+        self._seconds_to_close = SECONDS_TO_CLOSE
 
     def emit(
         self,
@@ -72,14 +77,18 @@ class EventStream:
         event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
         for sink in self._sinks:
             sink.write(event)
-        if kind in _FLUSHED:
+        if kind == "stop":
+            if facts.get("reason") == "preempted":
+                self._seconds_to_close = _SECONDS_WHEN_PREEMPTED
             self.flush()
+        elif kind in _FLUSHED:
+            self._ask_flush()
         elif kind == "step" and step is not None:
             if self._flushed_step is None:
                 self._flushed_step = step
             if step - self._flushed_step >= self._flush_every:
                 self._flushed_step = step
-                self.flush()
+                self._ask_flush()
 
     @contextlib.contextmanager
     def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
@@ -92,15 +101,41 @@ class EventStream:
         yield facts
         self.emit(kind, seconds=time.perf_counter() - began, **facts)
 
-    def flush(self) -> None:
-        """Makes everything emitted so far durable."""
+    def _ask_flush(self) -> None:
         for sink in self._sinks:
             sink.flush()
 
-    def close(self) -> None:
-        """Flushes and closes every sink. Safe to call twice."""
+    def flush(self) -> None:
+        """Makes everything emitted so far durable; records that lie far away are waited for.
+
+        A minute at most, and not for trackers, which show the records to people.
+        """
+        self._ask_flush()
+        self._settle(time.monotonic() + self._seconds_to_close)
+
+    def _settle(self, until: float) -> None:
         for sink in self._sinks:
-            sink.close()
+            if isinstance(sink, Record):
+                sink.settle(until)
+
+    def close(self) -> None:
+        """Flushes and closes every sink. Safe to call twice.
+
+        All of them together are waited for a minute at most, less after SIGTERM.
+        """
+        until = time.monotonic() + self._seconds_to_close
+        trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
+        for tracker in trackers:
+            tracker.end()
+        for sink in self._sinks:
+            if isinstance(sink, Record):
+                sink.flush()
+        self._settle(until)
+        for tracker in trackers:
+            tracker.wait(until)
+        for sink in self._sinks:
+            if sink not in trackers:
+                sink.close()
 
 
 def open_stream(
@@ -110,6 +145,7 @@ def open_stream(
     config_flat: Mapping[str, Any],
     *,
     first_step: int,
+    first_evaluation: int | None = None,
     terminal: Sink,
 ) -> EventStream:
     """The stream of a run that begins, or goes on, at an update.
@@ -122,6 +158,7 @@ def open_stream(
       run_name: stands in each metric row, as a metrics_file may be shared by runs.
       config_flat: the configuration by key.
       first_step: the update done first; rows of it and later ones are removed.
+      first_evaluation: the update evaluated first, if that is an earlier one.
       terminal: shows events to people.
 
     Raises:
@@ -134,10 +171,10 @@ def open_stream(
     if monitoring.enable_wandb:
         # First, as it is the one that may refuse.
         sinks.append(WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step))
-    events = EventFile(folder, first_step)
+    events = EventFile(folder, first_step, first_evaluation=first_evaluation)
     sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
     if monitoring.enable_tensorboard:
-        sinks.append(TensorBoard(folder, config_flat, first_step))
+        sinks.append(Background(TensorBoard(folder, config_flat, first_step), "TensorBoard"))
     return EventStream(
         sinks, attempt=events.attempt, lost=events.lost, flush_every=monitoring.log_period
     )

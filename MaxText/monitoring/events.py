@@ -14,7 +14,7 @@ docs/report.md says what the facts of each kind are.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 EVENTS_FILE = "events.jsonl"
 
@@ -27,6 +27,7 @@ PHASES: dict[str, str] = {
     "step": "train",
     "skip": "train",
     "rewind": "train",
+    "retry": "train",
     "growth": "start_up",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
@@ -35,7 +36,7 @@ PHASES: dict[str, str] = {
 }
 
 # Kinds that an attempt does again when it begins at an earlier step than the last one had reached.
-REPEATED = ("step", "skip", "rewind", "evaluation", "checkpoint", "sample")
+REPEATED = ("step", "skip", "rewind", "retry", "evaluation", "checkpoint", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,26 @@ class Sink(Protocol):
         """Takes an event; must not hold up the training loop."""
 
     def flush(self) -> None:
-        """Makes what was taken durable, as far as the place allows."""
+        """Makes what was taken durable, as far as the place allows without a wait."""
 
     def close(self) -> None:
         """Flushes and lets go of files and threads. Safe to call twice."""
+
+
+@runtime_checkable
+class Record(Sink, Protocol):
+    """What a run goes on from: a sink of which no row may be missing beside a checkpoint."""
+
+    def settle(self, until: float) -> None:
+        """Waits until what was flushed is durable, or cannot be; `until` of time.monotonic."""
+
+
+@runtime_checkable
+class Tracker(Sink, Protocol):
+    """A sink with a thread of its own, which shows a run to people."""
+
+    def end(self) -> None:
+        """Asks for the close, without waiting for it."""
+
+    def wait(self, until: float) -> None:
+        """Waits until it has closed after `end`; `until` of time.monotonic."""

@@ -107,6 +107,8 @@ _NOT_AGAIN = {
     "sequential": r"/mlp/(wo|values)/",
     "parallel": r"/mlp/(wo|values)/|/self_attention/out/(kernel|values)",
 }
+# Whose products every policy keeps (layers/connections.py).
+_KEPT = r"connections/after/\d+/wi/kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ class FlopCount:
       sequence_length: tokens of a sequence.
       parts: in the order of the forward pass.
       recomputed: forward operations per token that the backward pass executes again; None where
-        that is not known (remat policies between none and full).
+        that is not known (remat policies between none and full, dense_kept_sums).
     """
 
     sequence_length: int
@@ -389,11 +391,13 @@ def _recomputed(model: Model, parts: Iterable[Part], length: int) -> float | Non
         again += section.attention_kinds.count("linear") * of_a_layer
     if policy == "none":
         return again
-    if policy != "full":
+    if policy != "full" or section.dense_connections.dense_kept_sums:
         return None
     parallel, gated = section.block.block_arrangement == "parallel", section.block.use_rezero
     for name, info in model.parameters.items():
         if not (name.startswith(("layers/", "connections/")) and info.num_in_dims):
+            continue
+        if re.fullmatch(_KEPT, name):
             continue
         if gated or not re.search(_NOT_AGAIN[section.block.block_arrangement], name):
             again += _of_weights(section, name, info, length)[1]

@@ -3,21 +3,27 @@
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, AnyStr
 
 from etils import epath
+
+from MaxText.monitoring.latest_text import LatestText
+
+# The longest that the end of a run waits for what records and shows it elsewhere.
+SECONDS_TO_CLOSE = 60.0
 
 
 class JsonLines:
     """A growing file of JSON rows. Locally a row is on its way to disk when `append` returns.
 
-    Object stores (gs://) cannot append: there the rows are kept in memory and the whole file is
-    written by `flush`.
+    Object stores (gs://) cannot append: there the rows are kept in memory, and a thread writes the
+    whole file after `flush`. Failures there cost a warning, and the next `flush` tries again.
     """
 
     def __init__(self, path: str | epath.Path, keep: Callable[[dict[str, Any]], bool]):
-        """Opens the file; a last line cut off by a crash is dropped.
+        """Opens the file; a last line cut off by a crash is dropped, and so is what is no row.
 
         Args:
           path: created if absent, with its folder.
@@ -25,15 +31,29 @@ class JsonLines:
         """
         self.path = epath.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = self._cut_back(keep)
-        self._lines: list[str] = []
-        self._changed = False
+        self._object: LatestText | None = None
+        self._changed = False  # since the object was handed over
         self._file = None
+        self._lines = self._open(keep)
         if self._is_object_store():
-            self._lines = kept
+            self._object = LatestText(self.path)
+
+    def _open(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+        kept = self._kept(keep)
+        if self._is_object_store():
+            return kept
+        # One write per line, so that a killed process loses no finished row.
+        self._file = open(self.path, "a", buffering=1)  # noqa: SIM115
+        return []
+
+    def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Removes the rows for which `keep` is false, all at once."""
+        if self._file is None:
+            self._lines = [line for line, row in _rows(self._lines) if keep(row)]
+            self._changed = True
         else:
-            # One write per line, so that a killed process loses no finished row.
-            self._file = open(self.path, "a", buffering=1)  # noqa: SIM115
+            self.close()
+            self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
@@ -45,58 +65,72 @@ class JsonLines:
             self._file.write(line + "\n")
 
     def flush(self) -> None:
-        """Makes rows durable: they survive the machine locally, the process in an object store."""
-        if self._file is not None:
+        """Makes rows durable: locally at once, in an object store soon, see `settle`."""
+        if self._object is not None:
+            if self._changed:
+                # A copy, as rows may come or go while it is written.
+                self._object.write(list(self._lines))
+                self._changed = False
+        elif self._file is not None and not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
-        elif self._changed:
-            self.path.write_text("".join(line + "\n" for line in self._lines))
-            self._changed = False
+
+    def settle(self, until: float) -> None:
+        """Waits until what was flushed is durable, or could not be written now.
+
+        Args:
+          until: of time.monotonic, when to wait no longer.
+        """
+        if self._object is not None:
+            self._object.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes. Safe to call twice."""
-        if self._file is None or not self._file.closed:
+        """Flushes and closes; the rows in an object store are waited for. Safe to call twice."""
+        if self._object is not None:
             self.flush()
-        if self._file is not None:
+            self._object.close(time.monotonic() + SECONDS_TO_CLOSE)
+        elif self._file is not None:
+            self.flush()
             self._file.close()
 
     def _is_object_store(self) -> bool:
         return str(self.path).startswith("gs://")
 
-    def _cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+    def _kept(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
         if not self.path.exists():
             return []
-        text = self.path.read_text()
-        kept = [line for line, row in _rows(text.split("\n")) if keep(row)]
-        wanted = "".join(line + "\n" for line in kept)
-        if wanted != text:
+        content = self.path.read_bytes()
+        kept = [line for line, row in _rows(content.split(b"\n")) if keep(row)]
+        wanted = b"".join(line + b"\n" for line in kept)
+        if wanted != content:
             temporary = self.path.parent / f"{self.path.name}.rewriting"
-            temporary.write_text(wanted)
+            temporary.write_bytes(wanted)
             temporary.replace(self.path)
-        return kept
+        return [line.decode() for line in kept]
 
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
     """All whole rows of a file; none if it does not exist."""
     path = epath.Path(path)
-    return [row for _, row in _rows(path.read_text().split("\n"))] if path.exists() else []
+    return [row for _, row in _rows(path.read_bytes().split(b"\n"))] if path.exists() else []
 
 
 def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
     """The same one at a time, without holding the file: that of a long run is large."""
     path = epath.Path(path)
     if path.exists():
-        with path.open() as lines:
+        with path.open("rb") as lines:
             yield from (row for _, row in _rows(lines))
 
 
-def _rows(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
     """Lines with what they hold, one at a time: those of a long run are many."""
     for line in lines:
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off by a crash, or empty
+            # Left to itself, json guesses the encoding of bytes.
+            row = json.loads(line.decode() if isinstance(line, bytes) else line)
+        except (ValueError, RecursionError):
+            continue  # cut off by a crash, damaged, or empty
         if isinstance(row, dict):
             yield line, row
 

@@ -13,6 +13,7 @@ from MaxText.monitoring.cost import ModelCost
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.quantities import Quantities
+from MaxText.parallelism import start_up
 
 
 def start_facts(
@@ -53,9 +54,7 @@ def start_facts(
     }
 
 
-def emit_start(
-    events: EventStream, start: Start, facts: Mapping[str, Any], launched: float
-) -> None:
+def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> None:
     """Opens an attempt: "resume" from the run's own checkpoint, else "start".
 
     A configuration that differs from the checkpoint's is an event of its own, and so is a growth,
@@ -65,12 +64,11 @@ def emit_start(
       events: of the run.
       start: where the attempt begins.
       facts: see start_facts.
-      launched: Unix seconds at which the program was started.
     """
     events.emit(
         "resume" if start.how == "resume" else "start",
         step=start.first_step,
-        seconds=time.time() - launched,
+        seconds=time.time() - start_up.launched(),
         source=start.source,
         lost=events.lost,
         **facts,

@@ -17,11 +17,12 @@ from MaxText.monitoring.json_lines import read_rows
 
 CONFIG_FILE = "config.yml"
 
-State = Literal["running", "killed", "completed", "diverged", "interrupted", "error"]
+State = Literal["running", "killed", "completed", "diverged", "interrupted", "preempted", "error"]
 _ENDS: dict[str, State] = {
     "completed": "completed",
     "diverged": "diverged",
     "interrupted": "interrupted",
+    "preempted": "preempted",
     "error": "error",
 }
 
@@ -119,13 +120,7 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
             "which is base_output_directory/run_name."
         )
     changed = file.stat().mtime
-    try:
-        rows = read_rows(file)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not text: byte {error.start} is {error.object[error.start]:#04x}. It was "
-            "damaged, or another program wrote it; restore it from a copy."
-        ) from error
+    rows = read_rows(file)
     _check_rows(rows, file)
     replaced = _replaced(rows)
     kept = [row for index, row in enumerate(rows) if index not in replaced]

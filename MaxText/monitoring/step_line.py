@@ -25,6 +25,9 @@ def duration(seconds: float) -> str:
 # Numbers of the compiled step whose MaxText tag has another name.
 _TAGS = {"learning_rate": "current_learning_rate"}
 
+# Scalars by which training/recovery.py decides, and which tell people nothing.
+_NOT_RECORDED = ("last_skipped", "first_recent_skip", "rise_began")
+
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
@@ -96,6 +99,8 @@ class StepReport:
             parts.append(f"mfu: {100 * self.mfu:.1f}%")
         if "grad_norm" in metrics:
             parts.append(f"grad_norm: {float(metrics['grad_norm']):.3f}")
+        if metrics.get("skipped"):
+            parts.append("skipped: 1")
         if "learning_rate" in metrics:
             parts.append(f"lr: {float(metrics['learning_rate']):.3e}")
         if self.seconds_left is not None:
@@ -107,6 +112,7 @@ class StepReport:
         row = {
             f"learning/{_TAGS.get(name, name)}": float(value)
             for name, value in self.metrics.items()
+            if name not in _NOT_RECORDED
         }
         row["learning/lm_loss"] = self.lm_loss
         if self.has_perplexity:

@@ -7,22 +7,18 @@ over: the device always has work, and the line of step n appears when step n is 
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from MaxText.configuration.training_sections import Guard
+from MaxText.errors import Diverged
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.step_line import StepReport
-
-
-class Diverged(Exception):
-    """A logged loss is NaN or infinite, and the configuration says to stop then. Exit code 1."""
-
-    exit_code = 1
+from MaxText.parallelism import start_up
 
 
 class StepLog:
@@ -37,6 +33,7 @@ class StepLog:
         last_step: int,
         quantities: Quantities,
         lineage: Lineage,
+        observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
         """
         Args:
@@ -45,6 +42,7 @@ class StepLog:
           last_step: the last update of the run, for the time left.
           quantities: sizes of an update and of a device.
           lineage: what the run had spent when it began.
+          observe: is given the step and the scalars of each report, after it was made.
         """
         self._events = events
         self._guard = guard
@@ -52,15 +50,21 @@ class StepLog:
         self._last_step = last_step
         self._quantities = quantities
         self._lineage = lineage
+        self._observe = observe
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
         self._waiting = False  # whether the newest step is yet to be reported
         self._reported_step = -1
+        self._has_reported = False
         self._since = 0.0
         self._data_seconds = 0.0
 
     def start(self, first_step: int) -> None:
-        """Starts the clock, right before the first step is handed to the device."""
+        """Starts the clock, right before the first step is handed to the device.
+
+        Also where a run goes back: what waits to be reported is forgotten.
+        """
+        self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
 
@@ -107,6 +111,10 @@ class StepLog:
             data_seconds=min(self._data_seconds, elapsed),
         )
         self._data_seconds = 0.0
+        facts: dict[str, Any] = {}
+        if not self._has_reported:
+            self._has_reported = True
+            facts["seconds_since_launch"] = round(time.time() - start_up.launched(), 3)
         self._events.emit(
             "step",
             step=step,
@@ -116,8 +124,11 @@ class StepLog:
             data_seconds=round(report.data_seconds, 6),
             **report.row(),
             **self._lineage.progress(step),
+            **facts,
         )
-        self._check(step, metrics["loss"])
+        if not metrics.get("skipped"):
+            self._check(step, metrics["loss"])
+        self._observe(step, metrics)
 
     def complete(self) -> None:
         """Reports the newest step, also between two periods, and waits for it.
@@ -143,11 +154,16 @@ class StepLog:
             self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, *, complete: bool = False) -> Iterator[None]:
         """Reports what waits, then keeps the time spent inside out of the step times.
 
         Waits for the newest step first, else its computation would count as part of the pause.
+
+        Args:
+          complete: report the newest step in any case, see `complete`.
         """
+        if complete:
+            self.complete()
         self.flush()
         jax.block_until_ready(self._newest)
         began = time.perf_counter()

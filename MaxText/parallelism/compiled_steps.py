@@ -1,10 +1,13 @@
 """The train step compiled for each shape of batch that a run sees."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from MaxText.parallelism import compilation_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +18,8 @@ class Compilation:
       rows: of the batch, over all devices.
       length: tokens of a row.
       compile_seconds: wall time.
+      source: "" where it was compiled here, "cache" where jax had a whole program on disk, "file"
+        for one that train_compile.py made.
       memory: bytes on each device: arguments, outputs, temporaries, aliased (arguments whose memory
         becomes an output's) and peak (all of them at once); empty where the backend does not say.
     """
@@ -22,6 +27,7 @@ class Compilation:
     rows: int
     length: int
     compile_seconds: float
+    source: str
     memory: dict[str, int]
 
 
@@ -32,12 +38,18 @@ class CompiledSteps:
     the first batch of another shape comes.
     """
 
-    def __init__(self, compile_for: Callable[[Any], tuple[Callable, float]]):
+    def __init__(
+        self,
+        compile_for: Callable[[Any], tuple[Callable, float]],
+        saved_for: Callable[[Any], Callable | None] | None = None,
+    ):
         """
         Args:
           compile_for: shapes of a batch -> the compiled step and the seconds that took.
+          saved_for: shapes of a batch -> the step that was compiled ahead of time, or None.
         """
         self._compile_for = compile_for
+        self._saved_for = saved_for or (lambda shapes: None)
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
@@ -49,10 +61,17 @@ class CompiledSteps:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
-        step, seconds = self._compile_for(shapes)
+        began = time.perf_counter()
+        step = self._saved_for(shapes)
+        if step is not None:
+            seconds, source = time.perf_counter() - began, "file"
+        else:
+            hits = compilation_cache.hits_of_this_thread()
+            step, seconds = self._compile_for(shapes)
+            source = "cache" if compilation_cache.hits_of_this_thread() > hits else ""
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
-        return Compilation(rows, length, seconds, memory_of(step))
+        return Compilation(rows, length, seconds, source, memory_of(step))
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         return self._steps[_key(batch)](state, batch)

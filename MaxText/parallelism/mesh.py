@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -22,8 +23,8 @@ from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
 WEIGHT_AXES = ("fsdp", "expert", "tensor")
 
 
-def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """A mesh of all devices with the axes of MESH_AXES.
+def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> list[int]:
+    """Sizes of the axes of MESH_AXES over all devices.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
@@ -48,8 +49,39 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
             f"ici_expert_parallelism={expert} ici_tensor_parallelism={tensor}, which fits, or "
             f"start on {fixed} devices."
         )
+    return sizes
+
+
+def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
+    """A mesh of all devices with the axes of MESH_AXES.
+
+    Raises:
+      UserError: as mesh_sizes.
+    """
+    sizes = mesh_sizes(section, devices)
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(mesh_utils.create_device_mesh(sizes, devices), MESH_AXES)
+    return Mesh(_arranged(sizes, devices), MESH_AXES)
+
+
+def _arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the form of the mesh, close ones beside each other.
+
+    Slices, which a slower network connects, are divided along the first axis that they divide.
+    """
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    across = [1] * len(sizes)
+    divided = [place for place, size in enumerate(sizes) if size % len(slices) == 0]
+    if not divided:
+        raise UserError(
+            f"{len(slices)} slices divide none of the mesh axes "
+            f"{', '.join(f'{axis} {size}' for axis, size in zip(MESH_AXES, sizes, strict=True))}.\n"
+            f"  What to do: set ici_data_parallelism={len(slices)}, which copies weights to each."
+        )
+    across[divided[0]] = len(slices)
+    within = [size // parts for size, parts in zip(sizes, across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices)
 
 
 class Layout:
@@ -148,8 +180,25 @@ class Layout:
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
+    def share_of_batch(self, process: int | None = None) -> tuple[int, int]:
+        """(part, parts): a process reads part `part` of the rows of each batch, cut into `parts`.
+
+        Processes whose devices hold the same rows, as with tensor parallelism across machines, have
+        the same part, and each of them reads it.
+
+        Args:
+          process: by default this one.
+        """
+        process = jax.process_index() if process is None else process
+        batch_dims = [self.mesh.axis_names.index(axis) for axis in self.batch_axes]
+        held: dict[int, set[tuple[int, ...]]] = {}
+        for place, device in np.ndenumerate(self.mesh.devices):
+            part = tuple(place[dim] for dim in batch_dims)
+            held.setdefault(device.process_index, set()).add(part)
+        return share_of_rows(held, process)
+
     def place(self, batch: Any, num_rows: int) -> Any:
-        """Host-local NumPy rows as global arrays of `num_rows` rows on the devices."""
+        """This process's part of the rows, in NumPy, as global arrays of `num_rows` rows."""
         sharding = self.batch_sharding(num_rows)
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])),
@@ -205,10 +254,37 @@ class Layout:
         The state is donated: its memory becomes the next state's.
         """
         began = time.perf_counter()
+        compiled = self.lower_step(train_step, abstract_state, abstract_batch).compile()
+        return compiled, time.perf_counter() - began
+
+    def lower_step(
+        self, train_step: Callable, abstract_state: Any, abstract_batch: Any
+    ) -> jax.stages.Lowered:
+        """The train step traced and ready to be compiled; see compile_step."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
-        compiled = jitted.lower(abstract_state, abstract_batch).compile()
-        return compiled, time.perf_counter() - began
+        return jitted.lower(abstract_state, abstract_batch)
+
+
+def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
+    """(part, parts) of the rows of a batch that a process reads.
+
+    The same choice as that of jax.make_array_from_process_local_data, which lays them down.
+
+    Args:
+      held: process -> coordinates, along the axes that split a batch, of the rows it holds.
+      process: which one.
+
+    Returns:
+      Parts are counted by their first rows; where processes hold sets of rows that overlap without
+      being the same, (0, 1): each reads all rows and lays down what it holds.
+    """
+    distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
+    sizes = {len(parts) for parts in distinct}
+    are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))
+    if len(sizes) > 1 or not are_disjoint:
+        return 0, 1
+    return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
 
 def make_layout(section: MeshSection, devices: Sequence[Any]) -> Layout:

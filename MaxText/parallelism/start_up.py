@@ -1,13 +1,19 @@
-"""What must be in the environment before jax starts. Importing this imports no jax."""
+"""What must be done before jax starts, and how it starts. Importing this imports no jax."""
 
+import collections
+import faulthandler
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from MaxText.errors import UserError
+from MaxText.parallelism import cluster, processes
+from MaxText.parallelism.cluster import NUM_DEVICES_VARIABLE
 
 Result = TypeVar("Result")
 
@@ -21,25 +27,30 @@ _TUNABLES = {
 }
 
 
+# Keys that may differ between the machines of a run.
+_KEYS_OF_A_MACHINE = ("dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count")
+
 # Tells the restarted process when the user started it.
 _LAUNCHED = "MAXTEXT_LAUNCHED"
+_launched = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
-def restart_with_allocator_setting() -> float:
+def launched() -> float:
+    """Unix seconds at which the user started the program, or at which this file was imported."""
+    return _launched
+
+
+def restart_with_allocator_setting() -> None:
     """Starts this process again with the allocator setting, which is read only at start.
 
     Does not outside Linux, or when the user's GLIBC_TUNABLES already sets the allocator.
-
-    Returns:
-      Unix seconds at which the program was started.
     """
-    launched = float(os.environ.pop(_LAUNCHED, time.time()))
     present = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "glibc.malloc." in present:
-        return launched
+        return
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in _TUNABLES.items()]
-    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(launched)}
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
@@ -51,26 +62,98 @@ def choose_platform(hardware: str) -> list[str]:
     return [f"environment: {name}={os.environ[name]}" for name in names if os.environ.get(name)]
 
 
-def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder` for later runs; an empty name switches that off."""
+def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
+    """Connects the processes of a run with each other, as the environment says (see cluster.py).
+
+    Call it in every process, after `preemption.StopSignal.install` and before anything asks jax for
+    devices. Preparing text comes before it: processes may take differently long over that, and wait
+    here for up to six times heartbeat_timeout for each other. From here on jax swallows SIGTERM,
+    which StopSignal.requested then hears of.
+
+    Args:
+      hardware: the key of that name.
+      heartbeat_timeout: the key of that name, seconds; 0 leaves jax's own limits.
+
+    Returns:
+      A line to print; none in a run of one process.
+
+    Raises:
+      UserError: the environment is incomplete, or the others did not come.
+    """
+    found = cluster.find(os.environ, hardware)
+    if found is None:
+        return []
     import jax
 
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # A process that is gone is told by the watchdog, with a table, where that sees it first.
+    limits: dict[str, Any] = {
+        "initialization_timeout": 300,
+        "heartbeat_timeout_seconds": 100,
+        "shutdown_timeout_seconds": 300,
+    }
+    if heartbeat_timeout > 0:
+        seconds = math.ceil(heartbeat_timeout)
+        limits["initialization_timeout"] = 6 * seconds
+        limits["heartbeat_timeout_seconds"] = seconds + max(10, min(60, seconds))
+        limits["shutdown_timeout_seconds"] = seconds
+    given: dict[str, Any] = {}
+    if found.address is not None:
+        given = {
+            "coordinator_address": found.address,
+            "num_processes": found.num_processes,
+            "process_id": found.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+        host = found.address.rpartition(":")[0]
+        if host in ("localhost", "[::1]") or host.startswith("127."):
+            # Nobody else is to reach it.
+            given["coordinator_bind_address"] = found.address
+        if found.local_device_ids is not None:
+            given["local_device_ids"] = found.local_device_ids
+    # Where jax ends the process itself, it shall say from where.
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    try:
+        jax.distributed.initialize(**given, **limits)
+    # jax's metadata client raises errors of the package requests, which are OSErrors.
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        if not found.is_sure:
+            return [f"one process: {found.source} names no others ({_first_line(error)})"]
+        if found.num_processes is None:
+            which = f"{found.source} speaks of several processes, and connecting them failed"
+        else:
+            which = (
+                f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
+                f"not be connected with the others over {found.address}"
+            )
+        raise UserError(
+            f"{which}: {_first_line(error)}\n"
+            f"  What to do: see that all {found.num_processes or ''} processes are started, with "
+            "the same coordinator and numbers of their own, that process 0 runs on the "
+            "coordinator's host, and that its port is free and open. Processes wait for each "
+            f"other for {limits['initialization_timeout']} s (6 x heartbeat_timeout)."
+        ) from error
+    num_processes = found.num_processes or jax.process_count()
+    processes.begin(num_processes)
+    where = "" if found.address is None else f", coordinator {found.address}"
+    return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def find_devices(hardware: str) -> list[Any]:
-    """The devices to train on.
+    """The devices to train on, over all processes.
 
     Raises:
-      UserError: jax finds none of the kind asked for.
+      UserError: jax finds none of the kind asked for, processes have different numbers of them, or
+        there are not as many as the environment's NUM_DEVICES_VARIABLE asks for.
     """
     import jax
 
     try:
-        return jax.devices()
+        devices = jax.devices()
     # Where it sees no GPU at all, jax 0.10 fails an assertion that says nothing.
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or "it sees none on this machine").splitlines()[0]
@@ -79,6 +162,67 @@ def find_devices(hardware: str) -> list[Any]:
             "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "
             "hardware=cpu."
         ) from error
+    _check_number(devices, processes.count())
+    return devices
+
+
+def _check_number(devices: list[Any], num_processes: int) -> None:
+    """Refuses devices that are fewer than were meant, which would train another run."""
+    of_process = collections.Counter(device.process_index for device in devices)
+    numbers = [of_process[process] for process in range(num_processes)]
+    if len(set(numbers)) > 1:
+        words = ", ".join(f"process {process} has {n}" for process, n in enumerate(numbers))
+        raise UserError(
+            f"processes must have equally many devices: {words}. Some are hidden, in use, or "
+            "broken on that machine."
+        )
+    asked = os.environ.get(NUM_DEVICES_VARIABLE, "")
+    if asked and asked != str(len(devices)):
+        raise UserError(
+            f"{NUM_DEVICES_VARIABLE}={asked}, and jax finds {len(devices)} devices "
+            f"({devices[0].device_kind}) in {num_processes} processes. Start on as many as the run "
+            "is meant for, or ask for as many as there are."
+        )
+
+
+def check_alike(config_flat: Mapping[str, Any]) -> None:
+    """Refuses processes that were started with different configurations, run names among them.
+
+    They would compile different programs and wait for each other for ever, or write into different
+    folders. Does nothing in a run of one process; every process must call it.
+
+    Args:
+      config_flat: value by key.
+
+    Raises:
+      UserError: names the keys, and the processes that differ from process 0.
+    """
+    if processes.count() == 1:
+        return
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    names = sorted(set(config_flat) - set(_KEYS_OF_A_MACHINE))
+    # Names first: programs of different versions have different ones, and then nothing else fits.
+    texts = ["\n".join(names)]
+    for compared in (texts, [repr(config_flat[name]) for name in names]):
+        digests = np.array([zlib.crc32(text.encode()) for text in compared], np.uint32)
+        of_all = np.asarray(multihost_utils.process_allgather(digests))
+        others = np.flatnonzero((of_all != of_all[0]).any(axis=1))
+        if not len(others):
+            continue
+        which = "process " + ", ".join(map(str, others))
+        if compared is texts:
+            raise UserError(
+                f"{which} knows other configuration keys than process 0: it runs another version "
+                "of this program. Copy the same one to all machines."
+            )
+        keys = np.flatnonzero((of_all != of_all[0]).any(axis=0))
+        raise UserError(
+            f"{which} has other values of {', '.join(names[key] for key in keys)} than process 0. "
+            "Give all processes the same configuration, and a run_name that is not made of the "
+            "time."
+        )
 
 
 def in_background(function: Callable[[], Result]) -> Future[Result]:

@@ -19,6 +19,7 @@ from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.loader import EvalBatches, eval_loader
+from MaxText.input_pipeline.retrying import Incidents, Retrying
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.input_pipeline.rows.mixture import Source
 from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
@@ -170,7 +171,14 @@ class _Scorer:
             largest_id=None if known else self._shape.vocab_size - 1,
         )
         bad_records = BadRecords(data.max_bad_records, self._show)
-        return EvalBatches(batches, windows.has_documents, bad_records, [source])
+        return EvalBatches(
+            batches,
+            windows.has_documents,
+            bad_records,
+            [source],
+            Retrying.of(data),
+            Incidents(self._show),
+        )
 
     def score(
         self, name: str, source: sources.OpenedSource | None, batches: EvalBatches

@@ -16,6 +16,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.trained_model import Show, TrainedModel, open_trained_model, weights_path
 from MaxText.scoring import request, results
 from MaxText.scoring.harness_run import check_harness, run_harness
+from MaxText.scoring.masked_text import mask_ids
 from MaxText.scoring.tasks import read_tasks, run_tasks
 from MaxText.scoring.text_bytes import TextBytes
 
@@ -40,6 +41,8 @@ def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
     if scoring.harness_tasks:
         check_harness(config)
     tasks = read_tasks(config)
+    if tasks and config.masking.mlm_training:
+        mask_ids(config, open_tokenizer(config, weights, typed=asked.names_tokenizer))
     data_set = _open_data_set(asked, weights, show) if asked.scores_data else None
 
     trained = open_trained_model(config, show)

@@ -23,8 +23,16 @@ def check_harness(config: Config) -> None:
     """Finds what is wrong before the model is opened; imports the harness, which takes seconds.
 
     Raises:
-      UserError: the harness is not installed, harness_task_path is no folder, or a task is unknown.
+      UserError: a model that is not causal, the harness is not installed, harness_task_path is no
+        folder, or a task is unknown.
     """
+    if not config.model.attention.causal:
+        raise UserError(
+            f"harness_tasks={','.join(config.scoring.harness_tasks)} asks for the probability of "
+            "continuations, and this model has mlm_training=true: it fills in hidden tokens and "
+            "sees what follows. Leave harness_tasks out; eval_tasks=[lambada,wikitext] and data "
+            "sets are scored."
+        )
     _find_tasks(config.scoring.harness_tasks, config.scoring.harness_task_path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.checkpointing.layout import CHECKPOINTS
+from MaxText.checkpointing.layout import CHECKPOINTS, path_of
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import is_url
 from MaxText.input_pipeline.sync import write_whole
@@ -35,7 +35,7 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
       UserError: the file asked for cannot be written.
     """
     if asked:
-        path = epath.Path(asked).expanduser()
+        path = path_of(asked, "eval_output")
         if problem := _unwritable(path):
             raise UserError(f"eval_output={asked} cannot be written: {problem}.")
         return path

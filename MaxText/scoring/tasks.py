@@ -8,10 +8,11 @@ from MaxText.configuration.schema import Config
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.scoring import lambada, wikitext
+from MaxText.scoring.masked_text import mask_ids
 from MaxText.scoring.task_score import TaskScore, table
 
 if TYPE_CHECKING:
-    from MaxText.scoring.continuations import Progress
+    from MaxText.scoring.place_reader import Progress
 
 # Between lines about a task that takes long.
 _SECONDS_PER_LINE = 30.0
@@ -23,17 +24,19 @@ class Task(NamedTuple):
     Attributes:
       key: the configuration key with the path of its file.
       read: path -> items.
-      score: (items, path, scorer, tokenizer, progress) -> outcome.
+      score: of a causal model: (items, path, scorer, tokenizer, progress) -> outcome.
+      score_masked: the same of a masked language model, with a MaskedScorer.
     """
 
     key: str
     read: Callable[[str], Sequence[Any]]
     score: Callable[..., TaskScore]
+    score_masked: Callable[..., TaskScore]
 
 
 TASKS = {
-    "lambada": Task(lambada.KEY, lambada.read, lambada.score),
-    "wikitext": Task(wikitext.KEY, wikitext.read, wikitext.score),
+    "lambada": Task(lambada.KEY, lambada.read, lambada.score, lambada.score_masked),
+    "wikitext": Task(wikitext.KEY, wikitext.read, wikitext.score, wikitext.score_masked),
 }
 
 
@@ -62,16 +65,22 @@ def run_tasks(
       items: what read_tasks gave.
 
     Raises:
-      UserError: a model that the tasks do not fit.
+      UserError: a text that the model has no room for, or a masked model without a mask.
     """
     from MaxText.scoring.continuations import ContinuationScorer
+    from MaxText.scoring.masked_scorer import MaskedScorer
 
-    scorer = ContinuationScorer(trained)
+    masked = config.masking.mlm_training
+    if masked:
+        scorer = MaskedScorer(trained, mask_ids(config, tokenizer))
+    else:
+        scorer = ContinuationScorer(trained)
     scores = []
     for name, of_task in items.items():
         task = TASKS[name]
         path = getattr(config.scoring, task.key)
-        scores.append(task.score(of_task, path, scorer, tokenizer, progress_lines(name, show)))
+        score = task.score_masked if masked else task.score
+        scores.append(score(of_task, path, scorer, tokenizer, progress_lines(name, show)))
     show(table(scores))
     return scores
 

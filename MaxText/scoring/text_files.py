@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 _JSON_LINES = (".jsonl", ".json")
 
@@ -53,7 +54,7 @@ def json_fields(text: str, field: str, place: str) -> list[tuple[int, str]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{place}:{number} is not JSON ({error}). Each line must be one object, for "
                 f'example {{"{field}": "..."}}.'
@@ -64,5 +65,5 @@ def json_fields(text: str, field: str, place: str) -> list[tuple[int, str]]:
             raise UserError(
                 f'{place}:{number} has no text in field "{field}"; its fields: {fields}.'
             )
-        found.append((number, value))
+        found.append((number, without_surrogates(value)))
     return found

@@ -38,7 +38,7 @@ def first_id(tokenizer: ModelTokenizer) -> int:
 
 
 def encode_pair(
-    encode: Callable[[str], Sequence[int]], context: str, continuation: str, first: int
+    encode: Callable[[str], Sequence[int]], context: str, continuation: str, first: int | None
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Ids of a context and of what follows it.
 
@@ -48,11 +48,12 @@ def encode_pair(
 
     Args:
       encode: text to ids, with what the model's texts begin with.
-      first: what a continuation without context follows (first_id).
+      first: what a continuation without context follows (first_id); None where each has one.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     if not context:
+        assert first is not None
         ids = encode(continuation)
         return ([first], ids) if ids[0] != first else (ids[:1], ids[1:])
     of_context = encode(context)

@@ -2,7 +2,9 @@
 
 Merity et al., 2016. As task wikitext of lm-evaluation-harness scores it: the tokenised text is
 written as people write it before the model reads it, while words and bytes are counted in the file
-as it is. Imports no jax.
+as it is. Masked language models have a pseudo-perplexity, of tokens hidden one at a time.
+
+Imports no jax.
 """
 
 import math
@@ -14,12 +16,15 @@ from typing import TYPE_CHECKING
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.monitoring.step_line import perplexity
+from MaxText.scoring.masked_text import hide_each, without_cls
 from MaxText.scoring.task_score import TaskScore
 from MaxText.scoring.text_files import holds_json, json_fields, read_text_file
 from MaxText.scoring.text_pairs import first_id
 
 if TYPE_CHECKING:
-    from MaxText.scoring.continuations import ContinuationScorer, Progress
+    from MaxText.scoring.continuations import ContinuationScorer
+    from MaxText.scoring.masked_scorer import MaskedScorer
+    from MaxText.scoring.place_reader import Progress
 
 KEY = "wikitext_path"
 
@@ -126,4 +131,37 @@ def score(
         "bytes": num_bytes,
         "tokens": sum(map(len, ids)),
     }
+    return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)
+
+
+def score_masked(
+    pages: Sequence[str],
+    path: str,
+    scorer: "MaskedScorer",
+    tokenizer: ModelTokenizer,
+    progress: "Progress | None" = None,
+) -> TaskScore:
+    """Pseudo-perplexity per word and per token over all pages (Salazar et al. 2020).
+
+    Each page is read alone, in windows side by side. Every token of its text is hidden once, which
+    is a forward pass of its window; what the tokenizer puts before a text is read and not hidden.
+
+    Raises:
+      UserError: the tokenizer makes no token of the text.
+    """
+    began = time.perf_counter()
+    tokenizer = without_cls(tokenizer, scorer.ids.cls)
+    ids = [tokenizer.encode(detokenized(page)) for page in pages]
+    start = len(tokenizer.prefix)
+    texts = [text for page in ids for text in hide_each(page, start, scorer.window)]
+    if not texts:
+        raise UserError(f"{KEY}={path}: the tokenizer of {tokenizer.folder} makes no token of it.")
+    scores = scorer.score(texts, progress)
+    loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores)
+    num_words = sum(map(count_words, pages))
+    metrics = {
+        "word_pseudo_perplexity": perplexity(loss / num_words),
+        "token_pseudo_perplexity": perplexity(loss / len(texts)),
+    }
+    counts = {"pages": len(pages), "words": num_words, "tokens": len(texts)}
     return TaskScore("wikitext", path, metrics, counts, time.perf_counter() - began)

@@ -53,11 +53,14 @@ class LossSums(NamedTuple):
       over_tokens: losses of layers, such as those of routers. To be divided by `num_tokens`.
       correct: weight of the targets that are the likeliest id, the first of several; None where
         nobody asked.
+      log_z: weighted sum of log(Z), the logarithm of the softmax's denominator: it grows when
+        logits drift. None for entmax, which has no such number.
     """
 
     over_targets: dict[str, jax.Array]
     over_tokens: dict[str, jax.Array]
     correct: jax.Array | None = None
+    log_z: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
@@ -80,15 +83,15 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 def losses_of(
     logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective
-) -> dict[str, jax.Array]:
-    """What is minimised at each target, by name, float32 [B, T] each."""
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """What is minimised at each target, by name, and log(Z) if any; float32 [B, T] each."""
     if section.loss_type == "entmax" and section.entmax_alpha > 1:
-        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, section.entmax_alpha)}
-    losses_BT, log_normalizer_BT = cross_entropy(logits_BTV, targets_BT)
+        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, section.entmax_alpha)}, None
+    losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     if section.loss_type == "entmax":  # alpha = 1 is softmax
-        return {"entmax_loss": losses_BT}
-    z_losses_BT = section.z_loss_multiplier * jnp.square(log_normalizer_BT)
-    return {"lm_loss": losses_BT, "z_loss": z_losses_BT}
+        return {"entmax_loss": losses_BT}, log_z_BT
+    z_losses_BT = section.z_loss_multiplier * jnp.square(log_z_BT)
+    return {"lm_loss": losses_BT, "z_loss": z_losses_BT}, log_z_BT
 
 
 def loss_sums(
@@ -107,16 +110,17 @@ def loss_sums(
 
     def sums(h_BTD, targets_BT, weights_BT, places_BT):
         logits_BTV = decoder.logits(h_BTD, pointers, places_BT)
-        losses = losses_of(logits_BTV, targets_BT, section)
+        losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
+        log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)
         if not count_correct:
-            return summed, None
+            return summed, None, log_z
         correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
-        return summed, jnp.sum(correct_BT * weights_BT)
+        return summed, jnp.sum(correct_BT * weights_BT), log_z
 
     num_chunks = section.num_vocab_tiling
     if num_chunks == 1:
-        summed, correct = sums(h_BTD, batch.targets_BT, batch.weights_BT, places_BT)
+        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.weights_BT, places_BT)
     else:
 
         def in_chunks(x_BT):
@@ -129,5 +133,5 @@ def loss_sums(
             lambda chunk: jax.checkpoint(sums)(*chunk),
             tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.weights_BT, places_BT))),
         )
-        summed, correct = jax.tree.map(jnp.sum, chunk_sums)
-    return LossSums(summed, scalars, correct)
+        summed, correct, log_z = jax.tree.map(jnp.sum, chunk_sums)
+    return LossSums(summed, scalars, correct, log_z)

@@ -12,11 +12,14 @@ class TrainState:
     """Everything the next step depends on, besides the data.
 
     Attributes:
-      step: int32 scalar, updates done so far.
+      step: int32 scalar, updates so far, those left out included.
       params: nested dict of arrays.
       opt_state: the optimizer's state (optax).
+      guard: what earlier updates looked like (spike_guard.GuardState); None where no update is
+        ever left out.
     """
 
     step: Any
     params: Any
     opt_state: Any
+    guard: Any = None

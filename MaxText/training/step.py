@@ -4,28 +4,39 @@ Legend: B sequences of a global batch, A microbatches of it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from MaxText.configuration.schema import Config
+from MaxText.configuration.training_sections import Guard
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import constrain
+from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
+_NO_GUARD = Guard(skip_step_on_spikes=False)
+
 
 def make_initialize(
-    model: Model, optimizer: optax.GradientTransformation
+    model: Model, optimizer: optax.GradientTransformation, guard: Guard = _NO_GUARD
 ) -> Callable[[jax.Array], TrainState]:
     """A pure function from a random key to a fresh state."""
 
     def initialize(key: jax.Array) -> TrainState:
         params = model.initialize(key)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            guard=spike_guard.initial_state(guard),
+        )
 
     return initialize
 
@@ -37,6 +48,7 @@ def make_train_step(
     *,
     num_microbatches: int,
     dropout_seed: int,
+    guard: Guard = _NO_GUARD,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step as a pure function of state and batch.
 
@@ -46,17 +58,20 @@ def make_train_step(
     Args:
       num_microbatches: parts of the batch whose gradients are summed one after another.
       dropout_seed: of the random keys; unused when every dropout rate is 0.
+      guard: which updates are left out; the state's guard must have been made of the same.
     """
     objective = model.section.objective
 
     def loss_and_gradients(params, batch: Batch, totals, dropout_key):
         def loss_function(params):
             module = model.merge(params)
-            means = loss_sums(module, batch, objective, dropout_key, training=True).means(*totals)
-            return sum(means.values()), means
+            sums = loss_sums(module, batch, objective, dropout_key, training=True)
+            means = sums.means(*totals)
+            watched = {} if sums.log_z is None else {"log_z": sums.log_z / totals[0]}
+            return sum(means.values()), (means, watched)
 
-        (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
-        return means, gradients
+        (_, (means, watched)), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        return means, watched, gradients
 
     def accumulated(params, batch: Batch, totals, dropout_key):
         def add_microbatch(sums, microbatch_and_index):
@@ -80,19 +95,62 @@ def make_train_step(
         # A batch of padding only has loss 0 and no gradient.
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
-        means, gradients = compute(state.params, batch, totals, dropout_key)
+        means, watched, gradients = compute(state.params, batch, totals, dropout_key)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = means | {
-            "loss": sum(means.values()),
+        loss = jnp.asarray(sum(means.values()))
+        learning_rate = jnp.asarray(schedule(state.step))
+        norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
+        metrics = means | watched | norms
+        guard_state = None
+        if state.guard is not None:
+            verdict = spike_guard.judge(
+                guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
+            )
+            # Read anyhow by the update, so that choosing costs no traffic.
+            params = _choose(verdict.is_sound, params, state.params)
+            opt_state = _choose(verdict.is_sound, opt_state, state.opt_state)
+            guard_state = verdict.state
+            metrics |= verdict.metrics
+        metrics |= {
+            "loss": loss,
             "total_weights": total_weight,
-            "grad_norm": optax.tree.norm(gradients),
             "param_norm": optax.tree.norm(params),
-            "learning_rate": schedule(state.step),
+            "learning_rate": learning_rate,
         }
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, guard_state), metrics
 
     return train_step
+
+
+def train_step_of(
+    config: Config, model: Model, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """make_train_step as a configuration asks for it.
+
+    Args:
+      model: of the configuration, with backend defaults resolved.
+    """
+    return make_train_step(
+        model,
+        optimizer,
+        schedule,
+        num_microbatches=config.batch.gradient_accumulation_steps,
+        dropout_seed=model.section.initialization.init_weights_seed,
+        guard=config.guard,
+    )
+
+
+def _choose(take_new: jax.Array, new: Any, old: Any) -> Any:
+    """Either of two trees. Schedules go on in any case: they count steps, as the data do."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def choose(new: Any, old: Any) -> Any:
+        return new if is_schedule(new) else jnp.where(take_new, new, old)
+
+    return jax.tree.map(choose, new, old, is_leaf=is_schedule)
 
 
 def make_eval_step(

@@ -39,7 +39,7 @@ def start(how, **fields):
 
 def test_a_growth_is_an_event():
     events = Events()
-    emit_start(events, start("growth"), {}, launched=0.0)
+    emit_start(events, start("growth"), {})
     assert [kind for kind, _ in events.rows] == ["start", "growth"]
     assert events.rows[1][1] == {
         "step": 0,
@@ -56,21 +56,21 @@ def test_a_growth_is_an_event():
 def test_a_resumed_run_does_not_grow_again():
     for how in ("resume", "full_state"):
         events = Events()
-        emit_start(events, start(how), {}, launched=0.0)
+        emit_start(events, start(how), {})
         assert "growth" not in [kind for kind, _ in events.rows]
 
 
 def test_a_growth_before_the_run_is_an_event_of_it():
     metadata = {"lineage": [{"folder": "runs/small"}]}
     events = Events()
-    emit_start(events, start("parameters", metadata=metadata), {}, launched=0.0)
+    emit_start(events, start("parameters", metadata=metadata), {})
     kind, facts = events.rows[-1]
     assert kind == "growth"
     assert (facts["from"], facts["through"]) == ("runs/small", "runs/a")
     assert facts["layers"] == "2 -> 3"
     # A zoom that came with the parameters is no growth.
     events, same = Events(), RECORD | {"slots": {}, "layers": None, "zoom": {"zoom_dim": 3}}
-    emit_start(events, start("parameters")._replace(growth=same), {}, launched=0.0)
+    emit_start(events, start("parameters")._replace(growth=same), {})
     assert [kind for kind, _ in events.rows] == ["start"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from MaxText.checkpointing.growth import placing
 from MaxText.errors import UserError
 from tests.checkpointing.growing import by_name, config_of, grow, logits, program, save, trained
-from tests.small_models import random_batch
+from tests.small_models import random_batch, some_quick
 
 # Whole TokenFormers whose normalisation lets slots be added without a change.
 KEEPING = [
@@ -29,7 +29,7 @@ def small(tmp_path_factory):
     return save(tmp_path_factory.mktemp("small"), config, state), config, state
 
 
-@pytest.mark.parametrize("keys", KEEPING, ids=lambda keys: keys["normalize_type"])
+@pytest.mark.parametrize("keys", some_quick(KEEPING, 2), ids=lambda keys: keys["normalize_type"])
 def test_the_function_is_kept_and_every_new_slot_learns(tmp_path, keys):
     config = config_of(**keys)
     state = dataclasses.replace(program(config).state, step=jnp.int32(1))
@@ -184,7 +184,7 @@ def test_warmed_moments_of_a_deeper_model(small, tmp_path):
     np.testing.assert_allclose(got[:, 24:], np.broadcast_to(means, (4, 8, 32)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5])
+@pytest.mark.parametrize("factor", some_quick([0.0, 0.5], 2))
 def test_old_slots_at_a_rate_of_their_own(small, tmp_path, factor):
     run, config, _ = small
     keys = {"slot_num": 10, "growth_mode": "random"}

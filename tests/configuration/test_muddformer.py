@@ -116,8 +116,7 @@ def test_python_values_and_files_are_translated_too(write):
 
 
 WRONG = [
-    ("compile_topology_num_slices=2", "several slices are not available"),
-    ("hardware=gpu_multiprocess", "several processes are not available"),
+    ("hardware=gpu_multiprocess", "processes are started by a launcher"),
     ("dynamic_dense_type=qkv", "a list, with r for their m; use dense_ways"),
     ("dynamic_dense_hidden_expand=[1,1,4]", "use dense_last_expand"),
     ("dynamic_dense_fix_last_layer=false", "one sum, for all inputs, follows the last layer"),

@@ -13,16 +13,20 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
+from MaxText.checkpointing import description, layout
+from MaxText.checkpointing.given_parameters import open_parameters
 from MaxText.configuration.loading import configure, load
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.conversion.weights import model_of, nested
 from MaxText.errors import UserError
 from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
 from tests.conversion.running import names, run
 from tests.conversion.small_folders import GOLDEN_FAMILIES, golden, random, same_bits, write
+from tests.small_models import some_quick
 
 
 def logits(config, params, tokens):
@@ -35,7 +39,7 @@ def logits(config, params, tokens):
     return decoder.logits(decoder.hidden(Batch(tokens, tokens, jnp.ones(tokens.shape)))[0])
 
 
-@pytest.mark.parametrize("name", GOLDEN_FAMILIES)
+@pytest.mark.parametrize("name", some_quick(GOLDEN_FAMILIES, 2))
 def test_golden_folder_to_run_and_back(name, here):
     config, tensors, arrays = golden(name)
     write(here / "hf", config, tensors)
@@ -55,6 +59,29 @@ def test_golden_folder_to_run_and_back(name, here):
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     same_bits(exported, tensors)
+
+
+def test_an_import_is_verified_when_it_is_read(here):
+    config, tensors = random("llama")
+    write(here / "hf", config, tensors)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    write(here / "other", config, tensors)
+    run("from=hf:hf", "to=a")
+    run("from=hf:other", "to=b")
+    stored = layout.find("a", "test")
+    assert description.describe(stored).checksums.keys() == StoredArrays(stored.items).leaves.keys()
+    path = stored.folder / "metadata" / "metadata"
+    path.write_bytes((here / "b/checkpoints/0/metadata/metadata").read_bytes())
+    message = "params/decoder_norm/scale: .*"
+    with pytest.raises(UserError, match=message):
+        RunWeights("a").read("decoder_norm/scale")
+    parameters = RunWeights("a").model.parameters
+    abstract = nested(
+        {name: jax.ShapeDtypeStruct(info.shape, jnp.float32) for name, info in parameters.items()}
+    )
+    given = open_parameters("a", "load_parameters_path", abstract, {}, lambda line: None)
+    with pytest.raises(UserError, match=message):
+        given.read()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

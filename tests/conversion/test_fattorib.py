@@ -192,6 +192,8 @@ def test_files_that_cannot_be_read(here):
     with pytest.raises(UserError, match="has no file params_STEP"):
         run(*keys, "from=fattorib:empty", "to=run")
     (here / "text").write_text("hello")
+    with pytest.raises(UserError, match=r"of another model .*: it has layers/mlp/wi_0/kernel"):
+        run("decoder_block=llama2", "from=fattorib:text", "to=run")
     with pytest.raises(UserError, match="no msgpack file of Flax"):
         run(*keys, "from=fattorib:text", "to=run")
     del tree["LayerNorm_0"]["bias"]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.checkpointing import description
 from MaxText.configuration.loading import configure
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
@@ -68,6 +69,9 @@ def test_the_run_that_is_written(small, tmp_path):
     assert (target / "tokenizer" / "tokenizer.json").read_text() == "{}"
 
     weights = RunWeights(str(target))
+    assert description.describe(weights.stored).checksums.keys() == {
+        f"params/{name}" for name in weights.formats
+    }
     assert weights.config.model.pattention.zoom_dim == 6
     (parent,) = weights.metadata["lineage"]
     assert (parent["how"], parent["tokens"], parent["flops"]) == ("growth", 70.0, 7e3)
@@ -92,7 +96,7 @@ def test_the_run_that_is_written(small, tmp_path):
     assert lineage[-1].growth == lineage[0].growth == result.settled.record
     rows = []
     events = SimpleNamespace(lost=0, emit=lambda kind, **facts: rows.append((kind, facts)))
-    emit_start(events, result.start, {}, launched=0.0)
+    emit_start(events, result.start, {})
     assert [kind for kind, _ in rows if kind != "config_change"] == ["start", "growth"]
     facts = rows[-1][1]
     assert (facts["from"], facts["through"]) == (str(stored_in(folder)), str(stored_in(target)))

@@ -28,6 +28,7 @@ from MaxText.input_pipeline.batch import Batch
 from tests.conversion.running import model_of_run, names, run
 from tests.conversion.small_folders import GOLDEN, muddformer, same_bits, write
 from tests.programs import start
+from tests.small_models import some_quick
 
 RELEASED = ("muddformer", "muddpythia")
 CASES = {"muddformer": "muddformer_l4_d32", "muddpythia": "muddpythia_l3_d48"}
@@ -217,7 +218,7 @@ def test_a_model_that_was_trained_with_another_table(here):
     same_bits(load_file(here / "out" / "model.safetensors"), tensors)
 
 
-@pytest.mark.parametrize("model_type", RELEASED)
+@pytest.mark.parametrize("model_type", some_quick(RELEASED, 2))
 def test_decode_goes_on_as_the_reference(model_type, here):
     config, tensors, arrays, _ = released(model_type)
     write(here / "hf", config, tensors)
@@ -414,7 +415,7 @@ def jax_case():
     return arrays, [f"{name}={value}" for name, value in keys.items()], tolerance
 
 
-@pytest.mark.parametrize("nesting", [1, 2])
+@pytest.mark.parametrize("nesting", some_quick([1, 2], 2))
 def test_a_jax_checkpoint_gives_the_reference_logits(nesting, here):
     arrays, keys, tolerance = jax_case()
     theirs = {"params/" * nesting + k: v for k, v in parameters_of(arrays).items()}

@@ -83,8 +83,8 @@ def test_stages_and_rampup_resume_with_another_batch(place, train):
     ]
     output = train("staged", *keys).stdout
     # Two steps of 2 windows as 4 rows of 16, one more of 2 windows, then 4 windows.
-    assert "Compiled the train step for 2 x 32" in output
-    assert "Compiled the train step for 4 x 32" in output
+    assert "the train step for 2 x 32" in output
+    assert "the train step for 4 x 32" in output
     assert "stage from step 3" in output
     assert len(losses(place, "staged")) == 8
     output = train("staged", *keys, "steps=10", "per_device_batch_size=8").stdout
@@ -97,6 +97,7 @@ def test_stages_and_rampup_resume_with_another_batch(place, train):
     assert [position["samples"] for position in positions] == [26, 42]
 
 
+@pytest.mark.slow
 def test_a_pass_ends_with_its_last_window_also_after_another_batch(place, train):
     keys = ["dataset_path=a", "num_epoch=1"]
     train("pass", *keys)

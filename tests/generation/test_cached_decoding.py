@@ -13,7 +13,7 @@ from MaxText.generation.token_choice import Choice
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
-from tests.small_models import tiny_config
+from tests.small_models import some_quick, tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}
 WRITTEN_OUT = {"scan_layers": False}
@@ -97,7 +97,7 @@ def whole_logits(model, params, tokens_BT):
     return np.asarray(run(params, jnp.asarray(tokens_BT, jnp.int32)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_quick(CASES, 6))
 def test_cached_decoding_equals_the_whole_forward_pass(name):
     family, keys = CASES[name]
     config = tiny_config(family, max_target_length=WINDOW, **keys)
@@ -185,11 +185,14 @@ ALL_KINDS = {
 
 @pytest.mark.parametrize(
     ("keys", "grows"),
-    [
-        ({}, True),
-        (WRITTEN_OUT | ALL_KINDS, True),
-        ({"attention_types": [[["linear"], 3]]}, False),
-    ],
+    some_quick(
+        [
+            ({}, True),
+            (WRITTEN_OUT | ALL_KINDS, True),
+            ({"attention_types": [[["linear"], 3]]}, False),
+        ],
+        3,
+    ),
     ids=["global", "all kinds", "linear"],
 )
 def test_states_that_grow_go_on_where_they_stood(monkeypatch, keys, grows):

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from etils import epath
 
+from MaxText.checkpointing import description, layout
+from MaxText.checkpointing.good_steps import GoodSteps
 from MaxText.checkpointing.run_files import write_run_files
 from MaxText.configuration.command_line import why
 from MaxText.configuration.loading import configure
@@ -84,9 +86,45 @@ def test_without_weights(tmp_path):
         weights_path(config)
 
 
-def test_the_newest_checkpoint_of_the_run_is_taken(folders):
-    config = load([f"base_output_directory={folders}", "run_name=run"]).config
-    assert weights_path(config) == (f"{folders}/run", "run_name")
+@pytest.fixture
+def unconfirmed(folders, tmp_path):
+    """A run whose good checkpoint, 0, is followed by one of which nothing is known yet, 7."""
+    run = tmp_path / "run"
+    shutil.copytree(folders / "run", run)
+    good = GoodSteps(epath.Path(run / "checkpoints"), 10, pytest.fail)
+    good.promote(0)
+    good.write(lambda step: True)
+    shutil.copytree(run / "checkpoints" / "0", run / "checkpoints" / "7")
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["load_parameters_path={}"], ["{}/config.yml", "base_output_directory={}/..", "run_name=run"]],
+)
+def test_the_last_good_checkpoint_of_the_run_is_taken(unconfirmed, arguments):
+    config = load([argument.format(unconfirmed) for argument in arguments]).config
+    lines = []
+    trained = open_trained_model(config, lines.append)
+    assert trained.folder.endswith("checkpoints/0")
+    told = [line for line in lines if "last good one" in line]
+    assert len(told) == 1
+    assert "Taken: step 0" in told[0]
+    assert f"{trained.folder.removesuffix('0')}7 names it" in told[0]
+
+
+def test_a_step_that_is_named_is_taken(unconfirmed):
+    config = load([f"load_parameters_path={unconfirmed}/checkpoints/7"]).config
+    lines = []
+    assert open_trained_model(config, lines.append).folder.endswith("checkpoints/7")
+    assert not any("last good one" in line for line in lines)
+
+
+def test_a_conversion_takes_the_last_good_checkpoint(unconfirmed, tmp_path):
+    lines = []
+    convert(read([f"from={unconfirmed}", f"to=hf:{tmp_path / 'hf'}"]), lines.append)
+    assert sum("Taken: step 0, the last good one" in line for line in lines) == 1
+    assert any(line.startswith(f"Reading {unconfirmed}/checkpoints/0:") for line in lines)
 
 
 def test_weights_without_tokenizer(tmp_path):
@@ -148,10 +186,12 @@ def test_a_typed_tokenizer_and_no_other(tmp_path):
 
 def test_typed_data_replace_those_of_the_training(tmp_path, folders):
     shutil.copytree(folders / "run", tmp_path / "run")
-    (metadata,) = (tmp_path / "run").glob("checkpoints/0/metadata/metadata")
-    contents = json.loads(metadata.read_text())
-    contents["config"] |= {"dataset_mix": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
-    metadata.write_text(json.dumps(contents))
+    stored = layout.find(str(tmp_path / "run"), "test")
+    described = description.describe(stored)
+    data = {"dataset_mix": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
+    described.metadata["config"] |= data
+    (stored.folder / layout.METADATA).rmtree()
+    description.write_metadata(stored, described.metadata, described.checksums)
     path = f"load_parameters_path={tmp_path / 'run'}"
     data = load([path]).config.data
     assert (len(data.dataset_mix), data.grain_eval_files) == (2, "c")

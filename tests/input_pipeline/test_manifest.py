@@ -48,13 +48,18 @@ def test_one_document_is_too_few_for_two_splits(tmp_path):
 def test_a_manifest_that_may_not_be_read_is_named(tmp_path, monkeypatch, function):
     write_data_set(tmp_path, {"train": DOCUMENTS})
 
+    look = os.stat
+
     def denied(path, *arguments, **keys):
+        if function == "stat" and not str(path).endswith("manifest.json"):
+            return look(path, *arguments, **keys)
         raise PermissionError(13, "Permission denied", str(path))
 
     # chmod does not stop root.
-    monkeypatch.setattr(Path, function, denied)
     if function == "open":
         monkeypatch.setattr(Path, "read_text", denied)
+    else:
+        monkeypatch.setattr(os, "stat", denied)
     with pytest.raises(UserError, match=r"manifest\.json cannot be read \(Permission denied\)"):
         read_manifest(str(tmp_path))
 

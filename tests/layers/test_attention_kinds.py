@@ -11,6 +11,7 @@ from MaxText.layers.linear_attention import (
     bidirectional_linear_attention,
     causal_linear_attention,
 )
+from tests.small_models import some_quick
 
 B, N, K, H = 2, 4, 2, 6
 
@@ -38,7 +39,9 @@ def distances(length):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("window", "length"), [(1, 9), (5, 24), (16, 50), (20, 100), (40, 33)])
+@pytest.mark.parametrize(
+    ("window", "length"), some_quick([(1, 9), (5, 24), (16, 50), (20, 100), (40, 33)], 2)
+)
 def test_a_window_is_a_mask(window, length, causal):
     q, k, v, segments = projected(length)
     gaps = distances(length)
@@ -108,7 +111,7 @@ def linear_by_definition(q, k, v, segments, epsilon):
     return above / (scores.sum(-1).transpose(0, 2, 1)[..., None] + epsilon)
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(1, 4), (23, 5), (24, 8), (7, 64)])
+@pytest.mark.parametrize(("length", "chunk"), some_quick([(1, 4), (23, 5), (24, 8), (7, 64)], 2))
 def test_linear_attention(length, chunk):
     q, k, v, segments = projected(length)
     with jax.default_matmul_precision("highest"):
@@ -148,7 +151,7 @@ def test_linear_attention_holds_large_keys():
     np.testing.assert_allclose(half.astype(jnp.float32), near, atol=0.1)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", some_quick([True, False], 2))
 def test_large_keys_of_one_document_do_not_touch_another(causal):
     q, k, v, _ = projected(24)
     q, k, v = map(jnp.float32, (q, k, v))
@@ -161,7 +164,7 @@ def test_large_keys_of_one_document_do_not_touch_another(causal):
         return causal_linear_attention(q, k, v, chunk=5, epsilon=1e-6, segments_BT=segments)[0]
 
     np.testing.assert_allclose(run(q, far, v)[:, 11:], run(q, k, v)[:, 11:], atol=2e-6)
-    gradients = jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))(q, far, v)
+    gradients = jax.jit(jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2)))(q, far, v)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
@@ -183,7 +186,9 @@ def test_gradient_of_linear_attention():
 
     with jax.default_matmul_precision("highest"):
         for a, b in zip(
-            jax.grad(ours, (0, 1, 2))(*arrays), jax.grad(quadratic, (0, 1, 2))(*arrays), strict=True
+            jax.jit(jax.grad(ours, (0, 1, 2)))(*arrays),
+            jax.jit(jax.grad(quadratic, (0, 1, 2)))(*arrays),
+            strict=True,
         ):
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 

@@ -13,7 +13,7 @@ from MaxText.layers.context import Context
 from MaxText.layers.model import Model
 from MaxText.layers.static_sgu import static_sgu
 from MaxText.training.objective import loss_sums
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, some_quick, tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}
 
@@ -154,7 +154,7 @@ def test_norms_of_one_scale(kind):
     np.testing.assert_allclose(fresh, [1.0 if "centered" in kind else 32**0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", some_quick([True, False], 2))
 def test_one_layer_for_all(scan):
     keys = {"base_num_decoder_layers": 3, "scan_layers": scan}
     config, shared, params = built(share_parameters=True, **keys)

@@ -2,16 +2,23 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from MaxText.configuration.layer_sections import DenseConnections
+from MaxText.layers.connections import product_of_normalized
+from MaxText.layers.decoder import Decoder
 from MaxText.layers.model import Model
+from MaxText.layers.stack import rematerialized
+from MaxText.layers.weights import ShapesOnly
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import per_parameter
-from tests.small_models import random_batch, tiny_config, trainer
+from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 NORM = "pre_self_attention_layer_norm"
 SIZES = {
@@ -103,7 +110,7 @@ def without_connections(dense, plain):
     return per_parameter(plain.parameters, taken)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=some_quick(CASES, 3))
 def case(request):
     """(model with dense connections, its compiled function, fresh parameters, keys, block)."""
     block, keys = CASES[request.param]
@@ -212,6 +219,56 @@ def test_a_model_has_the_sums_that_its_keys_name():
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        # From the last sum on, as long as there are more sources to be left than ways.
+        ({"dense_ways": ["q", "r"]}, {8: 7, 6: 5, 4: 3}),
+        ({"dense_ways": ["q", "k", "v", "r"]}, {8: 7, 6: 5}),
+        ({"dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2}, {8: 6, 4: 2}),
+        # Where the sum before has other sources, it cannot.
+        ({"dense_sources": "dilated", "dense_dilation": 2}, {}),
+        ({"dense_sources": "window", "dense_window": 3}, {3: 2}),
+        ({"dense_after_layers": [4, 8]}, {8: 4}),
+    ],
+    ids=str,
+)
+def test_sums_that_leave_gradients_to_the_one_before(keys, left):
+    config = tiny_config(
+        "llama2", **(SIZES | DENSE | {"base_num_decoder_layers": 8, "dense_ways": ["r"]} | keys)
+    )
+    decoder: Any = Decoder(config.model, ShapesOnly())
+    sums = decoder.connections.after
+    found = {int(depth): one.left_to for depth, one in sums.items() if one.left_to is not None}
+    assert found == left
+    assert {int(depth) for depth, one in sums.items() if one.num_later_ways} == set(left.values())
+
+
+def test_product_of_normalized():
+    numbers = np.random.default_rng(0)
+    x_BTD, kernel_DK, goal_BTK = (
+        numbers.normal(size=shape).astype(np.float32) for shape in ((2, 3, 32), (32, 5), (2, 3, 5))
+    )
+    epsilon = 0.5  # large, so that it is seen
+
+    def plain(x_BTD, kernel_DK):
+        mean_square = jnp.mean(x_BTD**2, axis=-1, keepdims=True)
+        normed_BTD = x_BTD / jnp.sqrt(mean_square + epsilon)
+        return jnp.einsum("btd,dk->btk", normed_BTD, kernel_DK, precision="highest")
+
+    def ours(x_BTD, kernel_DK):
+        return product_of_normalized(x_BTD, kernel_DK, epsilon, "highest")
+
+    def run(function):
+        def loss(x_BTD, kernel_DK):
+            return jnp.sum(jnp.sin(function(x_BTD, kernel_DK)) * goal_BTK)
+
+        return function(x_BTD, kernel_DK), jax.grad(loss, (0, 1))(x_BTD, kernel_DK)
+
+    for mine, other in zip(*map(jax.tree.leaves, (run(ours), run(plain))), strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-6 * np.abs(other).max())
+
+
 def random_parameters(model):
     """Numbers around what a fresh model has, so that no weight of a sum is 0."""
     parameters = model.initialize(jax.random.key(0))
@@ -232,11 +289,11 @@ def written_plainly(form):
     return parameters, run(parameters)
 
 
-@pytest.mark.parametrize("form", ["sums, one norm first", "norms before and after"])
+@pytest.mark.parametrize("form", some_quick(["sums, one norm first", "norms before and after"], 2))
 @pytest.mark.parametrize(
     "keys",
     [
-        {"remat_policy": "full"},
+        {"remat_policy": "full", "dense_kept_sums": 1},
         {"remat_policy": "minimal", "dense_mixing": "einsum"},
     ],
     ids=str,
@@ -256,6 +313,45 @@ def dense_config(**keys):
     return tiny_config("muddformer", **(SIZES | DENSE | WIDTHS | keys))
 
 
+def operations(jaxpr, name):
+    """How often an operation stands in a traced program, with all that it contains."""
+    number = 0
+    for equation in jaxpr.eqns:
+        number += equation.primitive.name == name
+        number += sum(operations(inner, name) for inner in jaxprs_in_params(equation.params))
+    return number
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 2), (1, 1), (5, 0)])
+def test_sums_that_are_made_again(kept, again):
+    """Of three sums, that after the last layer is read outside of layers."""
+    config = dense_config(
+        base_num_decoder_layers=3, remat_policy="full", dense_mixing="kernel", dense_kept_sums=kept,
+    )  # fmt: skip
+    model, batch = Model(config.model), random_batch(config, rows=2)
+
+    def loss(parameters):
+        return loss_sums(model.merge(parameters), batch, config.model.objective).total
+
+    parameters = jax.eval_shape(model.initialize, jax.random.key(0))
+    traced = jax.make_jaxpr(jax.grad(loss))(parameters)
+    assert operations(traced.jaxpr, "pallas_call") == 3 + again + 3
+
+
+@pytest.mark.parametrize("policy", ["full", "minimal", "qkv_proj_offloaded"])
+def test_the_product_that_weights_come_from_is_not_made_again(policy):
+    @functools.partial(rematerialized, policy=policy, in_scan=False)
+    def layer(x_BTD, kernel_DK):
+        return jnp.sin(product_of_normalized(x_BTD, kernel_DK, 1e-6, None))
+
+    def loss(x_BTD, kernel_DK):
+        return jnp.sum(layer(x_BTD, kernel_DK))
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((2, 3, 8)), jnp.ones((8, 4)))
+    assert operations(traced.jaxpr, "dot_general") == 3  # itself, and the gradients of both
+    assert operations(traced.jaxpr, "rsqrt") == 1
+
+
 def test_a_masked_language_model_sees_later_tokens():
     model = Model(dense_config(mlm_training=True).model)
     parameters = model.initialize(jax.random.key(0))
@@ -272,11 +368,14 @@ def test_a_masked_language_model_sees_later_tokens():
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"opt_type": "adamw", "dropout_rate": 0.2, "drop_path": 0.3, "remat_policy": "full"},
-        {"opt_type": "muon"},
-        {"opt_type": "adafactor"},
-    ],
+    some_quick(
+        [
+            {"opt_type": "adamw", "dropout_rate": 0.2, "drop_path": 0.3, "remat_policy": "full"},
+            {"opt_type": "muon"},
+            {"opt_type": "adafactor"},
+        ],
+        3,
+    ),
     ids=lambda keys: keys["opt_type"],
 )
 def test_every_part_moves(keys):

@@ -9,12 +9,20 @@ import pytest
 from jax.sharding import Mesh
 
 from MaxText.layers import depth_mixing, mixing_kernel
-from MaxText.layers.depth_mixing import Norms, kernel_refused, mix, normalizes, to_be_scaled
+from MaxText.layers.depth_mixing import (
+    ALONE,
+    Chain,
+    Norms,
+    kernel_refused,
+    mix,
+    normalizes,
+    to_be_scaled,
+)
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import axis_rules
 from MaxText.training import backend_defaults
 from MaxText.training.objective import loss_sums
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, some_quick, tiny_config
 
 FORMS = ("sum", "einsum", "kernel")
 # The kernel takes 384 dimensions in three chunks, and 32 tokens in two tiles.
@@ -75,7 +83,7 @@ def expected(dtype, has_scales):
 
 @pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some_quick(FORMS, 2))
 def test_values_and_gradients(form, dtype, has_scales):
     *rest, scales = given(dtype)
     value, gradients = differentiated(
@@ -138,6 +146,65 @@ def test_gradients_are_added_in_the_memory_of_those_before():
     assert sorted(handed_over(program)) == sorted(["()", "()", "()", each])
 
 
+def two_sums(leaves, wraps, weights, factors, sources, scales):
+    """A sum over all sources after one of the same without the last, whose gradients are left."""
+    earlier, later = (Chain(0, C), Chain(S - 1, 0)) if leaves else (ALONE, ALONE)
+    options = {"form": "kernel", "norms": NORMS, "factors_MD": factors}
+    if scales is not None:
+        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
+
+    def first(weights, sources):
+        rows = None if scales is None else scales[: S - 1]
+        return mix(weights[..., : S - 1], sources, scales_SD=rows, chain=earlier, **options)
+
+    def second(weights, sources, left):
+        return mix(weights, sources, scales_SD=scales, chain=later, left=left, **options)
+
+    before = wraps(first)(0.5 * weights, sources[: S - 1])
+    after = wraps(second)(weights, [*before.sources, sources[-1]], before.left)
+    return of_sums(before.sums, 0) + of_sums(after.sums, 1)
+
+
+@pytest.mark.parametrize("has_scales", [False, True], ids=["plain", "scaled"])
+def test_gradients_left_to_the_sum_before(has_scales):
+    weights, _, sources, scales = given(jnp.float32)
+    arguments = (weights, FACTORS, sources, scales if has_scales else None)
+    alone = differentiated(functools.partial(two_sums, False, lambda f: f), arguments)
+    # Gradients that are left pass from one rematerialised region to the one before.
+    near(differentiated(functools.partial(two_sums, True, jax.checkpoint), arguments), alone)
+
+
+def test_gradients_that_are_left_are_not_added_up_twice():
+    """The later sum adds up those of its own last source, the earlier one all others."""
+    weights, _, sources, _ = given(jnp.float32)
+
+    def kernels(leaves):
+        def loss(sources):
+            again = mix(weights[..., : S - 1], sources[: S - 1], "kernel")
+            rest = [*again.sources, sources[-1]]
+            return of_sums(again.sums, 2) + two_sums(
+                leaves, lambda f: f, weights, FACTORS, rest, None
+            )
+
+        return handed_over(jax.make_jaxpr(jax.grad(loss))(sources))
+
+    none, all_but_last = "()", "(" + ", ".join(f"({s}, {s})" for s in range(S - 1)) + ")"
+    assert sorted(kernels(False)) == sorted([none] * 4 + [all_but_last] * 2)
+    assert sorted(kernels(True)) == sorted([none] * 5 + [all_but_last])
+
+
+def test_places_for_gradients_are_not_kept():
+    """Forward they are zeros, which no backward pass needs."""
+    weights, _, sources, _ = given(jnp.float32)
+    arguments = (weights, FACTORS, sources, None)
+
+    def kept(leaves):
+        _, vjp = jax.vjp(functools.partial(two_sums, leaves, jax.checkpoint), *arguments)
+        return sorted(x.shape for x in jax.tree.leaves(vjp) if x.ndim)
+
+    assert kept(True) == kept(False)
+
+
 def handed_over(program):
     """(operand, result) that share memory, of each kernel in a program."""
     return [part.split("\n")[0] for part in str(program).split("input_output_aliases=")[1:]]
@@ -159,11 +226,13 @@ def test_kernels_lower(platform, has_scales):
         backward = functools.partial(mixing_kernel.backward, weights, states, ways)
         sums = mixing_kernel.forward(weights, states, target, scales_SD=scales)
         first = backward(None, target, scales_SD=scales)
-        return sums, first, backward(old, target, scales_SD=scales)
+        after = mixing_kernel.Later(ways, weights)
+        left = backward(old[1:], target, scales_SD=scales, num_left=1)
+        return sums, first, left, backward(old, target, scales_SD=scales, later=after)
 
     traced = jax.jit(both).trace(weights, states, scales, ways, states)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("custom_call") >= 3
+    assert text.count("custom_call") >= 4
 
 
 # Ways 1 and 3 are normalised, ways 0 and 2 are not.
@@ -213,10 +282,12 @@ def test_kernel_with_norms_lowers_for_tpu():
     def both(weights, states, ways, factors):
         options: dict = {"norms": NORMS, "factors_MD": factors}
         sums = mixing_kernel.forward(weights, states, "tpu", **options)
-        return sums, mixing_kernel.backward(weights, states, ways, states, "tpu", **options)
+        gradients = mixing_kernel.backward(weights, states, ways, states, "tpu", **options)
+        options["num_left"] = S
+        return sums, gradients, mixing_kernel.backward(weights, states, ways, [], "tpu", **options)
 
     traced = jax.jit(both).trace(shape((num_tokens, C * S), jnp.float32), states, ways, FACTORS)
-    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
 
 
 def test_states_whose_sums_a_kernel_does_not_normalise():
@@ -309,6 +380,21 @@ def test_kernel_on_several_devices(embed_axes):
 def normalized_on(mesh, rules, sources):
     with axis_rules(mesh, rules):
         return normalizes("kernel", sources[0])
+
+
+@pytest.mark.multi_device
+def test_gradients_left_on_several_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rules = [("activation_batch", ("data",)), ("activation_length", ()), ("activation_embed", ())]
+    weights, _, sources, scales = given(jnp.float32)
+
+    def sharded(*arguments):
+        with axis_rules(mesh, rules):
+            return two_sums(True, jax.checkpoint, *arguments)
+
+    arguments = (weights, FACTORS, sources, scales)
+    alone = differentiated(functools.partial(two_sums, False, lambda f: f), arguments)
+    near(differentiated(sharded, arguments), alone)
 
 
 @pytest.mark.multi_device

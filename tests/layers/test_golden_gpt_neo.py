@@ -16,6 +16,7 @@ from MaxText.conversion.weights import nested
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
+from tests.small_models import some_quick
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 MESH_CASES = ("linear", "local5", "rotary", "macaron", "rezero", "axial", "memkv")
@@ -149,7 +150,7 @@ def mesh_keys(theirs: dict) -> dict:
     return keys
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", some_quick([True, False], 2))
 @pytest.mark.parametrize("case", MESH_CASES)
 def test_mesh_tensorflow(case, scan):
     arrays = dict(np.load(GOLDEN / "gptneo_meshtf" / f"{case}.npz"))

@@ -17,7 +17,7 @@ from MaxText.configuration.problems import ConfigurationError
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums, num_tokens
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, some_quick, tiny_config
 
 LENGTH, VOCAB, PROMPT = 12, 32, 5
 SIZES = {
@@ -204,13 +204,7 @@ def test_pairs_that_are_left_out_are_refused(refused):
         tiny_config(**keys)
 
 
-def some(rows: list) -> list:
-    """A third of the rows in the default suite, all of them with the slow tests."""
-    return [row if i % 3 == 0 else pytest.param(row, marks=pytest.mark.slow) for i, row in
-            enumerate(rows)]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", some(ROWS), ids=lambda row: "; ".join(row.values()))
+@pytest.mark.parametrize("row", some_quick(ROWS, 12), ids=lambda row: "; ".join(row.values()))
 def test_trains_and_generates(row):
     config = tiny_config(**keys_of(row))
     model = Model(config.model)

@@ -10,7 +10,7 @@ from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES
 from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.model import Model
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, some_quick, tiny_config
 
 FAMILIES = ["llama2", "gpt2", "gpt_neox", "gemma"]
 
@@ -30,7 +30,7 @@ def logits_of(config, batch, seed=0):
     return run(jax.jit(model.initialize)(jax.random.key(seed)), batch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_quick(FAMILIES, 2))
 def test_packed_documents_equal_separate_ones(family):
     config = family_config(family)
     packed = random_batch(config, rows=2, documents=True)
@@ -42,7 +42,7 @@ def test_packed_documents_equal_separate_ones(family):
         np.testing.assert_allclose(together[:, part], logits_of(config, alone), atol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_quick(FAMILIES, 2))
 def test_a_document_never_sees_another_or_its_future(family):
     config = family_config(family)
     batch = random_batch(config, rows=1, documents=True)
@@ -64,8 +64,8 @@ def test_a_document_never_sees_another_or_its_future(family):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True},
-     {"causal": False}, {"causal": False, "segments": True}],
+    some_quick([{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True},
+     {"causal": False}, {"causal": False, "segments": True}], 2),
 )  # fmt: skip
 def test_blocks_of_queries_equal_the_full_square(options):
     keys = jax.random.split(jax.random.key(0), 3)

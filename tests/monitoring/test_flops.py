@@ -12,7 +12,7 @@ from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
 from MaxText.monitoring.flops import FlopCount, Part, count_flops, keys_by_rule, keys_multiplied
 from MaxText.training.objective import loss_sums
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, some_quick, tiny_config
 
 # So wide that what is no product is a few percent of XLA's count.
 SIZES = {
@@ -175,14 +175,15 @@ def products(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), SUMS_ONE_BY_ONE], ids=[*CASES, "sums"])
-def test_xla_counts_the_same_within_5_percent(case):
+@pytest.mark.parametrize("name", some_quick([*CASES, "sums"], 3))
+def test_xla_counts_the_same_within_5_percent(name):
     """XLA's own count of the optimised programs.
 
     Beside products it has one operation or more for every element of norms, softmax, activation
     functions, masks, rotary positions, additions and the cross entropy, forward and backward: 1 to
     4 % here. So it is never below the formula.
     """
+    case = (CASES | {"sums": SUMS_ONE_BY_ONE})[name]
     count, logits, loss_and_gradient, arguments, tokens = built(case)
     programs = [(loss_and_gradient, count.executed_per_token)]
     if "remat_policy" not in case:  # else the forward pass is that of another case
@@ -192,9 +193,9 @@ def test_xla_counts_the_same_within_5_percent(case):
         assert formula * tokens <= cost["flops"] <= 1.05 * formula * tokens
 
 
-@pytest.mark.parametrize("case", (CASES | TRACED).values(), ids=CASES | TRACED)
-def test_the_products_of_the_traced_program_are_the_same_exactly(case):
-    count, logits, loss_and_gradient, arguments, tokens = built(case)
+@pytest.mark.parametrize("name", some_quick(CASES | TRACED, 3))
+def test_the_products_of_the_traced_program_are_the_same_exactly(name):
+    count, logits, loss_and_gradient, arguments, tokens = built((CASES | TRACED)[name])
     for function, formula in (
         (logits, count.executed_forward),
         (loss_and_gradient, count.executed_per_token),

@@ -135,7 +135,7 @@ def test_mistakes_are_one_message(tmp_path):
     with pytest.raises(UserError, match=r"row 1 has seconds='1', learning/loss=\[2\.5\]\."):
         read_run(tmp_path / "empty")
     file.write_bytes(b"\x89PNG")
-    with pytest.raises(UserError, match=r"is not text: byte 0 is 0x89"):
+    with pytest.raises(UserError, match="0 whole rows and none of them is a start"):
         read_run(tmp_path / "empty")
     completed(tmp_path / "run")
     (tmp_path / "run" / "config.yml").write_text("steps: [1,\n")

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.training_sections import Guard
+from MaxText.errors import Diverged
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
-from MaxText.monitoring.step_log import Diverged, StepLog
+from MaxText.monitoring.step_log import StepLog
 from tests.small_models import tiny_config, trainer
 
 

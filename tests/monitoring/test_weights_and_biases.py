@@ -1,5 +1,6 @@
 """Reporting to W&B: no step twice and none missing, and no run that suffers from it."""
 
+import dataclasses
 import importlib.machinery
 import json
 import math
@@ -19,7 +20,7 @@ from MaxText.errors import UserError
 from MaxText.monitoring.events import Event
 from MaxText.monitoring.sinks import weights_and_biases
 from MaxText.monitoring.sinks.event_file import EventFile
-from MaxText.monitoring.sinks.offline_history import history_steps, records
+from MaxText.monitoring.sinks.offline_history import RowNumbers, history_steps, records
 from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -118,6 +119,13 @@ def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_e
 
     state = json.loads((tmp_path / "wandb.json").read_text())
     assert state["last_step"] == 259
+    axes = {
+        record.metric.name or record.metric.glob_name: record.metric.step_metric
+        for record in attempts[-1]
+        if record.HasField("metric")
+    }
+    assert axes["*"] == "step"
+    assert [numbers["step"] for _, numbers in rows] == list(range(260))
     runs = [record.run for part in attempts for record in part if record.HasField("run")]
     assert {run.run_id for run in runs} == {state["id"]}
     assert {(run.project, run.display_name, *run.tags) for run in runs} == {
@@ -160,6 +168,8 @@ class Server:
 
     def __init__(self, steps=()):
         self.steps = list(steps)
+        self.rows = []
+        self.axes = {}
         self.summary = {}
         self.arguments = {}
         self.exit_code = None
@@ -181,6 +191,15 @@ class Server:
         assert numbers["_timestamp"] > 0
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
+            self.rows.append((numbers["step"], numbers.get("learning/loss")))
+
+    def define_metric(self, name, step_metric=None):
+        self.axes[name] = step_metric
+
+    @property
+    def charted(self):
+        """The value that a chart ends with at each step."""
+        return dict(self.rows)
 
     def finish(self, exit_code):
         self.finishing.wait()
@@ -235,6 +254,81 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, server, monkeypatch):
     assert sent == [8, 9]
 
 
+def after(number):
+    """A step done after a rewind."""
+    return dataclasses.replace(step(number, loss=1.0), time=1.8e9 + 9)
+
+
+def rewind(to, number, **facts):
+    return Event("rewind", 1.8e9, step=to, facts={"to": to, "number": number, **facts})
+
+
+def recorded(folder, server, first_step, *events):
+    """An attempt with these events, as the run would record them too."""
+    sinks = [sink(folder, first_step), EventFile(epath.Path(folder), first_step)]
+    for event in events:
+        for each in sinks:
+            each.write(event)
+    for each in sinks:
+        each.close()
+    return server.charted
+
+
+def test_where_the_run_goes_back_the_later_value_is_charted(tmp_path, server):
+    first = [step(number, loss=9.0) for number in range(8)]
+    again = [after(number) for number in range(5, 10)]
+    charted = recorded(tmp_path, server, 0, *first, rewind(5, 1), *again)
+    assert charted == {**dict.fromkeys(range(5), 9.0), **dict.fromkeys(range(5, 10), 1.0)}
+    assert server.axes == {"step": None, "*": "step"}
+    assert server.steps == list(range(13))
+    # A restart from before it repeats what is there, and what W&B has lost of it is sent.
+    server.steps, server.rows = server.steps[:-2], server.rows[:-2]
+    repeated = [rewind(5, 1, again=True), *[step(number, loss=9.0) for number in range(4, 5)]]
+    charted = recorded(tmp_path, server, 4, *repeated, *again, after(10))
+    assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
+    assert charted[10] == 1.0
+    # One after it finds the right rows, too.
+    server.steps, server.rows = server.steps[:-4], server.rows[:-4]
+    recorded(tmp_path, server, 10, after(10), after(11))
+    assert [number for number, _ in server.rows] == [*range(8), *range(5, 12)]
+
+
+@pytest.mark.parametrize("first_step", [5, 7])
+def test_a_rewind_of_which_wandb_never_heard(tmp_path, server, first_step):
+    recorded(tmp_path, server, 0, *[step(number, loss=9.0) for number in range(8)])
+    missed = EventFile(epath.Path(tmp_path), 8)  # W&B is still connecting, and then all is killed
+    missed.write(rewind(5, 1))
+    late = [after(number) for number in (5, 6)]
+    for event in late:
+        missed.write(event)
+    missed.close()
+    told = [rewind(5, 1, again=True), *late] if first_step == 5 else []
+    charted = recorded(tmp_path, server, first_step, *told, step(7, loss=1.0))
+    assert charted == {**dict.fromkeys(range(5), 9.0), **dict.fromkeys(range(5, 8), 1.0)}
+
+
+def test_another_configuration_is_charted_where_it_began(tmp_path, server):
+    recorded(tmp_path, server, 0, *[step(number, loss=9.0) for number in range(8)])
+    change = Event("config_change", 1.8e9, step=6, facts={"changes": {}})
+    charted = recorded(tmp_path, server, 6, change, *[step(n, loss=1.0) for n in range(6, 9)])
+    assert charted == {**dict.fromkeys(range(6), 9.0), **dict.fromkeys(range(6, 9), 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("shifts", "next_row", "lacking"),
+    [
+        ([[0, 0]], 7, 7),
+        ([[0, 0], [5, 3]], 12, 9),
+        ([[0, 0], [5, 3]], 7, 5),
+        ([[0, 0], [5, 3]], 4, 4),
+        ([[0, 0], [5, 3], [4, 6]], 9, 4),
+        ([[0, 0], [5, 3], [7, 6]], 9, 6),
+    ],
+)
+def test_the_first_step_that_is_lacking(shifts, next_row, lacking):
+    assert RowNumbers(shifts, next_row).lacking == lacking
+
+
 @pytest.mark.parametrize(("first_step", "same"), [(0, False), (2, True)])
 def test_only_a_start_from_scratch_is_a_new_run(tmp_path, server, first_step, same):
     ids = []
@@ -262,7 +356,7 @@ def test_numbers_of_any_kind(tmp_path, server, monkeypatch):
     run.write(Event("step", 1.8e9, step=0, facts=facts))
     run.write(step(1, loss=math.nan))
     run.close()
-    assert sent[0] == {"learning/loss": 0.5, "_timestamp": 1.8e9}
+    assert sent[0] == {"learning/loss": 0.5, "step": 0, "_timestamp": 1.8e9}
     assert type(sent[0]["learning/loss"]) is float
     assert math.isnan(sent[1]["learning/loss"])
 

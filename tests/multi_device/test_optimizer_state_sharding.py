@@ -65,8 +65,9 @@ def trained():
 def test_the_same_training_with_a_part_of_the_bytes(trained, mesh):
     (whole_numbers, whole), (numbers, parts) = (trained[mesh, split] for split in (False, True))
     np.testing.assert_allclose(numbers, whole_numbers, rtol=1e-6)
+    # Sums in another order, and Adam divides by the root of squares that may be tiny.
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5),
         jax.device_get(parts.params),
         jax.device_get(whole.params),
     )

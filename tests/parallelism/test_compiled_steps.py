@@ -37,3 +37,14 @@ def test_memory_counts_what_is_there_at_once(steps):
     assert memory["arguments"] == 4 * (8 + 4 * 16)
     assert memory["aliased"] == 4 * 8  # the state is donated
     assert memory["peak"] >= memory["arguments"] + memory["temporaries"]
+
+
+def test_a_saved_step_is_taken_where_it_fits():
+    def compile_for(batch):
+        return lambda state, batch: (state, {"loss": batch.mean()}), 0.5
+
+    saved = jax.jit(lambda state, batch: (state, {"loss": batch.sum()}))
+    saved = saved.lower(jnp.zeros(1), jnp.ones((4, 16))).compile()
+    steps = CompiledSteps(compile_for, lambda batch: saved if batch.shape == (4, 16) else None)
+    assert steps.prepare(jnp.ones((4, 16))).source == "file"
+    assert float(steps(jnp.zeros(1), jnp.ones((4, 16)))[1]["loss"]) == 64

@@ -1,5 +1,7 @@
 """Meshes and partition specs that need no second device."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
+from MaxText.parallelism import mesh as mesh_module
 from MaxText.parallelism.constraints import constrain, partition_spec
-from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch
+from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
 from tests.small_models import tiny_config
 
 
@@ -17,6 +20,32 @@ def spec(names, shape, data=1, fsdp=1, tensor=1, rules=LOGICAL_AXIS_RULES):
     sizes = {"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)
     return partition_spec(names, shape, rules, mesh)
+
+
+def slices(number, per_slice):
+    """Devices of several slices, one of each in turn."""
+    return [
+        SimpleNamespace(
+            id=index, slice_index=index % number, process_index=0, platform="gpu",
+            device_kind="a kind without coordinates",
+        )
+        for index in range(number * per_slice)
+    ]  # fmt: skip
+
+
+def test_slices_are_divided_along_the_first_axis_that_they_divide():
+    # A mesh takes no devices but jax's own.
+    arranged = mesh_module._arranged([2, 4, 1, 1], slices(2, 4))
+    of = [[device.slice_index for device in row] for row in arranged[:, :, 0, 0]]
+    assert of == [[0] * 4, [1] * 4]
+    arranged = mesh_module._arranged([1, 6, 1, 1], slices(2, 3))
+    assert [device.slice_index for device in arranged.flat] == [0, 0, 0, 1, 1, 1]
+
+
+def test_slices_that_divide_no_axis():
+    section = Mesh(ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+    with pytest.raises(UserError, match=r"(?s)4 slices divide none.*ici_data_parallelism=4"):
+        make_mesh(section, slices(4, 2))
 
 
 def test_names_become_the_mesh_axes_of_the_rules():
@@ -73,3 +102,30 @@ def test_a_batch_that_does_not_divide():
     assert rows_of_batch(Batch(per_device_batch_size=4), layout, per_device=2) == 2
     with pytest.raises(UserError, match=r"per_device_batch_size=2\.5"):
         rows_of_batch(Batch(per_device_batch_size=2.5), layout)
+
+
+@pytest.mark.parametrize(
+    ("held", "shares"),
+    [
+        # Data over two processes of two devices each.
+        ([{(0, 0), (0, 1)}, {(1, 0), (1, 1)}], [(0, 2), (1, 2)]),
+        # Tensor parallelism across processes: both hold all rows.
+        ([{(0, 0)}, {(0, 0)}], [(0, 1), (0, 1)]),
+        ([{(0,)}, {(0,)}, {(1,)}, {(1,)}], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        # The order of the processes in a torus is not that of their numbers.
+        ([{(2,), (3,)}, {(0,), (1,)}], [(1, 2), (0, 2)]),
+        ([{(0,), (3,)}, {(1,), (2,)}], [(0, 2), (1, 2)]),
+        # Neither the same nor apart: each reads all.
+        ([{(0,), (1,)}, {(1,), (2,)}, {(2,), (0,)}], [(0, 1), (0, 1), (0, 1)]),
+        ([{(0,), (1,)}, {(2,)}], [(0, 1), (0, 1)]),
+    ],
+    ids=["data", "tensor", "both", "torus", "not together", "overlapping", "uneven"],
+)
+def test_the_rows_that_a_process_reads(held, shares):
+    processes = dict(enumerate(held))
+    assert [share_of_rows(processes, process) for process in processes] == shares
+
+
+def test_one_process_reads_all_rows():
+    layout = Layout(make_mesh(Mesh(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
+    assert layout.share_of_batch() == (0, 1)

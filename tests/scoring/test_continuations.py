@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.scoring import continuations
-from MaxText.scoring.continuations import Continuation, ContinuationScorer, padded_length, rolling
+from MaxText.scoring import place_reader
+from MaxText.scoring.continuations import Continuation, ContinuationScorer, rolling
+from MaxText.scoring.place_reader import padded_length
 from tests.scoring.small_trained import full_log_probabilities, tiny_trained
 
 WINDOW = 16
@@ -72,7 +73,7 @@ def test_probabilities_of_all_answers_sum_to_one(trained):
 def test_logits_in_chunks_are_the_same(trained, monkeypatch):
     asked = random_continuations(9, seed=1)
     at_once = ContinuationScorer(trained).score(asked)
-    monkeypatch.setattr(continuations, "_CHUNK_LOGITS", 128)
+    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 128)
     in_chunks = ContinuationScorer(trained).score(asked)
     for one, other in zip(at_once, in_chunks, strict=True):
         assert one.log_probability == pytest.approx(other.log_probability, rel=1e-5)
@@ -82,13 +83,15 @@ def test_logits_in_chunks_are_the_same(trained, monkeypatch):
 def test_few_programs_and_a_bounded_batch(trained, monkeypatch):
     shapes = []
     scorer = ContinuationScorer(trained)
-    read_places = scorer._read_places
+    reader = scorer._reader
+    read_places = reader._read_places
 
-    def recorded(params, tokens_BT, places_BC, targets_BC):
+    def recorded(params, tokens_BT, places_BC, targets_BC, segments_BT):
+        assert segments_BT is None
         shapes.append((*tokens_BT.shape, places_BC.shape[1]))
-        return read_places(params, tokens_BT, places_BC, targets_BC)
+        return read_places(params, tokens_BT, places_BC, targets_BC, None)
 
-    monkeypatch.setattr(scorer, "_read_places", recorded)
+    monkeypatch.setattr(reader, "_read_places", recorded)
     done = []
     scorer.score(random_continuations(50, seed=2), lambda *numbers: done.append(numbers))
     assert all(rows * length <= 4 * WINDOW for rows, length, _ in shapes)
@@ -148,7 +151,7 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 def test_the_same_scores_on_eight_devices(mesh, monkeypatch):
     asked = random_continuations(40, seed=3)
     one = ContinuationScorer(tiny_trained(base_num_kv_heads=4)).score(asked)
-    monkeypatch.setattr(continuations, "_CHUNK_LOGITS", 256)
+    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 256)
     many = ContinuationScorer(
         tiny_trained(base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **mesh)
     ).score(asked)

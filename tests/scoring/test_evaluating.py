@@ -13,7 +13,7 @@ from MaxText.conversion.converting import convert
 from MaxText.errors import UserError
 from MaxText.inference.own_configuration import load
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.scoring import request
+from MaxText.scoring import evaluating, request
 from MaxText.scoring.evaluating import evaluate
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
@@ -149,6 +149,52 @@ def test_tasks_alone_and_with_data(root, tmp_path):
     assert found["data"]["total"]["targets"] == NUM_BYTES + 2
 
 
+# The configuration of the folder says that it is causal.
+BOTH_SIDES = ("mlm_training=true", "causal=false")
+MASKED = (*BOTH_SIDES, "mlm_mask_id=259", "mlm_cls_token_id=258")
+
+
+def test_tasks_of_a_masked_model(root, tmp_path):
+    # The same weights, with both sides seen: ids are those of the bytes, after one that begins.
+    (tmp_path / "lambada.jsonl").write_text('{"text": "one two three"}\n{"text": "four five"}\n')
+    page = " = Tin = \n \n Tin is a metal ; it melts at 231 @.@ 9 ° C . \n"
+    (tmp_path / "wiki.test.raw").write_text(page, encoding="utf-8")
+    found = run(
+        root, *MASKED, "eval_tasks=[lambada,wikitext]",
+        f"lambada_path={tmp_path / 'lambada.jsonl'}", f"wikitext_path={tmp_path / 'wiki.test.raw'}",
+    )  # fmt: skip
+    of_lambada, of_wikitext = found["tasks"]
+    assert of_lambada["counts"] == {"passages": 2, "tokens": len(" three") + len(" five")}
+    read = " = Tin =\n\nTin is a metal; it melts at 231.9°C.\n"
+    words = len(page.split()) + 2
+    assert of_wikitext["counts"] == {"pages": 1, "words": words, "tokens": len(read.encode())}
+    metrics = of_wikitext["metrics"]
+    assert metrics["word_pseudo_perplexity"] == pytest.approx(
+        metrics["token_pseudo_perplexity"] ** (len(read.encode()) / words)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (BOTH_SIDES, "mlm_mask_id=-1 takes the mask of the tokenizer, and that of"),
+        ((*BOTH_SIDES, "mlm_mask_id=260"), "mask is id 260.*vocab_size=260 ids"),
+        ((*MASKED, "harness_tasks=[a]"), "harness_tasks=a asks for the probability of cont"),
+    ],
+)
+def test_what_a_masked_model_cannot_is_said_before_weights_are_read(
+    root, tmp_path, monkeypatch, arguments, message
+):
+    def opened(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(evaluating, "open_trained_model", opened)
+    (tmp_path / "lambada.jsonl").write_text('{"text": "one two three"}\n')
+    task = ["eval_tasks=[lambada]", f"lambada_path={tmp_path / 'lambada.jsonl'}"]
+    with pytest.raises(UserError, match=message):
+        run(root, *task, *arguments)
+
+
 def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
     preparation = Preparation(
         prepare_source=str(root / "text.jsonl"), tokenizer_path="bytes", validation_fraction=0.0,
@@ -214,6 +260,47 @@ def test_the_program(root, tmp_path, users_environment):
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "MaxText.scoring.evaluating" in imported
     assert "jax" not in imported
+
+
+@pytest.mark.slow
+def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
+    """A run is scored with the mask and the CLS that it was trained with, which nobody types."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat . " * 40)
+    (tmp_path / "lambada.txt").write_text("the cat sat on the mat\nthe cat sat\n")
+    (tmp_path / "wiki.test.raw").write_text(" = Cat = \n \n the cat sat on the mat . \n")
+    keys = [
+        str(REPOSITORY / "configs/quickstart.yml"), "prepare_source=text",
+        "dataset_path=data", "run_name=masked",
+        "tokenizer_path=bytes", "vocab_size=261", "base_emb_dim=32", "base_num_query_heads=2",
+        "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=64", "base_num_decoder_layers=1",
+        "max_target_length=32", "per_device_batch_size=16", "steps=100", "learning_rate=0.01",
+        "eval_interval=-1", "sample_tokens=0", "loss_curve=false", "enable_tensorboard=false",
+        "jax_cache_dir=", "mlm_training=true", "mlm_mask_id=259", "mlm_cls_token_id=260",
+    ]  # fmt: skip
+    done = start("train.py", keys, tmp_path, users_environment)
+    assert done.returncode == 0, done.stderr
+    score = [
+        "load_parameters_path=maxtext_output/masked", "eval_tasks=[lambada,wikitext]",
+        "lambada_path=lambada.txt", "wikitext_path=wiki.test.raw", "eval_output=scores.json",
+        "jax_cache_dir=",
+    ]  # fmt: skip
+    done = start("eval.py", score, tmp_path, users_environment)
+    assert done.returncode == 0, done.stderr
+    assert "word pseudo perplexity" in done.stdout
+    of_lambada, of_wikitext = json.loads((tmp_path / "scores.json").read_text())["tasks"]
+    # Of 261 ids that are equally likely it would be 261, and 261 ** 4 for a word of 4 bytes.
+    assert 1 < of_wikitext["metrics"]["token_pseudo_perplexity"] < 100
+    assert 1 < of_lambada["metrics"]["pseudo_perplexity"] < 261**2
+    monkeypatch.chdir(tmp_path)
+    for mask, is_that_of_the_run in ((259, True), (258, False)):
+        found = evaluate(load([*score, f"mlm_mask_id={mask}"], "eval.py"), quiet)
+        same = found["tasks"][0]["metrics"] == pytest.approx(of_lambada["metrics"], rel=1e-3)
+        assert same == is_that_of_the_run
+    done = start("eval.py", [*score, "mlm_mask_id=261"], tmp_path, users_environment)
+    assert done.returncode == 2
+    assert "mask is id 261" in done.stderr
 
 
 class TestRequest:

@@ -41,6 +41,7 @@ def config(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_accuracy_of_a_model_that_has_learned(config):
     model, state, step = trainer(config)
     reading = {"masking": config.masking, "preparation": config.preparation, "vocab_size": VOCAB}

@@ -11,7 +11,7 @@ from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.training.objective import cross_entropy, loss_sums
 from MaxText.training.step import make_eval_step, split_rows
-from tests.small_models import random_batch, tiny_config, trainer
+from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 
 def assert_close(left, right, tolerance):
@@ -54,15 +54,17 @@ def test_microbatches_partition_the_rows():
     assert sorted(np.ravel(parts).tolist()) == list(range(12))
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(
-    "policy",
-    ["full", "minimal", "minimal_with_context", "minimal_offloaded", "save_dot_except_mlp",
-     "save_dot_except_mlpwi", "save_qkv_proj", "save_out_proj", "qkv_proj_offloaded"],
-)  # fmt: skip
-def test_memory_policies_do_not_change_the_result(scan, policy):
-    if scan and policy not in ("full", "minimal", "qkv_proj_offloaded"):
-        pytest.skip("three policies are enough for the scanned form")
+# Policies, and whether layers are scanned: three are enough for that form.
+POLICIES = [
+    ("full", True), ("minimal", True), ("qkv_proj_offloaded", True),
+    ("minimal", False), ("minimal_with_context", False), ("minimal_offloaded", False),
+    ("full", False), ("save_dot_except_mlp", False), ("save_dot_except_mlpwi", False),
+    ("qkv_proj_offloaded", False), ("save_qkv_proj", False), ("save_out_proj", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "scan"), some_quick(POLICIES, 3))
+def test_memory_policies_do_not_change_the_result(policy, scan):
     batch = random_batch(tiny_config(), rows=2)
     shorter = {"base_num_decoder_layers": 2}
     loss, gradients = gradients_of(tiny_config(**shorter), batch)
@@ -193,7 +195,7 @@ def test_a_batch_of_padding_changes_nothing_by_its_loss():
     assert_close(after.params, state.params, 0)
 
 
-@pytest.mark.parametrize("place", ["embedding", "attention", "residual"])
+@pytest.mark.parametrize("place", some_quick(["embedding", "attention", "residual"], 2))
 def test_dropout_at_each_place(place):
     config = tiny_config(**{f"{place}_dropout_rate": 0.5}, base_num_decoder_layers=1)
     model, state, step = trainer(config)
@@ -225,7 +227,7 @@ def test_bfloat16_activations_stay_close_and_keep_float32_state():
     assert model.merge(state.params).hidden(batch)[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("opt_type", some_quick(["adamw", "adafactor", "lion", "muon", "sgd"], 2))
 def test_every_update_rule_learns(opt_type):
     rates = {"lion": 1e-3, "sgd": 0.3, "adafactor": 0.1}
     config = tiny_config(

@@ -3,16 +3,20 @@
 import gzip
 import hashlib
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import absolute, open_stream, version
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+
+# A file that is this many times as large as its gzip file, and larger than the other bound, is
+# nothing but repetition: gzip itself ends at 1032. Records of tokens shrink to a half or a tenth.
+_MOST_TIMES = 200
+_ALWAYS_BYTES = 1 << 26
 
 
 def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -> str:
@@ -22,7 +26,7 @@ def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -
     again. Several processes may ask at once.
 
     Raises:
-      BadRecord: the file is damaged or cut short.
+      BadRecord: the file is damaged or cut short, or made to fill the disk.
       UserError: it cannot be read, or the copy not be written.
     """
     size, tag = version(path)
@@ -39,7 +43,7 @@ def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -
         raise _unwritable(cache_dir, error) from error
     try:
         with os.fdopen(number, "wb") as plain, _opened(path) as stream:
-            _decompress(path, stream, plain)
+            _decompress(path, stream, plain, max(_ALWAYS_BYTES, _MOST_TIMES * size))
             plain.flush()
             os.fsync(plain.fileno())
         os.replace(temporary, copy)
@@ -50,10 +54,17 @@ def decompressed_copy(path: str, cache_dir: Path, show: Callable[[str], None]) -
     return str(copy)
 
 
-def _decompress(path: str, stream: BinaryIO, plain: BinaryIO) -> None:
+def _decompress(path: str, stream: BinaryIO, plain: BinaryIO, most_bytes: int) -> None:
     try:
         with gzip.open(stream) as contents:
-            shutil.copyfileobj(cast(BinaryIO, contents), plain, 1 << 20)
+            while piece := contents.read(1 << 20):
+                plain.write(piece)
+                if plain.tell() > most_bytes:
+                    reason = (
+                        f"the file grows to more than {_MOST_TIMES} times its size: such a file is "
+                        "made to fill a disk. Decompress it yourself if you trust it"
+                    )
+                    raise BadRecord(path, plain.tell(), reason)
     except EOFError as error:
         raise BadRecord(path, plain.tell(), "the compressed file is cut short") from error
     except (gzip.BadGzipFile, zlib.error) as error:

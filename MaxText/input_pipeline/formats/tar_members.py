@@ -8,6 +8,30 @@ from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 _BLOCK = 512
 
+# Members that say something about the next one, its long name for example. tarfile reads such a
+# member as a whole, whatever length it claims.
+_ABOUT_THE_NEXT = {
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+}  # fmt: skip
+_LONGEST_ABOUT = 1 << 20
+
+
+class BoundedHeader(tarfile.TarInfo):
+    """A member's header; one with a length that no program writes is an error."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "BoundedHeader":
+        """See tarfile.TarInfo.
+
+        Raises:
+          tarfile.ReadError: a negative size, or a name of megabytes.
+        """
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.type in _ABOUT_THE_NEXT and header.size > _LONGEST_ABOUT):
+            raise tarfile.ReadError(f"a header claims {header.size:,} bytes")
+        return header  # pyright: ignore[reportReturnType]
+
 
 class Member(NamedTuple):
     """One file of an archive: its name, and its contents at [offset, offset + size)."""
@@ -32,9 +56,12 @@ def members(file: ReadableFile) -> list[Member]:
         # Buffered by tarfile itself; it seeks over the contents.
         with (
             open_stream(file.path) as stream,
-            tarfile.open(fileobj=stream, mode="r:", errorlevel=2) as archive,
+            tarfile.open(fileobj=stream, mode="r:", tarinfo=BoundedHeader, errorlevel=2) as archive,
         ):
             for member in archive:
+                # An extended header may say so; tarfile would go backwards.
+                if member.size < 0:
+                    raise tarfile.ReadError(f"a header claims {member.size:,} bytes")
                 end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 if member.isreg() and not member.issparse():
                     found.append(Member(member.name, member.offset_data, member.size))

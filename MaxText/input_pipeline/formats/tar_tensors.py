@@ -6,6 +6,7 @@ field it is and how it is stored: .pth and .pt as torch.save does, .npy as numpy
 
 import dataclasses
 import io
+import threading
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,6 +19,9 @@ from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_te
 from MaxText.input_pipeline.storage import Blocks, open_file
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
+
+# Python's ast, which parses the header of .npy, fails now and then in threads (3.11).
+_HEADER_LOCK = threading.Lock()
 
 _ENDINGS = (".pth", ".pt", ".npy")
 # Fields that are taken without asking when a sample has several.
@@ -82,8 +86,10 @@ def _ids(content: bytes, path: str, offset: int) -> np.ndarray:
 def _tensor(content: bytes, path: str, offset: int) -> np.ndarray:
     if content.startswith(b"\x93NUMPY"):
         try:
-            values = np.load(io.BytesIO(content), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
+            with _HEADER_LOCK:
+                values = np.load(io.BytesIO(content), allow_pickle=False)
+        # What a damaged header raises is any kind of error; MemoryError for a shape of 2^60.
+        except Exception as error:
             raise BadRecord(path, offset, f"the .npy member is damaged ({error})") from error
         if values.ndim != 1 or values.dtype.kind not in "iu":
             reason = f"the member is {values.dtype} of shape {values.shape}, not a list of ids"

@@ -29,6 +29,9 @@ _MASK_DELTA = 0xA282EAD8
 
 # A length that a broken header claims is not believed by allocating it: read this much at a time.
 _PIECE_BYTES = 1 << 24
+# Of a file that is read from front to back, where the length cannot be compared with what is left
+# of it: a few kilobytes of gzip hold gigabytes.
+_LONGEST_RECORD = 1 << 28
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -179,9 +182,13 @@ def _read_records(file: _Readable, path: str) -> Iterator[bytes]:
         if len(header) < HEADER_BYTES:
             raise BadRecord(path, at, "the file ends inside a record's header")
         length = parse_header(header, path, at)
-        body = _read(file, length + FOOTER_BYTES, path, at)
-        if len(body) < length + FOOTER_BYTES:
+        wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
+        body = _read(file, wanted, path, at)
+        if len(body) < wanted:
             raise BadRecord(path, at, _incomplete(length, len(body)))
+        if length > _LONGEST_RECORD:
+            reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
+            raise BadRecord(path, at, reason)
         yield check(body, path, at)
         at += HEADER_BYTES + length + FOOTER_BYTES
 

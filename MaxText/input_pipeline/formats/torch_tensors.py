@@ -6,6 +6,7 @@ known here, each standing for a class of ours that holds its arguments; any othe
 
 import io
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from MaxText.errors import UserError
 # Of the format before zip archives: a long integer that begins the file, and its version.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
+
+# Operations of a pickle that name the place of an object in a table that grows to hold it.
+_MEMO_PLACES = {"PUT", "LONG_BINPUT"}
 
 _STORAGES = {
     "ByteStorage": "u1",
@@ -63,6 +67,9 @@ class _Tensor(NamedTuple):
 def _tensor(storage: Any, start: Any, shape: Any, steps: Any, code: Any) -> _Tensor:
     if not isinstance(storage, _Storage) or code is None:
         raise TorchFileError("the file holds no tensor of integers")
+    # A pickle can make lists of lists of lists that nobody could print.
+    if not all(isinstance(number, int) for number in (*shape, *steps)):
+        raise TorchFileError("the tensor's shape holds what is no number")
     if len(shape) != 1 or len(steps) != 1:
         raise TorchFileError(f"the tensor has shape {tuple(shape)}; one dimension is expected")
     numbers = (start, shape[0], steps[0])
@@ -116,6 +123,22 @@ class _Reader(pickle.Unpickler):
         return _Storage(storage, key, count)
 
 
+def _loaded(file: io.BytesIO) -> Any:
+    """The next pickle in a file.
+
+    It is looked through first, because the reader makes room before it looks: a pickle of ten bytes
+    can ask for memory of 64 GiB, for a byte string of that length or a place that far in its memo.
+    """
+    start = file.tell()
+    size = file.getbuffer().nbytes
+    # genops() itself refuses what is longer than the file.
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name in _MEMO_PLACES and int(argument or 0) > size:
+            raise TorchFileError("the file is damaged, or was made to fill the memory")
+    file.seek(start)
+    return _Reader(file).load()
+
+
 def read_tensor(content: bytes) -> np.ndarray:
     """The tensor in the bytes of a file that torch.save wrote, of today's format or the old one.
 
@@ -149,17 +172,17 @@ def _read_zip(content: bytes) -> np.ndarray:
         order = "<"
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") == b"big":
             order = ">"
-        tensor = _Reader(io.BytesIO(archive.read(pickled))).load()
+        tensor = _loaded(io.BytesIO(archive.read(pickled)))
         return _take(tensor, order, lambda storage: archive.read(f"{folder}data/{storage.key}"))
 
 
 def _read_legacy(file: io.BytesIO) -> np.ndarray:
-    if _Reader(file).load() != _LEGACY_MAGIC or _Reader(file).load() != _LEGACY_VERSION:
+    if _loaded(file) != _LEGACY_MAGIC or _loaded(file) != _LEGACY_VERSION:
         raise TorchFileError("no file of torch.save")
-    system = _Reader(file).load()
+    system = _loaded(file)
     order = "<" if system["little_endian"] else ">"
-    tensor = _Reader(file).load()
-    keys = _Reader(file).load()
+    tensor = _loaded(file)
+    keys = _loaded(file)
 
     def bytes_of(storage: _Storage) -> bytes:
         if keys != [storage.key]:

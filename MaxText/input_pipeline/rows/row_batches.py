@@ -13,18 +13,27 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.rows.left_out import NO_HOLES, Holes
 from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
 from MaxText.input_pipeline.rows.mixture import Rows
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 
-# Name of a batch's entry that lists the records that could not be read.
-_BAD = "bad_records"
+# Name of a batch's entry that lists the records that could not be read, as BadRecord each.
+BAD = "bad_records"
 
 
 class RowBatches:
     """Batches of the rows of a run, one step at a time.
 
     Rows past the end of the data have weight 0 everywhere: the last batch is filled with them.
+
+    Attributes:
+      plan: samples of each step.
+      holes: samples of the data that are left out, from `first_sample` on.
+      first_step, first_sample: see begin_at.
+      skip_bad: whether rows may be left without weight.
+      given_up: files of which nobody waits any more that they can be read again.
+      step_given_up: step at which that holds for all files; None for none.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class RowBatches:
         seed: int = 0,
         skip_bad: bool = False,
         largest_id: int | None = None,
+        holes: Holes = NO_HOLES,
     ):
         """Fixes what is read.
 
@@ -48,45 +58,97 @@ class RowBatches:
           num_steps: steps at most.
           masked: hides tokens; None leaves rows as they are.
           seed: of what is hidden.
-          skip_bad: whether a row that cannot be read becomes one without weight.
+          skip_bad: whether a row that cannot be read, and will not be later, becomes one without
+            weight.
           largest_id: ids above it are refused; None where no id can be.
+          holes: samples that are left out.
         """
         self.plan = plan
-        self.first_step, self.first_sample = 0, 0
+        self.holes = holes
+        self.given_up: frozenset[str] = frozenset()
+        self.step_given_up: int | None = None
+        self.begin_at(0, 0)
         self._rows = rows
         self._process = process_index, process_count
         self._limit = num_steps
         self._masked = masked
         self._seed = seed
-        self._skip_bad = skip_bad
+        self.skip_bad = skip_bad
         self._largest_id = largest_id
 
-    def begin_at(self, step: int, sample: int) -> None:
-        """Makes `sample` the first one that `step` reads; later steps go on from there."""
+    def begin_at(self, step: int, sample: int, passed: Holes = NO_HOLES) -> None:
+        """Makes `sample` of the data the first one that `step` may read; later steps go on.
+
+        Args:
+          step: from 0.
+          sample: its number in the data. Holes before it change nothing any more.
+          passed: what steps before `step` left out.
+        """
         self.first_step, self.first_sample = step, sample
+        self._passed = passed.within(0, max(0, sample))
+
+    def leave_out(self, holes: Holes, step: int) -> None:
+        """Adds holes for `step` and later ones; what earlier steps read stays what it was."""
+        self.begin_at(step, self.samples_before(step), self.left_out)
+        self.holes |= holes
+
+    @property
+    def left_out(self) -> Holes:
+        """What steps before `first_step` have left out, and what it and later ones will."""
+        return self._passed | self.holes.within(max(0, self.first_sample))
 
     def samples_before(self, step: int) -> int:
-        """Samples of the run read before `step`."""
-        skipped = self.plan.samples_before(self.first_step)
-        return self.first_sample + self.plan.samples_before(step) - skipped
+        """Number in the data of the first sample that `step` reads.
+
+        Without holes these are the samples read before it.
+        """
+        return int(self._numbers(step, np.zeros(1, np.int64))[0])
+
+    def sample_range(self, step: int) -> tuple[int, int]:
+        """First sample of the data that a step reads on all hosts, and the one after its last."""
+        ends = np.array([0, self.plan.at(step).samples - 1], np.int64)
+        first, last = self._numbers(step, ends).tolist()
+        return max(0, first), max(0, last + 1)
+
+    def _numbers(self, step: int, places_N: np.ndarray) -> np.ndarray:
+        """Numbers in the data (int64 [N]) of samples of a step, by their places in its batch."""
+        ahead = self.plan.samples_before(step) - self.plan.samples_before(self.first_step)
+        numbers_N = ahead + places_N
+        return np.where(
+            numbers_N >= 0,
+            self.holes.ahead(self.first_sample, numbers_N),
+            self._passed.behind(self.first_sample, -numbers_N),
+        )
 
     def __len__(self) -> int:
-        if self._rows.num_rows == sys.maxsize:
+        total = self._rows.num_rows
+        if total == sys.maxsize:
             return self._limit
-        skipped = self.first_sample - self.plan.samples_before(self.first_step)
+        left = total - self.first_sample
+        if left > 0:
+            left -= self.holes.within(self.first_sample, total).count()
         # With smaller batches from here on the data may have ended before step 0 of this plan.
-        return max(0, min(self._limit, self.plan.steps_for(self._rows.num_rows - skipped)))
+        samples = self.plan.samples_before(self.first_step) + left
+        return max(0, min(self._limit, self.plan.steps_for(samples)))
 
     def __getitem__(self, step: int) -> dict[str, Any]:
+        """The batch of a step: arrays by name, and under BAD the records it could not read.
+
+        Raises:
+          BadRecord: a record cannot be read; with `skip_bad` only one that a later read may find.
+          UserError: an id is too large, or a file cannot be read.
+        """
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
         bad: list[BadRecord] = []
-        try:
-            arrays: dict[str, Any] = self._rows.read(rows_B, bad.append if self._skip_bad else None)
-        except BadRecord as problem:
-            raise UserError(
-                f"{problem}. Copy the file again, or set on_bad_record=skip to leave such rows out."
-            ) from problem
+
+        def note(problem: BadRecord) -> None:
+            gone = problem.path in self.given_up or step == self.step_given_up
+            if problem.may_heal and not gone:
+                raise problem
+            bad.append(problem)
+
+        arrays: dict[str, Any] = self._rows.read(rows_B, note if self.skip_bad else None)
         if self._largest_id is not None:
             # Labels are targets that need not occur among the tokens.
             ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
@@ -97,7 +159,7 @@ class RowBatches:
         if stage.length != self.plan.window:
             arrays = fold(arrays, stage.length)
         if bad:
-            arrays[_BAD] = tuple(map(str, bad))
+            arrays[BAD] = tuple(bad)
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
@@ -107,7 +169,7 @@ class RowBatches:
     def _rows_of(self, step: int) -> np.ndarray:
         index, count = self._process
         share = self.plan.at(step).samples // count
-        return self.samples_before(step) + index * share + np.arange(share, dtype=np.int64)
+        return self._numbers(step, index * share + np.arange(share, dtype=np.int64))
 
     def _refuse(self, ids_BT: np.ndarray, rows_B: np.ndarray) -> None:
         row = int(ids_BT.max(axis=1).argmax())
@@ -149,7 +211,7 @@ class BadRecords:
         Raises:
           UserError: the limit is reached.
         """
-        for message in arrays.pop(_BAD, ()):
+        for message in map(str, arrays.pop(BAD, ())):
             if message in self._seen:
                 continue
             self._seen.add(message)

@@ -1,6 +1,18 @@
-"""A record that cannot be read."""
+"""What cannot be read: a record, or a file."""
 
 from MaxText.errors import UserError
+
+
+class UnreadableFile(UserError):
+    """A file that cannot be read now: it is missing, not permitted, or its storage fails.
+
+    Attributes:
+      path: the file.
+    """
+
+    def __init__(self, message: str, path: str = ""):
+        super().__init__(message)
+        self.path = path
 
 
 class BadRecord(UserError):
@@ -13,11 +25,16 @@ class BadRecord(UserError):
       offset: place of the record in the file, counted from 0.
       reason: what is wrong with it.
       unit: what `offset` counts: byte, record or row.
+      may_heal: whether a later read may succeed: the file is gone, cut short or behind a network,
+        while wrong contents of a file on a local disk stay wrong.
     """
 
-    def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
+    def __init__(
+        self, path: str, offset: int, reason: str, unit: str = "byte", may_heal: bool = False
+    ):
         super().__init__(f"{path} at {unit} {offset}: {reason}")
         self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
+        self.may_heal = may_heal
 
     def __reduce__(self):
-        return type(self), (self.path, self.offset, self.reason, self.unit)
+        return type(self), (self.path, self.offset, self.reason, self.unit, self.may_heal)

@@ -3,7 +3,7 @@
 import collections
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import is_url, local_path, open_file, version
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.healing import check_sizes
 
 # Mapped files at once: a map keeps its file open.
 _MOST_MAPPED = 128
@@ -29,13 +30,20 @@ class FlatStream:
     Local files are mapped, others read by ranges.
     """
 
-    def __init__(self, files: Sequence[FlatFile], dtype: np.dtype, document_offsets: np.ndarray):
+    def __init__(
+        self,
+        files: Sequence[FlatFile],
+        dtype: np.dtype,
+        document_offsets: np.ndarray,
+        look: bool = True,
+    ):
         """Checks the sizes of the files and opens none.
 
         Args:
           files: in the order of their tokens, without gaps.
           dtype: integer type of a stored id, little-endian.
           document_offsets: int64 [D + 1]: first token of each document, then the end.
+          look: whether to look at the sizes.
 
         Raises:
           UserError: a file is missing or has another size than its tokens need.
@@ -48,7 +56,7 @@ class FlatStream:
         self._first = np.array([*(file.first_token for file in files), self._num_tokens], np.int64)
         assert self._first[0] == 0, self._first
         for path, expected in zip(self._files, np.diff(self._first).tolist(), strict=True):
-            size = version(path)[0]
+            size = version(path)[0] if look else expected * dtype.itemsize
             if size != expected * dtype.itemsize:
                 raise UserError(
                     f"{path} has {size} bytes, where its {expected} tokens take "
@@ -56,6 +64,11 @@ class FlatStream:
                     "Copy the data set again."
                 )
         self._start()
+
+    def check(self, given_up: Collection[str] = ()) -> None:
+        """See TokenStream."""
+        sizes = np.diff(self._first) * self._dtype.itemsize
+        check_sizes(self._files, sizes.tolist(), given_up)
 
     def _start(self) -> None:
         self._maps: collections.OrderedDict[int, _MappedFile] = collections.OrderedDict()
@@ -177,6 +190,7 @@ class FlatStream:
                 self._files[file],
                 offset,
                 f"the file was cut short: it ends after {size} of {mapped.ids.nbytes} bytes",
+                may_heal=True,
             )
         return mapped.ids
 
@@ -196,8 +210,9 @@ def _mapped(path: str, dtype: np.dtype, expected: int, offset: int) -> _MappedFi
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         ids = np.frombuffer(mapped, dtype)
     except (OSError, ValueError) as error:
-        raise BadRecord(path, offset, f"the file cannot be read ({error})") from error
+        reason = f"the file cannot be read ({error})"
+        raise BadRecord(path, offset, reason, may_heal=True) from error
     if ids.size != expected:
         reason = f"the file has {ids.size} tokens where {expected} were at first"
-        raise BadRecord(path, offset, reason)
+        raise BadRecord(path, offset, reason, may_heal=True)
     return _MappedFile(ids, mapped)

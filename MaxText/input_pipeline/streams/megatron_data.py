@@ -8,8 +8,9 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats.megatron_index import read_index
-from MaxText.input_pipeline.storage import fingerprint, list_files, version
+from MaxText.input_pipeline.storage import fingerprint, is_url, list_files, version
 from MaxText.input_pipeline.streams.flat_stream import FlatFile, FlatStream
+from MaxText.input_pipeline.streams.passing import may_pass
 from MaxText.input_pipeline.streams.record_index import is_rows
 from MaxText.input_pipeline.streams.token_data import TokenData, boundaries_digest
 
@@ -67,6 +68,8 @@ def open_megatron(files: Sequence[str], key: str, location: str) -> TokenData:
 def _exists(file: str) -> bool:
     try:
         version(file)
-    except UserError:
+    except UserError as error:
+        if may_pass(error, is_url(file)):
+            raise
         return False
     return True

@@ -6,8 +6,6 @@ Whether records hold ids or text is told by the first of them.
 import contextlib
 import dataclasses
 import gzip
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,11 +40,13 @@ from MaxText.input_pipeline.manifest import (
 from MaxText.input_pipeline.storage import (
     Blocks,
     fingerprint,
+    is_file,
     is_url,
     list_files,
     local_path,
     open_file,
     open_stream,
+    status_of,
 )
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.streams.file_kinds import choose_kind, choose_split
@@ -153,14 +153,12 @@ def _is_prepared(location: str, key: str) -> bool:
     if is_url(location):
         return False
     try:
-        return stat.S_ISREG(os.stat(Path(local_path(location)) / MANIFEST_NAME).st_mode)
+        return is_file(Path(local_path(location)) / MANIFEST_NAME)
     except PermissionError as error:
         raise UserError(
             f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
             "and the folders above it."
         ) from error
-    except (OSError, ValueError):
-        return False
 
 
 def _check_unused(request: _Request, tokens: TokenData) -> None:
@@ -211,13 +209,11 @@ def _open_prepared(location: str, split: str, split_key: str) -> TokenData:
 def _find(request: _Request) -> list[str]:
     """All files of the location; a Megatron prefix stands for its .bin and .idx."""
     location = request.location
-    if (
-        not location.startswith("@")
-        and not is_url(location)
-        and not os.path.exists(local_path(location))
-        and os.path.exists(f"{local_path(location)}.idx")
-    ):
-        location = f"{location}.idx"
+    if not location.startswith("@") and not is_url(location):
+        path = local_path(location)
+        with contextlib.suppress(PermissionError):  # which list_files puts into words
+            if status_of(path) is None and status_of(f"{path}.idx") is not None:
+                location = f"{location}.idx"
     return list_files(location, request.key)
 
 

@@ -23,8 +23,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.storage import absolute, versions
+from MaxText.input_pipeline.storage import absolute, is_url, versions
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.passing import may_pass
 
 _LAYOUT = 3
 _ARRAYS = ("offsets", "sizes", "document_offsets")
@@ -76,6 +77,7 @@ class FileScan:
         try:
             num_tokens = count()
         except BadRecord as error:
+            self._check_stays(error)
             self._damaged.append((len(self._offsets), error.reason))
             # Records of one length are the common case: as many as the one before, or after.
             num_tokens = self._num_tokens[-1] if self._num_tokens else 1
@@ -88,7 +90,13 @@ class FileScan:
 
     def lose_rest(self, problem: BadRecord) -> None:
         """Notes that no record can be found from the place of `problem` on."""
+        self._check_stays(problem)
         self._lost = (problem.offset, problem.reason)
+
+    def _check_stays(self, problem: BadRecord) -> None:
+        # The index is kept: what storage could not deliver for a moment is no damage to note in it.
+        if may_pass(problem, is_url(self._path)):
+            raise problem
 
     def records(self) -> FileRecords:
         """What was collected."""
@@ -144,6 +152,7 @@ class RecordIndex:
       first_record: int64 [F + 1]: first record of each file, then the end.
       offsets, sizes: int64 [R], see FileRecords; mapped from disk.
       document_offsets: int64 [R + 1]: first token of each record, then the end; mapped.
+      file_bytes: size of each file when the index was opened.
     """
 
     folder: Path
@@ -152,14 +161,15 @@ class RecordIndex:
     offsets: np.ndarray
     sizes: np.ndarray
     document_offsets: np.ndarray
+    file_bytes: tuple[int, ...]
 
     def __reduce__(self):
         # Mapped arrays would be pickled as a whole: the other process maps them itself.
-        return _reopen, (self.folder, self.files)
+        return _reopen, (self.folder, self.files, self.file_bytes)
 
 
-def _reopen(folder: Path, files: tuple[str, ...]) -> RecordIndex:
-    entries = _load(folder, list(files))
+def _reopen(folder: Path, files: tuple[str, ...], file_bytes: tuple[int, ...]) -> RecordIndex:
+    entries = _load(folder, files, file_bytes)
     if entries is None:
         raise UserError(f"The index {folder} is gone or damaged. Start again: it is made anew.")
     return entries[0]
@@ -203,10 +213,11 @@ def open_index(
     found = [(absolute(file), *state) for file, state in zip(files, versions(files), strict=True)]
     identity = json.dumps([_LAYOUT, repr(record_format), found])
     folder = cache_dir / "indices" / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    entries = _load(folder, list(files))
+    file_bytes = tuple(size for _, size, _ in found)
+    entries = _load(folder, files, file_bytes)
     if entries is None:
-        _make(folder, list(files), sum(size for _, size, _ in found), record_format, show)
-        entries = _load(folder, list(files))
+        _make(folder, list(files), sum(file_bytes), record_format, show)
+        entries = _load(folder, files, file_bytes)
         assert entries is not None, folder
     index, damaged = entries
     for path, offset, reason, is_lost in damaged:
@@ -217,7 +228,9 @@ def open_index(
     return index
 
 
-def _load(folder: Path, files: list[str]) -> tuple[RecordIndex, list] | None:
+def _load(
+    folder: Path, files: Sequence[str], file_bytes: tuple[int, ...] = ()
+) -> tuple[RecordIndex, list] | None:
     """The index on disk; None where there is none, or it is damaged."""
     try:
         header = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -237,11 +250,15 @@ def _load(folder: Path, files: list[str]) -> tuple[RecordIndex, list] | None:
             (files[number], offset, reason, is_lost)
             for number, offset, reason, is_lost in header["damaged"]
         ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
+    # What a damaged header raises is any kind of error; the index is then made again.
+    except Exception:
         return None
     if not sound:
         return None
-    return RecordIndex(folder, tuple(files), first_record, *arrays), damaged
+    index = RecordIndex(
+        folder, tuple(files), first_record, offsets, sizes, document_offsets, file_bytes
+    )
+    return index, damaged
 
 
 def _mapped(path: Path) -> np.ndarray:

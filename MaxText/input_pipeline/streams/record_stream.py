@@ -1,10 +1,11 @@
 """Token streams over record files: every record is a document (or a row), read at any place."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.healing import check_sizes, told_where
 from MaxText.input_pipeline.streams.record_index import RecordFormat, RecordIndex
 
 
@@ -29,6 +30,10 @@ class RecordStream:
 
     def __getstate__(self) -> dict:
         return {**vars(self), "_offsets": None}
+
+    def check(self, given_up: Collection[str] = ()) -> None:
+        """See TokenStream."""
+        check_sizes(self.index.files, self.index.file_bytes, given_up)
 
     @property
     def _extra(self) -> int:
@@ -112,18 +117,21 @@ class RecordStream:
             if stop == start:
                 continue
             path = index.files[int(files[start])]
-            read = self._format.read(path, offsets[start:stop], sizes[start:stop])
-            for place, ids in enumerate(read, start):
-                if ids.size != expected[place]:
-                    raise BadRecord(
-                        path,
-                        offsets[place],
-                        f"the record has {ids.size} tokens where the index has {expected[place]}: "
-                        "it is damaged, or the file has changed since the start",
-                        self._format.unit,
-                    )
-                if self._extra:
-                    ids = np.append(ids, np.int32(self._eos_id))
-                records[wanted[place]] = ids
+            size = index.file_bytes[int(files[start])]
+            with told_where(path, size, offsets[start], self._format.unit):
+                read = self._format.read(path, offsets[start:stop], sizes[start:stop])
+                for place, ids in enumerate(read, start):
+                    if ids.size != expected[place]:
+                        raise BadRecord(
+                            path,
+                            offsets[place],
+                            f"the record has {ids.size} tokens where the index has "
+                            f"{expected[place]}: it is damaged, or the file has changed since the "
+                            "start",
+                            self._format.unit,
+                        )
+                    if self._extra:
+                        ids = np.append(ids, np.int32(self._eos_id))
+                    records[wanted[place]] = ids
             start = stop
         return records

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,20 @@ class TokenStream(Protocol):
 
         Raises:
           BadRecord: a record that a place needs cannot be read; names file and offset.
+        """
+        ...
+
+    def check(self, given_up: Collection[str] = ()) -> None:
+        """Looks whether the files are still those that were opened, by what tells without reading.
+
+        Those that are missing are passed over: reading them tells.
+
+        Args:
+          given_up: files that are not looked at.
+
+        Raises:
+          UnreadableFile: one was cut short.
+          UserError: one is longer, or what describes the data is missing or that of others.
         """
         ...
 

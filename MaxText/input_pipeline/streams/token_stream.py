@@ -3,14 +3,14 @@
 import bisect
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.formats.array_record_ids import Readers, read_records
+from MaxText.input_pipeline.formats.array_record_ids import ArrayRecordIds, Readers, read_records
 from MaxText.input_pipeline.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
@@ -18,10 +18,12 @@ from MaxText.input_pipeline.manifest import (
     Manifest,
     Split,
     check_files,
+    read_manifest,
     unreadable,
 )
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
 from MaxText.input_pipeline.streams.flat_stream import FlatFile, FlatStream
+from MaxText.input_pipeline.streams.healing import check_sizes, told_where
 
 
 class _Part(NamedTuple):
@@ -49,8 +51,10 @@ class TokenStream:
         """
         check_files(manifest, dataset_path, split)
         entry = manifest.splits[split]
+        self._opened = dataset_path, manifest.fingerprint
         self._folder = Path(dataset_path).expanduser().resolve() / split
         self._files = [file.name for file in entry.files]
+        self._num_bytes = [file.num_bytes for file in entry.files]
         # First token of each file, then the end.
         self._first_token = _first_tokens(entry, manifest.chunk_length)
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -60,14 +64,28 @@ class TokenStream:
         self._flat: FlatStream | None = None
         self._start()
         if manifest.format == "bin":
-            self._open_flat()
+            self._open_flat(look=True)
 
-    def _open_flat(self) -> None:
+    def check(self, given_up: Collection[str] = ()) -> None:
+        """See token_data.TokenStream; raises also where the manifest is that of other data."""
+        path, fingerprint = self._opened
+        manifest = read_manifest(path)
+        if manifest.fingerprint != fingerprint:
+            raise UserError(
+                f"{path} holds other data than at the start of the run: its fingerprint was "
+                f"{fingerprint} and is {manifest.fingerprint}. Put the data set back."
+            )
+        files = [str(self._folder / name) for name in self._files]
+        check_sizes(files, self._num_bytes, given_up)
+        with self._lock:
+            self._offsets = self._load_offsets()
+
+    def _open_flat(self, look: bool) -> None:
         files = [
             FlatFile(str(self._folder / name), first)
             for name, first in zip(self._files, self._first_token, strict=False)
         ]
-        self._flat = FlatStream(files, self._dtype, self.document_offsets)
+        self._flat = FlatStream(files, self._dtype, self.document_offsets, look)
         # Not a method: readers look for it to know whether rows can be copied at once.
         self.gather = self._flat.gather
 
@@ -91,7 +109,7 @@ class TokenStream:
         self._flat = None
         self._start()
         if is_flat:
-            self._open_flat()
+            self._open_flat(look=False)
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -116,9 +134,16 @@ class TokenStream:
             # A plain array over the map: slicing numpy's memmap class costs several times as much.
             offsets = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
             found = (len(offsets) - 1, int(offsets[-1]))
+            if offsets.dtype != np.int64 or offsets[0] or (np.diff(offsets) < 0).any():
+                raise ValueError("they are no ascending numbers from 0 on")
         except PermissionError as error:
             raise unreadable(path, error) from error
-        except (OSError, EOFError, ValueError, TypeError, IndexError) as error:
+        except OSError as error:
+            raise UnreadableFile(
+                f"{path} cannot be read ({error.strerror or error}). Copy the data set again."
+            ) from error
+        # What a damaged header raises is any kind of error.
+        except Exception as error:
             raise UserError(f"{path} is damaged ({error}). Copy the data set again.") from error
         expected = (self._num_documents, self._num_tokens)
         if found != expected:
@@ -165,7 +190,8 @@ class TokenStream:
             return rows, firsts, [str(name) for _, name in entries]
         except PermissionError as error:
             raise unreadable(Path(error.filename), error) from error
-        except (OSError, EOFError, ValueError, TypeError) as error:
+        # What a damaged header raises is any kind of error.
+        except Exception as error:
             raise UserError(
                 f"{path} or {ROWS_NAME} is damaged ({error}). Copy the data set again."
             ) from error
@@ -230,18 +256,20 @@ class TokenStream:
         for file, records in of_file.items():
             path = str(self._folder / self._files[file])
             num_tokens = self._first_token[file + 1] - self._first_token[file]
-            contents = read_records(self._readers.reader(path), path, records)
-            for record, content in zip(records, contents, strict=True):
-                expected = min(self._chunk_length, num_tokens - record * self._chunk_length)
-                if len(content) != expected * self._dtype.itemsize:
-                    raise BadRecord(
-                        path,
-                        record,
-                        f"the record is damaged: it has {len(content)} bytes, where {expected} "
-                        f"tokens take {expected * self._dtype.itemsize}",
-                        "record",
-                    )
-                chunks[file, record] = np.frombuffer(content, self._dtype)
+            unit = ArrayRecordIds.unit
+            with told_where(path, self._num_bytes[file], records[0], unit):
+                contents = read_records(self._readers.reader(path), path, records)
+                for record, content in zip(records, contents, strict=True):
+                    expected = min(self._chunk_length, num_tokens - record * self._chunk_length)
+                    if len(content) != expected * self._dtype.itemsize:
+                        raise BadRecord(
+                            path,
+                            record,
+                            f"the record is damaged: it has {len(content)} bytes, where {expected} "
+                            f"tokens take {expected * self._dtype.itemsize}",
+                            unit,
+                        )
+                    chunks[file, record] = np.frombuffer(content, self._dtype)
         return chunks
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.storage import is_url, local_path
+from MaxText.input_pipeline.streams.passing import may_pass
 from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json
 
@@ -49,7 +50,9 @@ def tokenizer_beside(files: Sequence[str], location: str, tokenizer_path: str) -
 def _has_tokenizer(folder: Path) -> bool:
     try:
         names = set(os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if may_pass(error, remote=False):
+            raise
         return False
     if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
         return True

@@ -16,13 +16,15 @@ class EventFile:
       lost: what the removed rows had cost: {"steps": n, "seconds": {phase: s}}.
     """
 
-    def __init__(self, folder: epath.Path, first_step: int):
+    def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
         """Opens the file and removes what the run is about to do again.
 
         Args:
           folder: of the run.
           first_step: the update done first.
+          first_evaluation: the update evaluated first, if that is an earlier one.
         """
+        first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
         self.attempt = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
 
@@ -31,7 +33,8 @@ class EventFile:
                 return False  # no event of this program
             if row["event"] in ("start", "resume"):
                 self.attempt += 1
-            if row["event"] not in REPEATED or (row.get("step") or 0) < first_step:
+            first = first_of.get(row["event"], first_step)
+            if row["event"] not in REPEATED or (row.get("step") or 0) < first:
                 return True
             seconds = self.lost["seconds"]
             phase = str(row.get("phase"))
@@ -49,6 +52,10 @@ class EventFile:
     def flush(self) -> None:
         """Makes the rows durable."""
         self._rows.flush()
+
+    def settle(self, until: float) -> None:
+        """See events.Record."""
+        self._rows.settle(until)
 
     def close(self) -> None:
         """Flushes and closes. Safe to call twice."""

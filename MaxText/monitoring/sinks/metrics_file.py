@@ -1,5 +1,6 @@
 """metrics.jsonl: one row of numbers per reported update, under MaxText's tags."""
 
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -24,21 +25,27 @@ class MetricsFile:
         """
         self._run_name = run_name
 
-        def keep(row: dict[str, Any]) -> bool:
-            return row.get("run_name") != run_name or row.get("step", -1) < first_step
-
         path = epath.Path(metrics_file or folder / METRICS_FILE).expanduser()
-        self._rows = JsonLines(path, keep)
+        self._rows = JsonLines(path, self._before(first_step))
+
+    def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:
+        return lambda row: row.get("run_name") != self._run_name or row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
-        """Appends a row if the event is an update."""
-        if event.kind == "step":
+        """Appends a row if the event is an update; one that goes back removes rows."""
+        if event.kind == "rewind":
+            self._rows.cut_back(self._before(event.facts["to"]))
+        elif event.kind == "step":
             tags = {name: value for name, value in event.facts.items() if "/" in name}
             self._rows.append({"step": event.step, "run_name": self._run_name, **tags})
 
     def flush(self) -> None:
         """Makes the rows durable."""
         self._rows.flush()
+
+    def settle(self, until: float) -> None:
+        """See events.Record."""
+        self._rows.settle(until)
 
     def close(self) -> None:
         """Flushes and closes. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Which steps of a run stand in the files that W&B keeps on this machine.
+"""Which rows of a run stand in the files that W&B keeps on this machine, and how they are numbered.
 
 W&B's own process writes them in the background and loses what it still buffers when the machine or
 the training program is killed. So what was handed over says little; the files say what is there.
@@ -20,10 +20,47 @@ _CHUNK_HEADER = struct.Struct("<IHB")
 _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
-def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
-    """The first step that the files of a run lack; 0 if they hold none.
+class RowNumbers:
+    """Numbers of W&B's rows, which only grow, for steps that a run may do another time.
 
-    Steps only grow from one attempt of a run to the next, so the newest file with a step decides.
+    Attributes:
+      lacking: the first step that W&B does not have in its valid version.
+    """
+
+    def __init__(self, shifts: list[list[int]], next_row: int):
+        """
+        Args:
+          shifts: [first step, what is added to it and later ones], in the order in which they were
+            begun; the last one holds. `begin_again` adds to the list.
+          next_row: the first row that W&B does not have; what came before may have been lost.
+        """
+        self._shifts = shifts
+        self._next_row = next_row
+        firsts = []
+        for first, shift in reversed(shifts):
+            if next_row >= first + shift:
+                firsts.append(next_row - shift)
+                break
+            firsts.append(first)
+        self.lacking = min(firsts)
+
+    def row(self, step: int) -> int:
+        """The number of the row of a step, which is about to be sent."""
+        number = step + self._shifts[-1][1]
+        self._next_row = max(self._next_row, number + 1)
+        return number
+
+    def begin_again(self, step: int) -> None:
+        """Makes further rows of the steps from `step` on, if W&B has any of them."""
+        if self._next_row > step + self._shifts[-1][1]:
+            self._shifts.append([step, self._next_row - step])
+            self.lacking = min(self.lacking, step)
+
+
+def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
+    """The number of the first row that the files of a run lack; 0 if they hold none.
+
+    Numbers only grow from one attempt of a run to the next, so the newest file with a row decides.
 
     Args:
       wandb_folder: holds a folder for each attempt, such as `offline-run-20261121_124740-1f0c`.
@@ -38,7 +75,7 @@ def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
 
 
 def history_steps(file: pathlib.Path) -> list[int]:
-    """The steps of all rows in a file, in their order."""
+    """The numbers of all rows in a file, W&B's steps, in their order."""
     return [record.history.step.num for record in records(file) if record.HasField("history")]
 
 

@@ -34,6 +34,10 @@ class TensorBoard:
         """Adds the numbers of an update or an evaluation; keeps the size of the model as text."""
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
+        elif event.kind == "rewind" and self._writer is not None:
+            # A new file, whose first line hides the points that are done again.
+            self._writer.close()
+            self._writer, self._first_step = None, event.facts["to"]
         elif event.kind in ("step", "evaluation"):
             writer = self._opened()
             for name, value in event.facts.items():

@@ -9,6 +9,13 @@ import jax
 from MaxText.monitoring.events import Event
 from MaxText.monitoring.step_line import StepReport, duration
 
+# Where a compiled step came from, see parallelism.compiled_steps.Compilation.
+_SOURCES = {
+    "": "Compiled",
+    "cache": "Took from the compilation cache",
+    "file": "Took from compiled_trainstep_file",
+}
+
 
 class Terminal:
     """Shows updates, evaluations and compilations; without a terminal lines go out as they are."""
@@ -31,11 +38,27 @@ class Terminal:
         if event.kind == "compile":
             shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
             seconds = event.facts["compile_seconds"]
-            self.line(f"Compiled the train step for {shape} in {seconds:.1f} s")
+            source = _SOURCES[event.facts.get("source", "")]
+            self.line(f"{source} the train step for {shape} in {seconds:.1f} s")
+        if event.kind == "skip" and event.facts["what"] == "update":
+            facts = event.facts
+            count = facts["count"]
+            updates = "An update was" if count == 1 else f"{count} updates were"
+            self.line(f"{updates} left out, the last one step {event.step}: {facts['reason']}")
+        # One of an earlier start was told there, and what is left out as the data were opened.
+        if event.kind == "rewind" and not event.facts.get("again"):
+            facts = event.facts
+            first, end = facts["samples"]
+            self.line(
+                f"GOING BACK to step {facts['to']}, {facts['source']}, leaving out samples {first} "
+                f"to {end - 1}. Noticed at step {facts['noticed']}: {facts['reason']}"
+            )
         if event.report is not None:
             self.line(event.report.line())
             if event.kind == "step":
                 self._move(event.report)
+        if since := event.facts.get("seconds_since_launch"):
+            self.line(f"The first step of this start was done {since:.1f} s after the launch")
 
     def line(self, text: str) -> None:
         """Shows a line; above the bar if there is one."""

@@ -3,12 +3,15 @@
 W&B is never worth a run: its package is imported, connects and uploads in a thread of its own, and
 what goes wrong there becomes one line on stderr.
 
-events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which step it lacks
+events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which row it lacks
 first: the server when online, the files on this machine when offline. Steps from there to the
 restart are read from events.jsonl and sent again, steps before it that the run does again are not
 sent, since they repeat what W&B has. So there every step stands once, whatever was killed and when.
-The exception is a restart with another configuration: W&B keeps the first version of a step that
-both attempts did.
+
+W&B numbers rows upwards and takes none back (its `rewind` is a preview that servers may lack). So
+the column `step` is the axis of all charts, and where a run goes back, or begins again with another
+configuration, the steps that it does another time are further rows: W&B has both, the later one
+being the valid one (offline_history.RowNumbers).
 """
 
 import importlib.util
@@ -18,7 +21,8 @@ import queue
 import secrets
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -27,18 +31,24 @@ from MaxText.configuration.training_sections import Monitoring
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE, Event
 from MaxText.monitoring.json_lines import stream_rows
-from MaxText.monitoring.sinks.offline_history import next_step
+from MaxText.monitoring.sinks.offline_history import RowNumbers, next_step
+from MaxText.parallelism import processes
 
-# Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null}.
+# Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null, "shifts": see
+# RowNumbers, "rewinds": number of the newest rewind that W&B's rows know of}.
 STATE_FILE = "wandb.json"
 
 # Kinds of events that are a row of W&B's history.
 _ROWS = ("step", "evaluation")
+# The column that charts have as their axis.
+_AXIS = "step"
 
 _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
 # The longest that the end of a run waits. Longer than either, so that W&B can say what is wrong.
 _CLOSE_SECONDS = 60.0
+# Events that may wait, for the connection above all.
+_MOST_WAITING = 10_000
 
 # What the thread is asked to do beside taking events.
 _FLUSH = "flush"
@@ -75,7 +85,7 @@ class WeightsAndBiases:
         self._first_step = first_step
         self._tasks: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._given_up = False
+        self._given_up = self._left_out = False
         if monitoring.wandb_mode == "disabled":
             return
         package = importlib.util.find_spec("wandb")
@@ -96,19 +106,40 @@ class WeightsAndBiases:
         """Notes in wandb.json how far the run is, without waiting for it."""
         self._ask(_FLUSH)
 
-    def close(self) -> None:
-        """Ends the run in W&B and waits for the upload, a minute at most. Safe to call twice."""
+    def end(self) -> None:
+        """Asks for the end of the run in W&B, without waiting for it."""
         self._ask(_CLOSE)
+
+    def wait(self, until: float) -> None:
+        """Waits for the upload after `end`; `until` of time.monotonic."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(_CLOSE_SECONDS)
+            began = time.monotonic()
+            thread.join(max(0.0, until - began))
             if thread.is_alive():
-                self._give_up(f"still busy {_CLOSE_SECONDS:.0f} s after the end of the run")
+                processes.leave_behind()
+                self._give_up(
+                    f"still busy {time.monotonic() - began:.0f} s after the end of the run"
+                )
+
+    def close(self) -> None:
+        """Ends the run in W&B and waits for the upload, a minute at most. Safe to call twice."""
+        self.end()
+        self.wait(time.monotonic() + _CLOSE_SECONDS)
 
     def _ask(self, task: Event | str) -> None:
         # A thread that has given up takes nothing more, and what waited for it would pile up.
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
+            return
+        may_go = isinstance(task, Event) and task.kind in _ROWS
+        if self._tasks.qsize() < _MOST_WAITING or not may_go:
             self._tasks.put(task)
+        elif not self._left_out:
+            self._left_out = True
+            sys.stderr.write(
+                "warning: Weights & Biases is slower than the run: rows are left out there. "
+                "events.jsonl has all of them.\n"
+            )
 
     def _work(self) -> None:
         """The thread, from the import to the end of the upload."""
@@ -120,23 +151,45 @@ class WeightsAndBiases:
     def _report(self) -> None:
         state = self._state()
         run = self._begin(state["id"])
+        run.define_metric(_AXIS)
+        run.define_metric("*", step_metric=_AXIS)
         if self._monitoring.wandb_mode == "online":
-            lacking = run.starting_step
+            next_row = run.starting_step
         else:
-            lacking = next_step(self._local_folder() / "wandb", state["id"])
-        for row in self._rows_before_restart(lacking):
-            run.log(_history(row, row["time"]), step=row["step"])
+            next_row = next_step(self._local_folder() / "wandb", state["id"])
+        numbers = RowNumbers(state["shifts"], next_row)
+
+        def log(step: int, facts: Mapping[str, Any], at: float) -> None:
+            run.log(_history(step, facts, at), step=numbers.row(step))
+
+        def go_back(rewind: Mapping[str, Any]) -> None:
+            # One without a number is from before they had any, and was dealt with then.
+            if rewind.get("number", 0) > state["rewinds"]:
+                state["rewinds"] = rewind["number"]
+                numbers.begin_again(rewind["to"])
+                self._save(state)
+
+        rewinds = self._rewinds_before_restart()
+        for rewind in rewinds:
+            go_back(rewind)
+        for row in self._rows_before_restart(numbers.lacking, rewinds):
+            log(row["step"], row, row["time"])
         exit_code = 1  # unless the run says that it was completed
         while (task := self._tasks.get()) is not _CLOSE:
             if not isinstance(task, Event):
                 self._save(state)
             elif task.kind in ("start", "resume"):
                 run.summary.update(_scalars(task.facts))
-            elif task.kind in _ROWS and task.step is not None and task.step >= lacking:
-                run.log(_history(task.facts, task.time), step=task.step)
+            elif task.kind in _ROWS and task.step is not None and task.step >= numbers.lacking:
+                log(task.step, task.facts, task.time)
                 first, state["last_step"] = state["last_step"] is None, task.step
                 if first:
                     self._save(state)
+            elif task.kind == "rewind":
+                go_back(task.facts)
+            elif task.kind == "config_change":
+                numbers.begin_again(self._first_step)
+                self._save(state)
             elif task.kind == "stop":
                 reason = task.facts.get("reason")
                 run.summary["stop"] = reason
@@ -188,20 +241,36 @@ class WeightsAndBiases:
         if state is None or (self._first_step == 0 and state["last_step"] is not None):
             state = {"id": secrets.token_hex(4), "last_step": None}
             self._save(state)
-        return state
+        return {"shifts": [[0, 0]], "rewinds": 0} | state
 
     def _save(self, state: Mapping[str, Any]) -> None:
         temporary = self._folder / f"{STATE_FILE}.writing"
         temporary.write_text(json.dumps(state) + "\n")
         temporary.replace(self._folder / STATE_FILE)
 
-    def _rows_before_restart(self, lacking: int) -> Iterator[dict[str, Any]]:
+    def _rewinds_before_restart(self) -> list[dict[str, Any]]:
+        """Where earlier attempts went back, of which some may have been killed before W&B knew."""
+        if self._first_step == 0:
+            return []
+        rows = stream_rows(self._folder / EVENTS_FILE)
+        return [
+            row for row in rows if row.get("event") == "rewind" and row["to"] < self._first_step
+        ]
+
+    def _rows_before_restart(
+        self, lacking: int, rewinds: Sequence[Mapping[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
         """Rows of earlier attempts that W&B lacks, read line by line as there may be many."""
         if lacking >= self._first_step:
             return
         for row in stream_rows(self._folder / EVENTS_FILE):
             if row.get("event") in _ROWS and lacking <= row["step"] < self._first_step:
-                yield row
+                # The file is cut back meanwhile, so that places in it tell nothing.
+                stands = (
+                    row["time"] > each["time"] or row["step"] < each["to"] for each in rewinds
+                )
+                if all(stands):
+                    yield row
 
     def _give_up(self, why: str) -> None:
         """Says once why W&B gets nothing more."""
@@ -214,10 +283,10 @@ class WeightsAndBiases:
             )
 
 
-def _history(facts: Mapping[str, Any], time: float) -> dict[str, Any]:
+def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
     """A row of W&B's history: the numbers under MaxText's tags, and when they were made."""
     tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
-    return {**tags, "_timestamp": time}
+    return {**tags, _AXIS: step, "_timestamp": time}
 
 
 def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def test_standard_library(tmp_path, monkeypatch):
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2 is not JSON"),
         ("a.txt", b" \n ", "no document with text"),
-        ("a.txt.gz", gzip.compress(b"x" * 1000)[:-9], "not a whole compressed file"),
+        ("a.txt.gz", gzip.compress(b"x" * 1000, mtime=0)[:-9], "not a whole compressed file"),
     ],
 )
 def test_unreadable_sources_leave_nothing(tmp_path, name, content, message, tokenizer_path):

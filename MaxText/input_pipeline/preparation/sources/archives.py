@@ -5,6 +5,7 @@ to disk and no name of a member becomes a path.
 """
 
 import io
+import struct
 import tarfile
 import zipfile
 from collections import Counter
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.formats.tar_members import BoundedHeader
 from MaxText.input_pipeline.preparation.sources.byte_streams import (
     buffered,
     decode,
@@ -28,13 +30,20 @@ from MaxText.input_pipeline.preparation.sources.kinds import (
     kind_of_member,
 )
 from MaxText.input_pipeline.preparation.sources.plain_text import text_pieces
-from MaxText.input_pipeline.preparation.sources.rows import begins_list, list_texts, row_texts
+from MaxText.input_pipeline.preparation.sources.rows import (
+    LONGEST_ROW,
+    begins_list,
+    list_texts,
+    row_texts,
+)
 
 # OpenWebText has archives in an archive; deeper ones are no corpus.
 _DEEPEST = 4
 _COUNT_BYTES = 16
 _BUFFER_BYTES = 2**18
 _PIECE_BYTES = 2**24
+# Of what is read as a whole and may be compressed: a length of damage, or an archive in an archive.
+_LARGEST_WHOLE = 2**28
 
 Members = Iterator[tuple[str, BinaryIO]]
 
@@ -75,7 +84,12 @@ def stream_texts(
         elif kind.format is Format.COUNTED:
             yield from _counted_texts(stream, place)
         elif kind.format is Format.LINES:
-            for number, line in enumerate(stream):
+            for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW), b"")):
+                if len(line) >= LONGEST_ROW:
+                    raise UserError(
+                        f"{place}:{number + 1} is longer than {LONGEST_ROW} bytes. Cut it, or name "
+                        "the file .txt.gz if it holds no lines."
+                    )
                 yield number, decode(line.rstrip(b"\r\n"), f"{place}:{number + 1}")
         else:
             assert kind.format is Format.TEXT, kind
@@ -100,12 +114,18 @@ def _member_texts(
         if kind.format is Format.ZIP:
             # Its list of members is at its end.
             with reading(member_place):
-                file = io.BytesIO(file.read())
+                inner = file.read(_LARGEST_WHOLE + 1)
+            if len(inner) > _LARGEST_WHOLE:
+                raise UserError(
+                    f"{member_place} is an archive of more than {_LARGEST_WHOLE:,} bytes in "
+                    "another one. Unpack the outer one."
+                )
+            file = io.BytesIO(inner)
         for _, text in stream_texts(file, kind, member_place, text_field, skipped, depth + 1):
             yield text
 
 
-class _StrictHeader(tarfile.TarInfo):
+class _StrictHeader(BoundedHeader):
     """A member's header; one that is damaged is an error, where tarfile takes it for the end."""
 
     @classmethod
@@ -123,6 +143,8 @@ def _read_header(header: type[_StrictHeader], archive: tarfile.TarFile) -> _Stri
         raise tarfile.ReadError(
             f"at byte {archive.offset}: {error}, where the next member or the end must be"
         ) from error
+    except ValueError as error:
+        raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
 
 
 def tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
@@ -148,6 +170,8 @@ def tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
         while (member := archive.next()) is not None:
             # tarfile remembers each member it has seen, and there may be millions.
             cast(Any, archive).members.clear()
+            if member.size < 0:
+                raise tarfile.ReadError(f"a header claims {member.size:,} bytes")
             if member.isreg() and not _left_out(member.name, skipped):
                 contents = archive.extractfile(member)
                 assert contents is not None
@@ -182,19 +206,30 @@ def zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
     Raises:
       UserError: it is damaged, encrypted, or compressed in a way that Python does not read.
     """
-    with reading(place), zipfile.ZipFile(file) as archive:
+    with reading(place), _opened_zip(file) as archive:
         for member in archive.infolist():
             if member.is_dir() or _left_out(member.filename, skipped):
                 continue
             try:
+                if member.compress_type == zipfile.ZIP_BZIP2:
+                    # Decompressed without bound: 4 KB may become 5 GB.
+                    raise NotImplementedError("it is compressed by bzip2")
                 contents = archive.open(member)
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, NotImplementedError, ValueError, struct.error) as error:
                 raise UserError(
                     f"{place}, member {member.filename!r}, cannot be read ({error}). Pack the "
                     "archive again without password, with zip's usual compression."
                 ) from error
             with contents:
                 yield member.filename, cast(BinaryIO, contents)
+
+
+def _opened_zip(file: BinaryIO) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    # Of a damaged list of members zipfile tells more kinds of errors than its own.
+    except (NotImplementedError, ValueError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(f"its list of members is damaged: {error}") from error
 
 
 def _left_out(name: str, skipped: Counter[str]) -> bool:
@@ -215,7 +250,12 @@ def _counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, s
             )
         length = int(count)
         at += _COUNT_BYTES
-        text = _read_exactly(file, length)
+        text = _read_exactly(file, min(length, _LARGEST_WHOLE))
+        if len(text) == _LARGEST_WHOLE < length:
+            raise UserError(
+                f"{place}: document {number} at byte {at} has {length:,} bytes; up to "
+                f"{_LARGEST_WHOLE:,} are read. Cut it."
+            )
         if len(text) < length:
             raise UserError(
                 f"{place} ends at byte {at + len(text)}, inside document {number} of {length} "

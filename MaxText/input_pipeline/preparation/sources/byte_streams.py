@@ -1,6 +1,7 @@
 """Bytes of local and remote files, decompressed, and what can go wrong with them in words."""
 
 import bz2
+import functools
 import gzip
 import io
 import lzma
@@ -19,11 +20,15 @@ from MaxText.input_pipeline.storage import is_url, open_stream
 
 _BUFFER_BYTES = 2**18
 
-# Decompressed at a time: what comes back is all that a piece stands for, which is some thousand
-# times as much where a file is nothing but repetition.
+# Decompressed at a time. What comes back of xz and bz2 has a bound of its own. Of zstd it is all
+# that a piece stands for, which is 32,768 times as much where a file is nothing but repetition.
 _PIECE_BYTES = 2**14
+_ZSTD_PIECE_BYTES = 2**11
+_MOST_CONTENTS = 2**20
 # `zstd --long=31` is the widest there is, and what large published dumps are made with.
 _ZSTD_WINDOW_BYTES = 2**31
+# What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
+_XZ_MEMORY_BYTES = 2**30
 
 
 @contextmanager
@@ -117,14 +122,14 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
     if not cast(Any, file).peek(1):
         raise EOFError("it is empty")
     begin: dict[str, Callable[[], Any]] = {
-        "xz": lzma.LZMADecompressor,
+        "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
         "bz2": bz2.BZ2Decompressor,
         "zst": zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj,
     }
     contents = (
         gzip.GzipFile(fileobj=file, mode="rb")
         if compression == "gz"
-        else _Frames(file, begin[compression])
+        else _Frames(file, begin[compression], is_zstd=compression == "zst")
     )
     return io.BufferedReader(cast(io.RawIOBase, contents), _BUFFER_BYTES)
 
@@ -136,11 +141,14 @@ class _Frames(io.RawIOBase):
     for the end, and those for xz and bz2 take damage between two streams for it.
     """
 
-    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
+    def __init__(self, file: BinaryIO, begin: Callable[[], Any], is_zstd: bool):
         """Reads `file` with the decompressors, one per frame, that `begin` makes."""
         self._file = file
         self._begin = begin
+        self._piece_bytes = _ZSTD_PIECE_BYTES if is_zstd else _PIECE_BYTES
+        self._bound = () if is_zstd else (_MOST_CONTENTS,)
         self._frame: Any = None
+        self._waiting = b""
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -148,29 +156,29 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while not self._ready:
-            piece = self._file.read(_PIECE_BYTES)
-            if not piece:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of its compressed data")
-                return 0
-            self._ready = memoryview(self._decompress(piece))
+            # A decompressor that has reached its bound goes on without being given more.
+            if not self._waiting and getattr(self._frame, "needs_input", True):
+                self._waiting = self._file.read(self._piece_bytes)
+                if not self._waiting:
+                    if self._frame is not None:
+                        raise EOFError("it ends in the middle of its compressed data")
+                    return 0
+            self._ready = memoryview(self._decompress())
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, piece: bytes) -> bytes:
-        contents = []
-        while piece:
-            if self._frame is None:
-                # xz files may have zeros between streams; no frame of any kind begins with one.
-                piece = piece.lstrip(b"\0")
-                if not piece:
-                    break
-                self._frame = self._begin()
-            contents.append(self._frame.decompress(piece))
-            piece = b""
-            if self._frame.eof:
-                piece = self._frame.unused_data
-                self._frame = None
-        return contents[0] if len(contents) == 1 else b"".join(contents)
+    def _decompress(self) -> bytes:
+        piece, self._waiting = self._waiting, b""
+        if self._frame is None:
+            # xz files may have zeros between streams; no frame of any kind begins with one.
+            piece = piece.lstrip(b"\0")
+            if not piece:
+                return b""
+            self._frame = self._begin()
+        contents = self._frame.decompress(piece, *self._bound)
+        if self._frame.eof:
+            self._waiting = self._frame.unused_data
+            self._frame = None
+        return contents

@@ -15,7 +15,7 @@ from MaxText.input_pipeline.preparation.sources.byte_streams import decode
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 # A file without line ends is no file of rows: stop before it fills the memory.
-LONGEST_ROW = 2**30
+LONGEST_ROW = 2**28
 
 _PIECE_BYTES = 2**20
 _WHITE_SPACE = " \t\r\n"
@@ -51,7 +51,7 @@ def row_texts(
             row_place = f"{place}:{number + 1}"
             if start:
                 row_place = f"{place}, line {number + 1} from byte {start} on,"
-            if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
+            if len(line) >= LONGEST_ROW and not line.endswith(b"\n"):
                 raise UserError(
                     f"{row_place} is longer than {LONGEST_ROW} bytes. Cut it, or name the file "
                     ".txt if it holds no rows."

@@ -1,0 +1,1 @@
+"""Compiling the train step ahead of time, for devices that need not be there."""

@@ -1,0 +1,103 @@
+"""The train step of a configuration, laid out over given devices and compiled for them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from MaxText.checkpointing.growth.old_slots import slow_old_slots
+from MaxText.checkpointing.growth.settling import settle
+from MaxText.configuration.schema import Config
+from MaxText.input_pipeline.batch import batch_shapes
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan, plan_batches
+from MaxText.layers.model import Model
+from MaxText.parallelism import mesh
+from MaxText.training import backend_defaults
+from MaxText.training import step as steps
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.state import TrainState
+
+
+class Planned(NamedTuple):
+    """All that is known of a train step before it is compiled.
+
+    Attributes:
+      config: of the run, with the zoom of scores fixed where parameters grow.
+      model: with what depends on the devices resolved.
+      layout: where everything lies.
+      state: shapes and shardings of the state.
+      batch: likewise, of the largest batch of the run.
+      plan: of its batches.
+      length: tokens of a row of that batch.
+      lowered: the program, not yet compiled.
+      lines: choices to print.
+    """
+
+    config: Config
+    model: Model
+    layout: mesh.Layout
+    state: TrainState
+    batch: Any
+    plan: BatchPlan
+    length: int
+    lowered: jax.stages.Lowered
+    lines: Sequence[str]
+
+
+def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
+    """Traces what train.py would compile for these devices, for the run's last stage of batches.
+
+    Data are not opened: batches have positions and segments unless the text is synthetic or
+    attend_across_documents says otherwise.
+
+    Raises:
+      UserError: the mesh, the batch or the sharding does not fit the devices.
+    """
+    layout = mesh.make_layout(config.mesh, devices)
+    settled = settle(config, [])
+    config = settled.config
+    section, choices = backend_defaults.resolve(config.model, devices[0].platform)
+    model = Model(section)
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    optimizer = slow_old_slots(
+        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
+    )
+    mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    state = layout.abstract_state(
+        steps.make_initialize(model, optimizer, config.guard), model.parameters
+    )
+    plan = plan_batches(
+        config.batch,
+        section.shape.max_target_length,
+        lambda size: mesh.rows_of_update(config.batch, layout, size),
+    )
+    stage = plan.stages[-1]
+    data = config.data
+    with_documents = data.dataset_type != "synthetic" and not data.attend_across_documents
+    batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
+    function = steps.train_step_of(config, model, optimizer, schedule)
+    lowered = layout.lower_step(function, state, batch)
+    lines = [*choices, *settled.lines]
+    return Planned(config, model, layout, state, batch, plan, stage.length, lowered, lines)
+
+
+def compile_planned(planned: Planned) -> tuple[jax.stages.Compiled, float]:
+    """The compiled step, and the seconds that took.
+
+    Raises:
+      jax.errors.JaxRuntimeError: as the compiler; RESOURCE_EXHAUSTED where memory does not suffice.
+    """
+    # jax cannot store a program on CPU that it took from the cache.
+    was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        began = time.perf_counter()
+        return planned.lowered.compile(), time.perf_counter() - began
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()

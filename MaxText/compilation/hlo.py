@@ -1,0 +1,232 @@
+"""Reads a compiled program's text: how often each part runs, what moves, which arrays are large.
+
+The text is that of XLA's HLO, as jax's Compiled.as_text gives it. Its form is not promised: what is
+not understood is left out.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+_BITS = {
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
+    "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
+    "f8e4m3fn": 8, "f8e5m2": 8,
+}  # fmt: skip
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+_CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+_COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast", "send",
+)  # fmt: skip
+# They name what is there already, or hold no array.
+_NO_ARRAY = (
+    "parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "constant",
+    "opt-barrier", "call", "after-all", "partition-id", "iota",
+    "copy-start",
+)  # fmt: skip
+
+
+class Instruction(NamedTuple):
+    """One line.
+
+    Attributes:
+      name: in its computation.
+      shape: text of what it gives; a tuple's in brackets.
+      kind: "fusion", "all-gather", ...
+      rest: what follows the opening bracket.
+    """
+
+    name: str
+    shape: str
+    kind: str
+    rest: str
+
+
+class Collective(NamedTuple):
+    """What devices send each other in one step by operations of one kind.
+
+    Attributes:
+      kind: "all-gather", ...
+      count: of operations; one in a loop counts as often as the loop runs.
+      num_bytes: of their results on one device, likewise; where a result comes beside what went
+        in, of the larger.
+    """
+
+    kind: str
+    count: int
+    num_bytes: int
+
+
+class LargeArray(NamedTuple):
+    """An array that the program makes, on one device.
+
+    Attributes:
+      num_bytes: without padding.
+      shape: as the program says.
+      made_by: operation, and the line of our source that it comes from.
+      count: how many lines of the program make one like it.
+    """
+
+    num_bytes: int
+    shape: str
+    made_by: str
+    count: int
+
+
+class Program:
+    """A compiled program by its text."""
+
+    def __init__(self, text: str):
+        self._tables = _source_tables(text)
+        self._computations: dict[str, list[Instruction]] = {}
+        self._entry = ""
+        current: list[Instruction] | None = None
+        for line in text.splitlines():
+            if match := _COMPUTATION.match(line):
+                current = self._computations.setdefault(match[2], [])
+                self._entry = match[2] if match[1] else self._entry
+            elif line == "}":
+                current = None
+            elif current is not None and (match := _INSTRUCTION.match(line)):
+                current.append(Instruction(*match.groups()))
+        self.has_unknown_loops = False
+        self._runs: dict[str, int] = collections.defaultdict(int)
+        self._in_fusion: set[str] = set()
+        self._count_runs(self._entry, 1, False)
+
+    def _count_runs(self, name: str, times: int, in_fusion: bool) -> None:
+        self._runs[name] += times
+        if in_fusion:
+            self._in_fusion.add(name)
+        for instruction in self._computations.get(name, ()):
+            for role, called in _called(instruction):
+                if called not in self._computations:
+                    continue
+                trips = self._trips(instruction) if role in ("body", "condition") else 1
+                inside = in_fusion or role == "to_apply" or instruction.kind == "fusion"
+                self._count_runs(called, times * trips, inside)
+
+    def _trips(self, loop: Instruction) -> int:
+        if match := _TRIPS.search(loop.rest):
+            return int(match[1])
+        # Where nothing is noted, as on TPU, the one number that the counter is compared with.
+        condition = dict(_called(loop)).get("condition", "")
+        bounds = [
+            int(match[1])
+            for instruction in self._computations.get(condition, ())
+            if (
+                match := _CONSTANT.match(
+                    f"{instruction.shape} {instruction.kind}({instruction.rest}"
+                )
+            )
+        ]
+        if len(bounds) == 1:
+            return bounds[0]
+        self.has_unknown_loops = True
+        return 1
+
+    @property
+    def num_loops(self) -> int:
+        """Loops, nested ones included."""
+        return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
+
+    def collectives(self) -> list[Collective]:
+        """What devices send each other, by kind, most bytes first."""
+        found: dict[str, list[int]] = {}
+        for computation, times in self._runs.items():
+            for instruction in self._computations.get(computation, ()):
+                kind = instruction.kind.removesuffix("-start")
+                if kind not in _COLLECTIVES:
+                    continue
+                size = max((size for size, _ in _arrays(instruction.shape)), default=0)
+                # The TPU's reduce-scatter is a fusion around the sum, of which it keeps a part.
+                if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"
+                total = found.setdefault(kind, [0, 0])
+                total[0] += times
+                total[1] += times * size
+        rows = [Collective(kind, count, size) for kind, (count, size) in found.items()]
+        return sorted(rows, key=lambda row: -row.num_bytes)
+
+    def largest_arrays(self, number: int) -> list[LargeArray]:
+        """The largest arrays in the device's main memory, not all of which are there at once."""
+        found: dict[tuple[int, str, str], int] = collections.defaultdict(int)
+        for computation in self._runs:
+            if computation in self._in_fusion:
+                continue
+            for instruction in self._computations.get(computation, ()):
+                kind = instruction.kind
+                if kind in _NO_ARRAY or kind.endswith(("-done", "-update")):
+                    continue
+                made_by = self._made_by(instruction)
+                for size, shape in _arrays(instruction.shape):
+                    found[size, shape, made_by] += 1
+        rows = [LargeArray(*key, count) for key, count in found.items()]
+        return sorted(rows, key=lambda row: -row.num_bytes)[:number]
+
+    def _made_by(self, instruction: Instruction) -> str:
+        named = _OP_NAME.search(instruction.rest)
+        name = (
+            named[1].replace("\\", "").removeprefix("jit(train_step)/")
+            if named
+            else instruction.kind
+        )
+        frame = _FRAME.search(instruction.rest)
+        place = self._tables.get(frame[1], "") if frame else ""
+        return f"{name} ({place})" if place else name
+
+
+def _called(instruction: Instruction) -> Iterator[tuple[str, str]]:
+    yield from _CALLED.findall(instruction.rest)
+    if match := _BRANCHES.search(instruction.rest):
+        for name in match[1].split(","):
+            yield "branch", name.strip().lstrip("%")
+
+
+def _arrays(shape: str) -> Iterator[tuple[int, str]]:
+    """(bytes, shape without layout) of each array in the main memory."""
+    for kind, sizes, layout in _ARRAY.findall(shape):
+        if kind in _BITS and not re.search(r"S\([1-9]", layout):
+            count = math.prod(int(size) for size in sizes.split(",") if size)
+            yield count * _BITS[kind] // 8, f"{kind}[{sizes}]"
+
+
+def _source_tables(text: str) -> Mapping[str, str]:
+    """Id of a stack frame -> "file:line" of its innermost call."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE))
+    places = {
+        number: f"{_shortened(files.get(file, ''))}:{line}"
+        for number, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)",
+            _table(text, "FileLocations"),
+            re.MULTILINE,
+        )
+    }
+    frames = re.findall(
+        r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.MULTILINE
+    )
+    return {frame: places.get(place, "") for frame, place in frames}
+
+
+def _table(text: str, name: str) -> str:
+    return text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+
+
+def _shortened(path: str) -> str:
+    parts: Sequence[str] = path.split("/")
+    for start in ("MaxText", "site-packages"):
+        if start in parts:
+            place = len(parts) - 1 - parts[::-1].index(start)
+            return "/".join(parts[place + (start == "site-packages") :])
+    return path

@@ -1,0 +1,198 @@
+"""Starts a run of several processes: python MaxText/launch.py local 2 -- CONFIG.yml key=value"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText import exit_codes
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+from MaxText.launching import slurm, supervision
+from MaxText.launching.commands import Commands, Retry
+from MaxText.launching.local_processes import environment_of, free_port
+from MaxText.launching.run_arguments import for_one_run, program
+from MaxText.launching.tpu_vm import TpuVm, TpuVmLaunch
+
+USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
+
+  python MaxText/launch.py local 2 --supervise -- configs/quickstart.yml steps=1000
+  python MaxText/launch.py gcloud create copy setup run --name=pod --zone=us-east5-a \\
+      --type=v5p-32 --version=v2-alpha-tpuv5 -- configs/gpt2.yml base_output_directory=gs://b/out
+  python MaxText/launch.py slurm submit --nodes=4 --gpus-per-node=8 -- configs/gpt2.yml
+
+What follows -- are the arguments of train.py. --dry-run prints the commands and runs nothing.
+Exit codes: that of the run (docs/launch.md), 2 for a mistake, 128 + n for signal n."""
+
+ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
+           "delete-queued")  # fmt: skip
+
+
+def show(line: str) -> None:
+    """Prints a line at once: other programs print between them."""
+    print(line, flush=True)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    arguments = sys.argv[1:]
+    of_train: list[str] = []
+    if "--" in arguments:
+        position = arguments.index("--")
+        arguments, of_train = arguments[:position], arguments[position + 1 :]
+    options = _parser().parse_args(arguments)
+    try:
+        return {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where](
+            options, of_train
+        )
+    except UserError as error:
+        command_line.fail(error)
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+def _local(options: argparse.Namespace, of_train: Sequence[str]) -> int:
+    run = for_one_run(of_train)
+    logs = Path(options.logs or f"maxtext_output/logs/{run.run_name}")
+    job = supervision.Job(
+        [*program(), *run.arguments], options.number, options.devices, logs, run.folder
+    )
+    if options.dry_run:
+        commands = Commands(show, dry_run=True)
+        port = free_port()
+        for process in range(job.number):
+            environment = environment_of({}, job.number, process, port, job.devices)
+            settings = [f"{name}={value}" for name, value in environment.items()]
+            commands.run([*(["env", *settings] if settings else []), *job.command])
+        return 0
+    policy = supervision.Policy(
+        options.max_restarts if options.supervise else 0, options.backoff, options.grace
+    )
+    what = "1 process" if job.number == 1 else f"{job.number} processes"
+    show(f"launch: {what}; output is also in {logs}")
+    try:
+        return supervision.run(job, policy, show)
+    except OSError as error:
+        raise UserError(f"cannot start the processes: {error}") from error
+
+
+def _gcloud(options: argparse.Namespace, of_train: Sequence[str]) -> int:
+    commands = Commands(show, dry_run=options.dry_run)
+    tpu = TpuVm(
+        options.name, options.zone, options.project, options.type, options.version, options.spot,
+        Retry(options.tries, options.retry_seconds),
+    )  # fmt: skip
+    launch = TpuVmLaunch(tpu, commands)
+    if "run" in options.actions and not of_train:
+        raise UserError("run needs the arguments of train.py, after --.")
+    if of_train and "run" not in options.actions:
+        raise UserError("arguments of train.py, after --, are for the action run.")
+    arguments = for_one_run(of_train).arguments if of_train else []
+    for action in options.actions:
+        if action == "run":
+            launch.run(arguments, options.max_restarts)
+        elif action == "logs":
+            launch.logs(options.lines, options.follow, options.worker)
+        else:
+            getattr(launch, action.replace("-", "_"))()
+    return 0
+
+
+def _slurm(options: argparse.Namespace, of_train: Sequence[str]) -> int:
+    commands = Commands(show, dry_run=options.dry_run)
+    if options.action == "submit":
+        run = for_one_run(of_train)
+        job = slurm.SlurmJob(
+            options.name or run.run_name, options.nodes, options.processes_per_node,
+            options.gpus_per_node, options.sbatch, options.max_restarts,
+            Path(options.logs or f"maxtext_output/logs/{run.run_name}").absolute(),
+        )  # fmt: skip
+        slurm.submit(job, run.arguments, commands, show)
+        return 0
+    if not options.job:
+        raise UserError(f"{options.action} needs --job=NUMBER, which submit has shown.")
+    if options.action == "status":
+        commands.run(["squeue", f"--jobs={options.job}"])
+    else:
+        # To the processes, which save and stop; the script then ends without asking for more.
+        commands.run(["scancel", options.job])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "launch.py", description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    places = parser.add_subparsers(dest="where", required=True, metavar="local|gcloud|slurm")
+    local = places.add_parser("local", help="processes of this machine")
+    local.add_argument("number", type=_positive, metavar="N", help="processes")
+    local.add_argument(
+        "--devices", type=_positive, metavar="K", help="of each: CPU devices or GPUs"
+    )
+    local.add_argument("--supervise", action="store_true", help="start again after a failure")
+    local.add_argument("--backoff", type=float, default=1.0, help="seconds before a restart")
+    local.add_argument(
+        "--grace", type=float, default=60.0, help="seconds that processes have to end by themselves"
+    )
+    gcloud = places.add_parser("gcloud", help="Cloud TPU VMs")
+    gcloud.add_argument(
+        "actions", nargs="+", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS)
+    )
+    gcloud.add_argument("--name", required=True, help="of the TPU VM")
+    gcloud.add_argument("--zone", required=True)
+    gcloud.add_argument("--project", default=os.environ.get("CLOUDSDK_CORE_PROJECT", ""))
+    gcloud.add_argument("--type", default="", help="of the accelerator, as v5p-32")
+    gcloud.add_argument("--version", default="", help="of the runtime")
+    gcloud.add_argument("--spot", action="store_true", help="preemptible, cheaper")
+    gcloud.add_argument("--tries", type=_positive, default=100, help="while nothing is free")
+    gcloud.add_argument("--retry-seconds", type=float, default=60.0)
+    gcloud.add_argument("--lines", type=_positive, default=50, help="of logs")
+    gcloud.add_argument("--follow", action="store_true", help="the logs as they grow")
+    gcloud.add_argument("--worker", default="all", help="whose logs")
+    by_slurm = places.add_parser("slurm", help="a job of SLURM")
+    by_slurm.add_argument("action", choices=("submit", "status", "stop"))
+    by_slurm.add_argument("--name", default="", help="of the job, by default run_name")
+    by_slurm.add_argument("--nodes", type=_positive, default=1)
+    by_slurm.add_argument("--processes-per-node", type=_positive, default=1)
+    by_slurm.add_argument("--gpus-per-node", type=int, default=0)
+    by_slurm.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION",
+        help="a further line, as --sbatch=--partition=long",
+    )  # fmt: skip
+    by_slurm.add_argument("--job", default="", help="number, for status and stop")
+    for place in (local, gcloud, by_slurm):
+        place.add_argument("--dry-run", action="store_true", help="print the commands")
+        place.add_argument(
+            "--max-restarts", type=_not_negative, default=10,
+            help="in a row without a new checkpoint; of a SLURM job in all",
+        )  # fmt: skip
+    for place in (local, by_slurm):
+        place.add_argument("--logs", default="", help="folder for output of the processes")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+# argparse names the function in its messages.
+_positive.__name__ = "number from 1"
+_not_negative.__name__ = "number from 0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A file in an object store that a thread writes whole, again and again, always the newest text."""
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from etils import epath
+
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+
+
+class LatestText:
+    """Writes lines that are handed over; who does never waits, and skips what is out of date.
+
+    A write that fails is told once and tried again with growing waits.
+    """
+
+    def __init__(self, path: epath.Path):
+        """Starts no thread before the first write."""
+        self._path = path
+        self._lines: Sequence[str] | None = None  # to be written
+        self._asked = self._done = self._failed = 0  # numbers of writes
+        self._ends = self._warned = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Takes all lines of the file, without their ends; nobody may change them after."""
+        with self._changed:
+            self._lines = lines
+            self._asked += 1
+            if self._thread is None:
+                self._ends = False
+                self._thread = threading.Thread(target=self._work, name="records", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def settle(self, until: float) -> None:
+        """Waits until the newest text is there, or a try to write it has failed.
+
+        Args:
+          until: of time.monotonic, when to wait no longer.
+        """
+        with self._changed:
+            asked = self._asked
+            self._changed.wait_for(
+                lambda: max(self._done, self._failed) >= asked,
+                max(0.0, until - time.monotonic()),
+            )
+
+    def close(self, until: float) -> None:
+        """Settles and lets the thread go. Safe to call twice; `write` begins again."""
+        self.settle(until)
+        with self._changed:
+            self._ends, self._thread = True, None
+            left = self._done < self._asked
+            self._changed.notify_all()
+        if left:
+            self._warn("the storage did not take them in time")
+
+    def _work(self) -> None:
+        wait = 0.0
+        while True:
+            with self._changed:
+                if wait:
+                    # Who flushes wants to know how it stands.
+                    self._changed.wait_for(lambda: self._ends or self._asked > self._failed, wait)
+                self._changed.wait_for(lambda: self._ends or self._lines is not None)
+                if self._lines is None or (wait and self._ends and self._asked == self._failed):
+                    return
+                lines, number, self._lines = self._lines, self._asked, None
+            try:
+                self._path.write_text("".join(f"{line}\n" for line in lines))
+            except Exception as error:  # storage and its libraries raise anything
+                self._warn(f"{str(error).strip() or type(error).__name__}".splitlines()[0])
+                wait = min(max(_FIRST_WAIT, 2 * wait), _LONGEST_WAIT)
+                with self._changed:
+                    self._failed = number
+                    if self._lines is None:
+                        self._lines = lines
+                    self._changed.notify_all()
+                continue
+            wait = 0.0
+            with self._changed:
+                self._done = number
+                self._changed.notify_all()
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            sys.stderr.write(
+                f"warning: {self._path} lacks its newest rows: {why.rstrip('.')}. The run goes on, "
+                "and tries again as long as it lasts.\n"
+            )

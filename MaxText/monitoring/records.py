@@ -1,0 +1,123 @@
+"""What a run writes about itself, opened in one go when its start is known."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from MaxText.checkpointing.starting_point import Start
+from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
+from MaxText.input_pipeline.loader import BatchIterator, EvalBatches
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.layers.model import Model
+from MaxText.monitoring.cost import model_cost
+from MaxText.monitoring.event_stream import EventStream, open_stream
+from MaxText.monitoring.lineage import Lineage
+from MaxText.monitoring.peak_flops import peak_flops
+from MaxText.monitoring.profiler import StepProfiler
+from MaxText.monitoring.quantities import Quantities
+from MaxText.monitoring.run_facts import emit_start, start_facts
+from MaxText.monitoring.sinks.tensorboard import TENSORBOARD_FOLDER
+from MaxText.monitoring.sinks.terminal import Terminal
+from MaxText.monitoring.step_log import StepLog
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Everything that a run writes about itself.
+
+    Attributes:
+      events: the stream of what happens.
+      terminal: shows it; also the place for other lines.
+      profiler: traces steps.
+      quantities: sizes of updates and devices.
+      lineage: what the run and its ancestors have spent.
+    """
+
+    events: EventStream
+    terminal: Terminal
+    profiler: StepProfiler
+    quantities: Quantities
+    lineage: Lineage
+
+    def step_log(
+        self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
+    ) -> StepLog:
+        """What turns the scalars of compiled steps into events; see StepLog for the arguments."""
+        return StepLog(
+            self.events,
+            config.guard,
+            period=config.monitoring.step_log_period,
+            last_step=last_step,
+            quantities=self.quantities,
+            lineage=self.lineage,
+            observe=observe,
+        )
+
+    def close(self) -> None:
+        """Ends all of it."""
+        self.events.close()
+        self.profiler.close()
+
+    def tell_of_data(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
+        """Notes reads that were tried again and records that were left out."""
+        if batches is None:
+            return
+        for message in batches.incidents.drain():
+            self.events.emit("retry", step=step, reason=message)
+        for message in batches.bad_records.drain():
+            self.events.emit("skip", step=step, what="record", reason=message, count=1)
+
+
+def open_records(
+    config: Config,
+    run_folder: epath.Path,
+    start: Start,
+    model: Model,
+    abstract_state: Any,
+    plan: BatchPlan,
+    batches: BatchIterator,
+    devices: Sequence[Any],
+    last_step: int,
+    show: Callable[[str], None] = print,
+) -> Records:
+    """Opens the records of a run, continues those of its earlier starts, and notes this start.
+
+    Args:
+      start: where the run begins.
+      model: with what depends on the devices resolved.
+      abstract_state: whose optimizer state tells the cost of an update.
+      plan: of the training batches.
+      batches: at their starting point.
+      devices: to train on.
+      last_step: the last update of the run.
+      show: takes lines about its size.
+
+    Raises:
+      UserError: a package that the configuration asks for is not installed.
+    """
+    run, monitoring = config.run, config.monitoring
+    quantities = Quantities(model, config.batch, plan, len(devices), last_step + 1, peak_flops())
+    lineage = Lineage.of(start, quantities)
+    length = model.section.shape.max_target_length
+    cost = model_cost(model, sequence_length=length, optimizer_state=abstract_state.opt_state)
+    show(f"{quantities.describe()}\n{cost.describe()}")
+    tensorboard = run_folder / TENSORBOARD_FOLDER
+    if monitoring.enable_tensorboard:
+        show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+    terminal, first_step = Terminal(last_step + 1), start.first_step
+    is_due = bool(start.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
+    events = open_stream(
+        run_folder,
+        monitoring,
+        run.run_name,
+        flat(config),
+        first_step=first_step,
+        first_evaluation=first_step - is_due,
+        terminal=terminal,
+    )
+    emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
+    profiler = StepProfiler(monitoring, tensorboard, first_step)
+    return Records(events, terminal, profiler, quantities, lineage)

@@ -1,0 +1,115 @@
+"""A sink behind a thread of its own, so that a slow one never holds up the run."""
+
+import collections
+import sys
+import threading
+import time
+
+from MaxText.monitoring.events import Event, Sink
+from MaxText.monitoring.json_lines import SECONDS_TO_CLOSE
+from MaxText.parallelism import processes
+
+# Events that may wait: some 10 MB.
+_MOST_WAITING = 10_000
+# Of these there are enough to fill any memory.
+_MANY = ("step", "evaluation")
+_FLUSH = "flush"
+
+
+class Background:
+    """Hands events to a sink in their order; what it raises is told once and ends it alone.
+
+    When as many events wait as may, later ones are left out there, which is told once too.
+    """
+
+    def __init__(self, sink: Sink, name: str, most_waiting: int = _MOST_WAITING):
+        """Starts the thread.
+
+        Args:
+          sink: used by the thread alone.
+          name: of it, for messages.
+          most_waiting: events that may wait for it.
+        """
+        self._sink = sink
+        self._name = name
+        self._most = most_waiting
+        self._waiting: collections.deque[Event | str] = collections.deque()
+        self._ends = self._given_up = self._left_out = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event) -> None:
+        """Takes an event."""
+        self._ask(event)
+
+    def flush(self) -> None:
+        """Asks for what was taken to be made durable, without waiting for it."""
+        self._ask(_FLUSH)
+
+    def end(self) -> None:
+        """Asks the sink to close when it has what was taken, without waiting for it."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    def wait(self, until: float) -> None:
+        """Waits until it has closed after `end`.
+
+        Args:
+          until: of time.monotonic, when to wait no longer.
+        """
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            # At the interpreter's end libraries would wait for what the thread waits for.
+            processes.leave_behind()
+            self._give_up("it was still busy at the end of the run")
+
+    def close(self) -> None:
+        """Ends and waits, a minute at most. Safe to call twice."""
+        self.end()
+        self.wait(time.monotonic() + SECONDS_TO_CLOSE)
+
+    def _ask(self, task: Event | str) -> None:
+        with self._changed:
+            if self._ends or self._given_up:
+                return
+            if task is _FLUSH and self._waiting and self._waiting[-1] is _FLUSH:
+                return
+            may_go = isinstance(task, Event) and task.kind in _MANY
+            if len(self._waiting) < self._most or not may_go:
+                self._waiting.append(task)
+                self._changed.notify_all()
+                return
+            is_first, self._left_out = not self._left_out, True
+        if is_first:
+            sys.stderr.write(
+                f"warning: {self._name} is slower than the run: events are left out there. "
+                "events.jsonl has all of them.\n"
+            )
+
+    def _work(self) -> None:
+        try:
+            while (task := self._next()) is not None:
+                if isinstance(task, Event):
+                    self._sink.write(task)
+                else:
+                    self._sink.flush()
+            self._sink.close()
+        except Exception as error:  # Any failure of it ends it, none ends the run.
+            self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+
+    def _next(self) -> Event | str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ends)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            is_first, self._given_up = not self._given_up, True
+            self._waiting.clear()
+        if is_first:
+            sys.stderr.write(
+                f"warning: {self._name} gets nothing more: {why.rstrip('.')}. Training and its "
+                "other records go on.\n"
+            )

@@ -1,0 +1,179 @@
+"""Which processes a run has, by the environment in which one of them was started. Imports no jax.
+
+Who starts the processes says it in variables of its own:
+
+  JAX_NUM_PROCESSES, JAX_PROCESS_ID                jax's names; launch.py local
+  NNODES, NODE_RANK                                MaxText's, of GPU nodes
+  SLURM_NTASKS, SLURM_PROCID                       srun
+  OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK       Open MPI's mpirun
+  PMI_SIZE, PMI_RANK                               MPICH, Intel MPI
+  metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE; read by jax itself
+
+The first four schemes need a coordinator, the host and a free port of process 0, from
+JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT; with SLURM it
+is the first node.
+"""
+
+import dataclasses
+import glob
+import importlib.util
+import re
+from collections.abc import Mapping
+
+from MaxText.errors import UserError
+
+DEFAULT_PORT = "1234"  # MaxText's
+# The number of devices over all processes that a run is meant for; launch.py sets it.
+NUM_DEVICES_VARIABLE = "MAXTEXT_NUM_DEVICES"
+
+_EXPLICIT = (("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("NNODES", "NODE_RANK"))
+_MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
+_SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
+# srun sets it; in a batch script itself, which is no process of a run, it is not set.
+_SLURM_STEP_NODES = "SLURM_STEP_NODELIST"
+_TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The processes of a run, and which of them this is.
+
+    Attributes:
+      source: what said so, for messages.
+      address: host:port of the coordinator; None leaves all to jax, which asks a TPU's metadata.
+      num_processes: of the run; None as above.
+      process_id: from 0; None as above.
+      local_device_ids: GPUs of this process where several share a machine; None for all.
+      is_sure: whether failing to connect is an error. Chips alone do not say that there are others.
+    """
+
+    source: str
+    address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: tuple[int, ...] | None = None
+    is_sure: bool = True
+
+
+def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
+    """The cluster that the environment speaks of; None for a run of one process.
+
+    Args:
+      environment: os.environ.
+      hardware: the key of that name.
+
+    Raises:
+      UserError: something is missing or is no number; names the variable.
+    """
+    for count_name, rank_name in (*_EXPLICIT, _SLURM, *_MPI):
+        pair = (count_name, rank_name)
+        if pair == _SLURM and _SLURM_STEP_NODES not in environment:
+            continue
+        given = [name for name in pair if environment.get(name)]
+        if not given:
+            continue
+        if len(given) == 1:
+            # NNODES alone is set by many schedulers for other purposes.
+            if pair not in _EXPLICIT or given == ["NNODES"]:
+                continue
+            (missing,) = set(pair) - set(given)
+            raise UserError(
+                f"{given[0]}={environment[given[0]]} is set and {missing} is not, so it is not "
+                f"known which process of how many this is. Set both, or neither for one process."
+            )
+        count, rank = (_integer(environment, name) for name in pair)
+        if not 0 <= rank < count:
+            raise UserError(
+                f"{rank_name}={rank} is not a process of {count_name}={count}: they are numbered "
+                f"from 0 to {count - 1}."
+            )
+        if count == 1:
+            return None
+        address = _coordinator(environment, pair)
+        source = f"{count_name} and {rank_name}"
+        return Cluster(source, address, count, rank, _local_device_ids(environment, pair))
+    return _tpu(environment, hardware)
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise UserError(f"{name}={environment[name]} is not an integer.") from None
+
+
+def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
+    port = environment.get("JAX_COORDINATOR_PORT") or DEFAULT_PORT
+    address = environment.get("JAX_COORDINATOR_ADDRESS") or environment.get("JAX_COORDINATOR_IP")
+    if not address and pair == _SLURM:
+        address = _first_host(environment[_SLURM_STEP_NODES])
+        if not environment.get("JAX_COORDINATOR_PORT"):
+            # Two jobs may share a node; ports up to 65535, those of most systems' own choice aside.
+            port = str(
+                61440 + int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0) % 4096
+            )
+    if not address:
+        raise UserError(
+            f"{pair[0]}={environment[pair[0]]} asks for several processes, and nothing says where "
+            "process 0 listens. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
+            "JAX_COORDINATOR_PORT) to its host and a free port there, the same for all processes."
+        )
+    is_bare_ipv6 = address.count(":") > 1 and not address.startswith("[")
+    if is_bare_ipv6:
+        address = f"[{address}]"
+    return address if re.search(r":\d+$", address) else f"{address}:{port}"
+
+
+def _first_host(nodes: str) -> str:
+    """Of SLURM's list: "gpu[007-012,20],cpu3" -> "gpu007"."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    assert match is not None  # it matches the empty text
+    return "".join(part or "" for part in match.groups())
+
+
+def _local_device_ids(
+    environment: Mapping[str, str], pair: tuple[str, str]
+) -> tuple[int, ...] | None:
+    """One GPU for each process where several share a machine; JAX_LOCAL_DEVICE_IDS overrides."""
+    if environment.get("JAX_LOCAL_DEVICE_IDS"):
+        return None  # jax reads it
+    if pair == _SLURM:
+        sharing = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
+            "SLURM_NTASKS_PER_NODE", "1"
+        )
+        local = environment.get("SLURM_LOCALID")
+    elif pair == _MPI[0]:
+        sharing = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+        local = environment.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    else:
+        return None
+    # "4(x2),1": of several numbers the largest counts.
+    most = max((int(number) for number in re.findall(r"(?<!x)\b\d+", sharing)), default=1)
+    if most == 1 or local is None or not local.isdecimal():
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and len(visible.split(",")) <= int(local):
+        return None  # the scheduler has given each its own
+    return (int(local),)
+
+
+def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if hardware not in ("auto", "tpu") or (platforms and "tpu" not in platforms):
+        return None
+    for name in _TPU_HOSTS:
+        if "," in environment.get(name, ""):
+            return Cluster(name)
+    slices = environment.get("MEGASCALE_NUM_SLICES", "1")
+    if slices.isdecimal() and int(slices) > 1:
+        return Cluster("MEGASCALE_NUM_SLICES")
+    if environment.get("TPU_SKIP_MDS_QUERY") or not _has_chips():
+        return None
+    return Cluster("the metadata of this TPU VM", is_sure=False)
+
+
+def _has_chips() -> bool:
+    """Whether TPU chips and their library are here; other devices use /dev/vfio, too."""
+    if importlib.util.find_spec("libtpu") is None:
+        return False
+    return bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))

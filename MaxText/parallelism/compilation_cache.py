@@ -1,0 +1,138 @@
+"""Compiled programs on disk, shared by the starts of a run and by the runs beside it.
+
+jax reads and writes the entries. It writes each in place, takes any failure to read one as a miss,
+and never replaces an entry that is there. So an entry that a kill has cut short would cost every
+later start its compilation; `use` removes such entries.
+"""
+
+import hashlib
+import os
+import platform as machine
+import threading
+from typing import Any
+
+from MaxText.configuration.training_sections import Run
+
+FOLDER = "jax_cache"
+
+_CHECKED = ".checked"  # its time of change: when entries were looked at
+_HIT = "/jax/compilation_cache/cache_hits"
+
+_hits: dict[int, int] = {}  # thread -> programs that it took from the cache
+_is_listening = False
+
+
+def use(run: Run, platform: str, *, may_make: bool = True) -> str:
+    """Keeps compiled programs for later starts. Call it once devices are known.
+
+    In a run of several processes jax lets only process 0 write, and all read.
+
+    Args:
+      run: whose jax_cache_dir says where. "auto" is the folder jax_cache beside the run's folder,
+        unless jax's own environment variable names one; empty leaves all to jax.
+      platform: of the devices, as jax names it. Programs for CPU go into a folder for each kind of
+        processor, as they use instructions that another may lack.
+      may_make: whether "auto" may make base_output_directory, which a program without a run of its
+        own has no use for otherwise.
+
+    Returns:
+      A line to print. Where the folder cannot be written, nothing is kept.
+    """
+    import jax
+
+    set_by_user = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
+        _listen()
+        return f"compiled programs: {set_by_user or 'not kept'}"
+    folder = run.jax_cache_dir
+    if folder == "auto":
+        folder = f"{run.base_output_directory}/{FOLDER}"
+        if not (may_make or "://" in folder or os.path.isdir(run.base_output_directory)):
+            _listen()
+            return "compiled programs: not kept"
+    if platform == "cpu":
+        folder = f"{folder}/{kind_of_processor()}"
+    if "://" not in folder:
+        folder = os.path.abspath(os.path.expanduser(folder))
+        try:
+            os.makedirs(folder, exist_ok=True)
+            remove_cut_short(folder)
+        except OSError as error:
+            return f"compiled programs: not kept, jax_cache_dir cannot be written ({error})"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _listen()
+    return f"compiled programs: {folder}"
+
+
+def remove_cut_short(folder: str) -> list[str]:
+    """Removes entries of a local folder that are not whole; returns their names.
+
+    Only those are read that changed since the last call. Another process may be writing one right
+    now: that entry is lost and is written by the next start that misses it. Object stores have no
+    such entries: there an object is whole or absent.
+    """
+    marker = os.path.join(folder, _CHECKED)
+    since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
+    removed = []
+    entries = [entry for entry in os.scandir(folder) if entry.name.endswith("-cache")]
+    with open(marker, "w"):  # before they are read, so that what comes meanwhile is read next time
+        pass
+    os.utime(marker)
+    for entry in entries:
+        try:
+            if entry.stat().st_mtime < since - 1.0:  # some file systems keep whole seconds
+                continue
+            if not _is_whole(entry.path):
+                os.remove(entry.path)
+                removed.append(entry.name)
+        except FileNotFoundError:
+            pass  # another process was faster
+    return removed
+
+
+def _is_whole(path: str) -> bool:
+    import zstandard
+
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                stream.decompress(block)
+    except zstandard.ZstdError:
+        return False
+    return stream.eof
+
+
+def kind_of_processor() -> str:
+    """A short name that differs between processors whose instructions differ."""
+    features = ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            named = (line for line in file if line.lower().startswith(("flags", "features")))
+            features = next(named, "")
+    except OSError:
+        pass  # not Linux
+    named_so = f"{machine.machine()} {machine.processor()} {features}"
+    return f"cpu-{hashlib.sha256(named_so.encode()).hexdigest()[:8]}"
+
+
+def hits_of_this_thread() -> int:
+    """How many programs this thread took from the cache since `use` was called first."""
+    return _hits.get(threading.get_ident(), 0)
+
+
+def _listen() -> None:
+    import jax
+
+    global _is_listening
+    if not _is_listening:
+        _is_listening = True
+        jax.monitoring.register_event_listener(_count)
+
+
+def _count(event: str, **_: Any) -> None:
+    if event == _HIT:
+        thread = threading.get_ident()
+        _hits[thread] = _hits.get(thread, 0) + 1

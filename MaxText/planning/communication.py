@@ -1,0 +1,170 @@
+"""Bytes that a device exchanges in an update, by mesh axis, and the seconds that takes.
+
+Counted is what a device receives:
+
+    weights that an axis splits     gathered for the forward and again for the backward pass of
+                                    every microbatch, in the format of products; their gradients
+                                    scattered, once per microbatch
+    weights that an axis copies     gradients added up, 2 times their bytes
+    tensor                          sums of hidden states after products that contract what it
+                                    splits, forward and backward, and those computed again; 2 times
+                                    their bytes
+    expert                          rows to their experts and back, forward, backward and again
+
+Of n devices each exchanges (n - 1) / n of an array with the others.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.layers.mixture_of_experts import places
+from MaxText.planning.hardware import Hardware
+from MaxText.planning.program import Program
+
+# Policies whose backward pass computes the output product of attention again.
+_OUT_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded")
+_MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
+               "save_dot_except_mlp", "save_dot_except_mlpwi")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What an update sends over one mesh axis.
+
+    Attributes:
+      axis: of the mesh.
+      size: devices along it.
+      num_bytes: that a device receives.
+      bandwidth: bytes per second at which it can.
+    """
+
+    axis: str
+    size: int
+    num_bytes: float
+    bandwidth: float
+
+    @property
+    def seconds(self) -> float:
+        """If nothing else goes on."""
+        return self.num_bytes / self.bandwidth
+
+
+def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
+    """The communication of an update, of mesh axes that have several devices."""
+    mesh = program.layout.mesh
+    bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
+    if not bytes_of:
+        return []
+    _add_weights(program, bytes_of)
+    for axis, amount in (("tensor", _hidden_states(program)), ("expert", _rows(program))):
+        if axis in bytes_of:
+            bytes_of[axis] += amount * program.num_microbatches
+    return [
+        Exchange(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
+        for axis, amount in bytes_of.items()
+    ]
+
+
+def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
+    """Gathering weights, and adding up or scattering gradients."""
+    layout, parameters = program.layout, program.model.parameters
+    width = np.dtype(program.config.model.numerics.dtype).itemsize
+    shape = layout.mesh.shape
+    batch = [axis for axis in layout.batch_axes if shape[axis] > 1]
+    for name, sharding in layout.parameter_shardings(parameters).items():
+        info = parameters[name]
+        num_bytes = info.size * width
+        split: list[str] = []
+        for logical, axes in zip(info.logical_axes, sharding.spec, strict=False):
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                if axis in batch and logical != "exp":
+                    split.append(axis)
+                else:
+                    num_bytes /= shape[axis]  # computed with where it lies
+        lies = "exp" in info.logical_axes and "expert" in batch
+        for axis in batch:
+            if axis in split:
+                per_microbatch = 3.0
+            elif axis == "expert" and lies:
+                continue
+            else:
+                per_microbatch = 2.0
+            share = (shape[axis] - 1) / shape[axis]
+            bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
+            if axis in split:
+                num_bytes /= shape[axis]  # what the next axis has to gather or add up
+
+
+def _hidden_states(program: Program) -> float:
+    """Bytes over the tensor axis in a microbatch."""
+    section, layout = program.config.model, program.layout
+    parameters = program.model.parameters
+    layers = section.shape.dimensions.num_layers
+    sums, again = 0.0, 0.0
+    for name, info in parameters.items():
+        axes = [name for name in info.logical_axes if name != "layers"]
+        contracted = axes[: info.num_in_dims]
+        sizes = info.shape[len(info.logical_axes) - len(axes) :]
+        spec = layout.sharding(axes, sizes).spec
+        if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
+            continue
+        times = layers if "layers" in info.logical_axes else 1
+        sums += times
+        again += times * ("/mlp/" not in name)
+    policy = section.memory.remat_policy
+    # Forward, and in the backward pass of the products that begin each part; the embedding and the
+    # head add one each.
+    number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
+    n = layout.mesh.shape["tensor"]
+    return 2 * number * _state_bytes(program) * (n - 1) / n
+
+
+def _state_bytes(program: Program) -> float:
+    """Of one hidden state of a device's rows."""
+    section = program.config.model
+    width = np.dtype(section.numerics.dtype).itemsize
+    return program.local_rows * program.length * section.shape.dimensions.emb_dim * width
+
+
+def _rows(program: Program) -> float:
+    """Bytes over the expert axis in a microbatch."""
+    section = program.config.model
+    experts = section.mixture_of_experts
+    if experts.num_experts == 1 or experts.capacity_factor < 0:
+        return 0.0
+    group, capacity = places(experts, program.length, experts.capacity_factor)
+    filled = experts.num_experts * capacity / group
+    layers = sum(1 for name in program.model.parameters if name.endswith("/mlp/gate/kernel"))
+    if section.layers_are_alike:
+        layers = section.shape.dimensions.num_layers
+    passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
+    n = program.layout.mesh.shape["expert"]
+    return 2 * passes * layers * filled * _state_bytes(program) * (n - 1) / n
+
+
+def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
+    """Bytes per second that a device receives over one axis.
+
+    Axes lie in the order of MESH_AXES, the last among neighbours. On a torus, an axis that is alone
+    uses the links of all dimensions; of several, those inside get one dimension each.
+    """
+    chip = hardware.chip
+    if chip is None:
+        return math.inf
+    mesh = program.layout.mesh
+    place = MESH_AXES.index(axis)
+    stride = math.prod(mesh.shape[name] for name in MESH_AXES[place + 1 :])
+    several = [name for name in MESH_AXES if mesh.shape[name] > 1]
+    links = chip.links / chip.devices
+    if chip.torus:
+        inside = len(several) - 1
+        dimensions = max(chip.torus - inside, 1) if axis == several[0] else 1
+        links *= dimensions / chip.torus
+    reach = hardware.reach
+    if stride * mesh.shape[axis] <= reach:
+        return links
+    together = max(reach // stride, 1)
+    return min(links, chip.network / chip.devices * together)

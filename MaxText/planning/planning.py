@@ -1,0 +1,78 @@
+"""A configuration on hardware: memory, communication and time of its updates."""
+
+import dataclasses
+
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.monitoring.peak_flops import PeakFlops, measured
+from MaxText.parallelism.mesh import check_sharding
+from MaxText.planning.communication import Exchange, exchanges
+from MaxText.planning.hardware import Hardware
+from MaxText.planning.memory import Memory, memory_of
+from MaxText.planning.program import Program, make_program
+from MaxText.planning.step_time import StepTime, step_time
+
+# Of the memory of a device, what a plan may fill: its own error, and what the runtime keeps.
+FULL = 0.92
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run of a configuration needs.
+
+    Attributes:
+      program: what is compiled.
+      hardware: where it runs.
+      memory, exchanged, time: of an update.
+    """
+
+    program: Program
+    hardware: Hardware
+    memory: Memory
+    exchanged: tuple[Exchange, ...]
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a device is enough, with a margin."""
+        return self.memory.total <= FULL * self.hardware.memory
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens that a device sees in an update."""
+        return self.program.tokens_per_update / self.program.num_devices
+
+
+def make_plan(
+    config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
+) -> Plan:
+    """The plan of a configuration.
+
+    Args:
+      peak: of a device (peak_of).
+      fused_attention: time it as if scores of attention were never written to memory, as programs
+        with a kernel for attention do.
+
+    Raises:
+      UserError: mesh, batch or sharding do not fit the devices.
+    """
+    try:
+        program = make_program(
+            config, hardware.num_devices, hardware.platform, hardware.device_kind
+        )
+        check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
+    except UserError as error:
+        raise UserError(f"on {hardware.describe()}: {error}") from error
+    memory = memory_of(program)
+    exchanged = exchanges(program, hardware)
+    time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)
+    return Plan(program, hardware, memory, tuple(exchanged), time)
+
+
+def peak_of(hardware: Hardware) -> PeakFlops:
+    """What a device can do: by the data sheet, or of this machine's CPU as measured."""
+    if hardware.chip is not None:
+        return hardware.chip.peak
+    import jax
+
+    return measured(jax.devices("cpu")[0])

@@ -1,0 +1,175 @@
+"""A plan in words."""
+
+import textwrap
+from collections.abc import Sequence
+
+from MaxText.monitoring.cost import MFU_RULE
+from MaxText.monitoring.report.wording import short_count
+from MaxText.monitoring.tables import WIDTH, ruled_table
+from MaxText.planning.fitting import words
+from MaxText.planning.planning import FULL, Plan
+
+_GB = 1e9
+MOST_PROPOSED = 8
+
+
+def describe(plan: Plan, tokens: float, price: float | None) -> str:
+    """Memory, communication, time and money of a run.
+
+    Args:
+      tokens: of the run.
+      price: of a chip or GPU for an hour; None leaves money out.
+    """
+    program = plan.program
+    mesh = ", ".join(f"{axis} {size}" for axis, size in program.layout.mesh.shape.items())
+    section = program.config.model
+    lines = [
+        f"hardware: {plan.hardware.describe()}, {plan.hardware.memory / _GB:.1f} GB per device, "
+        f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
+        f"model: {program.model.num_parameters:,} parameters; mesh: {mesh}; "
+        f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
+        f"update: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
+        f"= {program.tokens_per_update:,} tokens",
+        *program.choices,
+        "",
+        _memory(plan),
+        "",
+        *_communication(plan),
+        "",
+        *_time(plan, tokens, price),
+    ]
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    rows = [
+        ("parameters", memory.parameters, "exact"),
+        ("optimizer state", memory.optimizer, "exact"),
+        ("batch", memory.batch, "exact"),
+        ("gradients", memory.gradients, "exact; where activations peak they are not all there"),
+        ("layers' weights, converted", memory.converted, "for products"),
+        ("kept and worked on, outside of layers", memory.need.outside, _largest(memory.need.alive)),
+        ("of one layer's pass", memory.need.in_loops, _largest(memory.need.in_body)),
+    ]
+    if memory.update:
+        rows.append(("of the optimizer's update", memory.update, ""))
+    share = memory.total / plan.hardware.memory
+    verdict = "fits" if plan.fits else "DOES NOT FIT: see --fit"
+    table = ruled_table(
+        ["memory per device", "GB", "largest"],
+        [[name, f"{size / _GB:.3f}", note] for name, size, note in rows],
+        [
+            "needed at the peak",
+            f"{memory.total / _GB:.3f}",
+            f"{share:.0%} of the device: {verdict}",
+        ],
+        right=(1,),
+    )
+    return f"{table}\n(a plan fits up to {FULL:.0%}; docs/plan.md compares with the compiler)"
+
+
+def _largest(alive: Sequence) -> str:
+    """The largest arrays at a peak."""
+    return ", ".join(
+        f"{'x'.join(map(str, array.shape))} {array.size / _GB:.2f}"
+        for array in alive[:2]
+        if array.size >= 1e6
+    )
+
+
+def _communication(plan: Plan) -> list[str]:
+    if not plan.exchanged:
+        return ["communication: none, one device"]
+    return [
+        ruled_table(
+            ["communication per update", "devices", "GB received", "GB/s", "seconds"],
+            [
+                [
+                    one.axis,
+                    str(one.size),
+                    f"{one.num_bytes / _GB:.2f}",
+                    f"{one.bandwidth / _GB:.0f}",
+                    f"{one.seconds:.3f}",
+                ]
+                for one in plan.exchanged
+            ],
+            [
+                "all, one after the other", "",
+                f"{sum(one.num_bytes for one in plan.exchanged) / _GB:.2f}", "",
+                f"{plan.time.communicating:.3f}",
+            ],
+            right=(1, 2, 3, 4),
+        )
+    ]  # fmt: skip
+
+
+def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
+    time, per_device = plan.time, plan.tokens_per_device
+    updates = tokens / plan.program.tokens_per_update
+
+    def row(name: str, seconds: float) -> list[str]:
+        days = updates * seconds / 86400
+        cells = [
+            name,
+            f"{seconds:.4g}",
+            f"{time.mfu(seconds, per_device):.1%}",
+            f"{per_device / seconds:,.0f}",
+            f"{days:.3g}",
+        ]
+        if price is not None:
+            cells.append(f"{price * plan.hardware.num_chips * days * 24:,.0f}")
+        return cells
+
+    header = ["time", "s per update", "MFU", "tokens/s/device", "days"]
+    if price is not None:
+        header.append("cost")
+    table = ruled_table(
+        header,
+        [row("at best", time.fast), row("at worst", time.slow)],
+        row("in the middle", time.middle),
+        right=range(1, 6),
+    )
+    low, high = time.computing
+    source = plan.hardware.chip.efficiency_source if plan.hardware.chip else "docs/plan.md"
+    money = [] if price is None else [f"cost: {price:g} per chip and hour, in its currency."]
+    notes = [
+        f"run: {short_count(tokens)} tokens, {updates:,.0f} updates. Computing takes {low:.4g} to "
+        f"{high:.4g} s; shares of the peak that products reach: {source}. At best communication "
+        "costs nothing as long as it is shorter, at worst all of it. No evaluation, checkpoints or "
+        "failures.",
+        *money,
+        MFU_RULE,
+    ]
+    return [table, *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)]
+
+
+def proposals(plans: Sequence[Plan], tokens: float, price: float | None) -> str:
+    """Plans that fit, the fastest first.
+
+    Args:
+      tokens, price: as of describe.
+    """
+    header = ["mesh d x f x e x t", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
+    if price is not None:
+        header.append("cost")
+    rows = []
+    for plan in plans[:MOST_PROPOSED]:
+        config, seconds = plan.program.config, plan.time.middle
+        days = tokens / plan.program.tokens_per_update * seconds / 86400
+        rows.append(
+            [
+                " x ".join(map(str, plan.program.layout.mesh.shape.values())),
+                f"{plan.program.num_microbatches} x {config.batch.per_device_batch_size:g}",
+                config.model.memory.remat_policy,
+                f"{plan.memory.total / _GB:.1f}",
+                f"{plan.time.fast:.3g} - {plan.time.slow:.3g}",
+                f"{plan.time.mfu(seconds, plan.tokens_per_device):.1%}",
+                f"{days:.3g}",
+            ]
+        )
+        if price is not None:
+            rows[-1].append(f"{price * plan.hardware.num_chips * days * 24:,.0f}")
+    first, *others = rows
+    table = ruled_table(header, [first, *others], [f"{len(plans)} fit"], right=range(3, 8))
+    return f"what fits, fastest first:\n{table}\nthe first: {words(plans[0])}"

@@ -1,0 +1,156 @@
+"""Seconds of an update, as an interval, from the traced program and the hardware.
+
+Every product, reduction and copy of the traced program takes the longer of two times: its
+operations over what the device reaches of its peak, and the bytes it reads and writes over the
+memory's bandwidth. Which share of the peak products reach differs between programs: the interval
+spans what published runs reached on the chip. At best all communication happens beside the
+computation, at worst none.
+"""
+
+import dataclasses
+import math
+
+from MaxText.monitoring.flops import FlopCount, count_flops
+from MaxText.monitoring.peak_flops import PeakFlops
+from MaxText.planning.communication import Exchange
+from MaxText.planning.hardware import Hardware
+from MaxText.planning.memory import Memory, trace
+from MaxText.planning.program import Program
+from MaxText.planning.traced import PRODUCTS, Node, Traced
+
+# Share of the memory's bandwidth that a loop over an array reaches.
+BANDWIDTH_SHARE = 0.8
+# No data sheet: a server's memory, and the shares of its measured peak that steps of small models
+# reached on two cores (docs/plan.md).
+CPU_BANDWIDTH = 30e9
+CPU_EFFICIENCY = (0.3, 0.8)
+# Reductions run in the same sweep as what makes the array or reads it next.
+_ALONG = ("reduce_", "argmax", "argmin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What runs at once: a product, a reduction, a copy.
+
+    Attributes:
+      operations: 2 for every multiply-add of products, nothing else counted.
+      num_bytes: read from memory and written.
+      times: how often.
+    """
+
+    operations: float
+    num_bytes: float
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The time of an update.
+
+    Attributes:
+      fast, slow: seconds, the interval.
+      computing: seconds of computation at best and at worst.
+      communicating: seconds of communication, if nothing else goes on.
+      operations: that a device executes, products only.
+      count: operations on a token by the rule of MFU.
+      peak: of a device.
+    """
+
+    fast: float
+    slow: float
+    computing: tuple[float, float]
+    communicating: float
+    operations: float
+    count: FlopCount
+    peak: PeakFlops
+
+    @property
+    def middle(self) -> float:
+        """Seconds: the geometric mean of the interval."""
+        return math.sqrt(self.fast * self.slow)
+
+    def mfu(self, seconds: float, tokens_per_device: float) -> float:
+        """The model's own operations over what the device could do in `seconds`."""
+        return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
+
+
+def work_of(program: Traced, *, fused_attention: bool = False) -> list[Work]:
+    """Everything that a program runs, bodies of loops as often as they run.
+
+    Args:
+      fused_attention: scores of attention are never written, as in a kernel for all of it.
+    """
+    found = []
+    for node in program.nodes:
+        for body in node.bodies:
+            found += [
+                dataclasses.replace(work, times=work.times * node.times)
+                for work in work_of(body, fused_attention=fused_attention)
+            ]
+        if node.is_written and not node.bodies and not node.name.startswith(_ALONG):
+            roots = {root for value in node.reads for root in value.roots}
+            arrays = [*roots, *(value for value in node.makes if value.is_written)]
+            num_bytes = sum(
+                array.size for array in arrays if not (fused_attention and array.is_square)
+            )
+            found.append(Work(operations(node), num_bytes, 1))
+    return found
+
+
+def operations(node: Node) -> float:
+    """Operations of a product; 0 of other nodes."""
+    if node.name not in PRODUCTS:
+        return 0.0
+    if node.name == "dot_general":
+        (contracted, _), _ = node.params["dimension_numbers"]
+        inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
+        return 2.0 * inner * math.prod(node.makes[0].shape)
+    if node.name == "pallas_call":
+        estimate = node.params.get("cost_estimate")
+        return float(estimate.flops) if estimate is not None else 0.0
+    # Rows of a ragged product meet one matrix each, whichever side is ragged.
+    rows, width = node.reads[0].shape[-2:]
+    return 2.0 * rows * width * node.reads[1].shape[-1]
+
+
+def step_time(
+    program: Program,
+    hardware: Hardware,
+    memory: Memory,
+    exchanged: list[Exchange],
+    peak: PeakFlops,
+    *,
+    fused_attention: bool = False,
+) -> StepTime:
+    """The time of an update.
+
+    Args:
+      peak: of a device; of a CPU, measured.
+      fused_attention: as in work_of.
+    """
+    chip = hardware.chip
+    work = work_of(trace(program), fused_attention=fused_attention)
+    bandwidth = CPU_BANDWIDTH if chip is None else chip.bandwidth / chip.devices
+    efficiency = CPU_EFFICIENCY if chip is None else chip.efficiency
+    bandwidth *= BANDWIDTH_SHARE
+    # Parameters and moments are read and written, gradients read.
+    update = (2 * (memory.parameters + memory.optimizer) + memory.parameters) / bandwidth
+
+    def seconds(share: float) -> float:
+        speed = share * peak.tflops * 1e12
+        once = sum(
+            one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work
+        )
+        return once * program.num_microbatches + update
+
+    computing = seconds(efficiency[1]), seconds(efficiency[0])
+    communicating = sum(exchange.seconds for exchange in exchanged)
+    return StepTime(
+        fast=max(computing[0], communicating),
+        slow=computing[1] + communicating,
+        computing=computing,
+        communicating=communicating,
+        operations=program.num_microbatches * sum(one.times * one.operations for one in work),
+        count=count_flops(program.model, program.length),
+        peak=peak,
+    )

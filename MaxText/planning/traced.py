@@ -1,0 +1,331 @@
+"""A traced program as a compiler will run it: which arrays it writes, and what they are made of.
+
+What a compiler fuses takes no memory of its own: elementwise work, changes of format and views are
+read through to the arrays that they are made of. The exceptions, each seen in what XLA's TPU
+compiler does with train steps:
+
+- a fused value that several products read is written once;
+- a product of which only another format is read is written in that format;
+- slices of stacked weights that a product reads are gathered in the format of the product;
+- slices of other stacks are cut out before a loop's body reads them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+# Computed where it is read, without work.
+_VIEWS = frozenset({
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "mesh_cast", "name",
+    "optimization_barrier", "pvary", "reduce_precision", "reshape", "rev",
+    "sharding_constraint", "slice", "squeeze", "transpose",
+})  # fmt: skip
+# What has a result in memory of its own; all else is fused.
+_WRITTEN = frozenset({
+    "approx_top_k", "argmax", "argmin", "cholesky", "concatenate", "cond",
+    "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
+    "dot_general", "dynamic_update_slice", "eigh", "fft", "gather", "pallas_call", "qr",
+    "ragged_dot", "ragged_dot_general", "random_bits", "reduce_and", "reduce_max",
+    "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "scan", "scatter",
+    "scatter-add", "scatter-update", "scatter_add", "scatter_max", "scatter_min",
+    "scatter_mul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve", "while",
+})  # fmt: skip
+PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "pallas_call"])
+# Calls whose body stands where the call does, and the parameters that hold it.
+_CALLS = frozenset({
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_lin",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2",
+    "shard_map",
+})  # fmt: skip
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+SLICE = "slice of a stack"
+_KEY_BYTES = 8  # of a key of random numbers
+
+SizeOf = Callable[[Sequence[int], int], float]  # (shape, bytes of an element) -> bytes
+
+
+def plain_size(shape: Sequence[int], width: int) -> float:
+    """Bytes of an array whose elements lie side by side."""
+    return float(math.prod(shape) * width)
+
+
+def tiled_size(shape: Sequence[int], width: int) -> float:
+    """Bytes of an array on a TPU, where two dimensions are laid out in tiles of 8 x 128 words.
+
+    The compiler chooses which two; the least that any choice takes.
+    """
+    plain = plain_size(shape, width)
+    if len(shape) < 2 or not plain:
+        return plain
+
+    def padded(size: int, tile: int) -> float:
+        return -(-size // tile) * tile / size
+
+    sublanes = 32 // width if width <= 4 else 8
+    return plain * min(
+        padded(rows, sublanes) * padded(columns, 128)
+        for i, rows in enumerate(shape)
+        for j, columns in enumerate(shape)
+        if i != j
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of the program.
+
+    Attributes:
+      shape: of one device.
+      size: bytes.
+      weight: of a parameter, or a view of parameters alone, the share of it that a device gathers
+        to compute with; 0 for other arrays.
+      is_square: scores of attention, or made of them at their size.
+      roots: arrays in memory that it is read from; itself where it is written.
+      readers: numbers of the nodes that read it.
+    """
+
+    shape: tuple[int, ...] = ()
+    size: float = 0.0
+    weight: float = 0.0
+    is_square: bool = False
+    roots: frozenset["Value"] = frozenset()
+    readers: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it has memory of its own."""
+        return self in self.roots
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An equation that is no call.
+
+    Attributes:
+      name: of its primitive.
+      reads, makes: its operands and results.
+      params: of its primitive.
+      bodies: for a loop or branches, their programs.
+      times: how often a body runs.
+    """
+
+    name: str
+    reads: list[Value]
+    makes: list[Value]
+    params: dict[str, Any]
+    bodies: tuple["Traced", ...] = ()
+    times: int = 1
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a compiler runs it by itself."""
+        return any(value.is_written for value in self.makes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A program, or the body of a loop.
+
+    Attributes:
+      nodes: what results depend on, in its order.
+      results: what it hands out.
+    """
+
+    nodes: tuple[Node, ...]
+    results: tuple[Value, ...]
+
+
+def traced(
+    jaxpr: core.Jaxpr,
+    *,
+    weights: Sequence[float],
+    size_of: SizeOf = plain_size,
+    is_square: Sequence[bool] | None = None,
+    first_slice: int | None = None,
+) -> Traced:
+    """Reads a program.
+
+    Args:
+      weights: of each argument, the share of a parameter that a device gathers to compute with;
+        0 for what is no parameter.
+      size_of: how many bytes an array takes.
+      is_square: of each argument; None for none.
+      first_slice: for the body of a loop, the first argument that is a slice of a stack.
+    """
+    given = [_value(variable.aval, size_of) for variable in jaxpr.invars]
+    squares = is_square or [False] * len(given)
+    for value, weight, square in zip(given, weights, squares, strict=True):
+        value.weight, value.is_square = weight, square
+    nodes: list[Node] = []
+    results = _written_out(jaxpr, given, nodes, size_of)
+    nodes = _needed(nodes, results)
+    if first_slice is not None:
+        nodes = _with_slices(nodes, [value for value in given[first_slice:] if not value.weight])
+    for number, node in enumerate(nodes):
+        for value in node.reads:
+            value.readers.append(number)
+    for node in nodes:
+        _find_roots(node, nodes)
+        if node.name in ("scan", "while", "cond"):
+            node.bodies, node.times = _bodies(node, size_of)
+    return Traced(tuple(nodes), tuple(results))
+
+
+def _value(aval: Any, size_of: SizeOf) -> Value:
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return Value()
+    width = np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else _KEY_BYTES
+    return Value(tuple(shape), size_of(shape, width))
+
+
+def _written_out(
+    jaxpr: core.Jaxpr, given: Sequence[Value], nodes: list[Node], size_of: SizeOf
+) -> list[Value]:
+    """Appends equations to `nodes`, calls written out; returns the results."""
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+    values |= {variable: _value(variable.aval, size_of) for variable in jaxpr.constvars}
+
+    def read(atom: Any) -> Value:
+        return Value() if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        reads = [read(atom) for atom in equation.invars]
+        name, params = equation.primitive.name, equation.params
+        body = next((params[key] for key in _BODIES if key in params), None)
+        if name in _CALLS and body is not None:
+            inner = getattr(body, "jaxpr", body)
+            made = _written_out(inner, reads, nodes, size_of)
+        else:
+            made = [_value(variable.aval, size_of) for variable in equation.outvars]
+            nodes.append(Node(name, reads, made, params))
+        values |= dict(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
+    """Nodes that results depend on; a compiler drops the others."""
+    needed, kept = set(results), []
+    for node in reversed(nodes):
+        if any(value in needed for value in node.makes):
+            needed.update(node.reads)
+            kept.append(node)
+    return kept[::-1]
+
+
+def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
+    """Each slice of a stack cut out right before what reads it first."""
+    uncut, complete = set(slices), []
+    for node in nodes:
+        for value in node.reads:
+            if value in uncut:
+                uncut.remove(value)
+                complete.append(Node(SLICE, [], [value], {}))
+        complete.append(node)
+    return complete
+
+
+def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
+    """Says of what a node makes where it is read from."""
+    handed_on = _handed_on(node)
+    for place, value in enumerate(node.makes):
+        if place in handed_on:
+            same = node.reads[handed_on[place]]
+            value.roots, value.weight = same.roots, same.weight
+        elif node.name == SLICE:
+            value.roots = frozenset([value])
+        elif node.name in _WRITTEN:
+            value.roots = frozenset([value])
+            value.is_square = _makes_squares(node)
+            readers = list(_behind_views(value, nodes))
+            if node.name in PRODUCTS and len(readers) == 1:
+                reader = nodes[readers[0]]
+                if reader.name == "convert_element_type":
+                    value.size = reader.makes[0].size
+        else:
+            _fuse(node, value, nodes)
+
+
+def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
+    arrays = [read for read in node.reads if read.size]
+    value.is_square = any(read.is_square and read.size >= value.size / 2 for read in arrays)
+    read_by = sum(nodes[reader].name in PRODUCTS for reader in _behind_views(value, nodes))
+    if arrays and all(read.weight for read in arrays):
+        value.weight = min(read.weight for read in arrays)
+        if read_by:
+            value.size *= value.weight
+            value.roots, value.weight = frozenset([value]), 0.0
+        return
+    is_view = node.name in _VIEWS and all(read.is_written or not read.roots for read in arrays)
+    if read_by > 1 and not is_view:
+        value.roots = frozenset([value])
+    else:
+        value.roots = frozenset().union(*(read.roots for read in arrays))
+
+
+def _makes_squares(node: Node) -> bool:
+    """Whether its result is of queries times keys: a product of each sequence and head, whose
+    inner dimension is not longer than rows and columns.
+    """
+    if node.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = node.params["dimension_numbers"]
+    inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
+    return len(batch) > 1 and inner <= min(node.makes[0].shape[len(batch) :])
+
+
+def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
+    """Nodes that read a value, views of it in the same format read through."""
+    for reader in value.readers:
+        node = nodes[reader]
+        if node.name in _VIEWS and node.name != "convert_element_type":
+            for made in node.makes:
+                yield from _behind_views(made, nodes)
+        else:
+            yield reader
+
+
+def _handed_on(node: Node) -> dict[int, int]:
+    """Results of a loop that are stacked again of what it was given, slice by slice: where they
+    stand, and where the same array stands among what it reads. A compiler copies nothing.
+    """
+    if node.name != "scan":
+        return {}
+    body, num_carry = node.params["jaxpr"].jaxpr, node.params["num_carry"]
+    first = node.params["num_consts"] + num_carry
+    sliced = {variable: first + i for i, variable in enumerate(body.invars[first:])}
+    viewed = {
+        equation.outvars[0]: equation.invars[0]
+        for equation in body.eqns
+        if equation.primitive.name in _VIEWS
+        and math.prod(equation.outvars[0].aval.shape) == math.prod(equation.invars[0].aval.shape)
+    }
+    found = {}
+    for place, variable in enumerate(body.outvars[num_carry:], num_carry):
+        while not isinstance(variable, core.Literal) and variable in viewed:
+            variable = viewed[variable]
+        if not isinstance(variable, core.Literal) and variable in sliced:
+            found[place] = sliced[variable]
+    return found
+
+
+def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
+    """The programs inside a node, and how often they run."""
+    if node.name == "scan":
+        body = traced(
+            node.params["jaxpr"].jaxpr,
+            weights=[read.weight for read in node.reads],
+            is_square=[read.is_square for read in node.reads],
+            size_of=size_of,
+            first_slice=node.params["num_consts"] + node.params["num_carry"],
+        )
+        return (body,), node.params["length"]
+    programs = node.params["branches"] if node.name == "cond" else [node.params["body_jaxpr"]]
+    return tuple(
+        traced(body.jaxpr, weights=[0.0] * len(body.jaxpr.invars), size_of=size_of)
+        for body in programs
+    ), 1

@@ -1,0 +1,43 @@
+"""Compiles a train step for devices that need not be there: python MaxText/train_compile.py ..."""
+
+import sys
+from pathlib import Path
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText import exit_codes
+from MaxText.compilation import targets
+from MaxText.configuration import command_line
+from MaxText.errors import UserError
+
+USAGE = """Compiles the train step of a configuration for a named machine, without that machine.
+
+  python MaxText/train_compile.py configs/gpt2.yml compile_topology=v5p-8
+  python MaxText/train_compile.py configs/gpt2.yml compile_topology=v5e-256 \\
+      compile_topology_num_slices=2 compiled_trainstep_file=step.bin
+  python MaxText/train_compile.py configs/gpt2.yml compile_topology=h100-8
+
+Prints memory by cause, operations, bytes, what devices send each other, and the compiler's time
+estimate. docs/train_compile.md has the machines and the rules."""
+
+
+def main() -> int:
+    """Exit codes: 0 done, 2 a mistake of the user or too little memory, 130 Ctrl-C."""
+    config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
+    try:
+        target = targets.find(config.run.compile_topology)
+        targets.prepare_environment(target)
+        from MaxText.compilation.program import compile_ahead
+
+        compile_ahead(config, target, lambda line: print(line, flush=True))
+    except UserError as error:
+        command_line.fail(error)
+    except KeyboardInterrupt:
+        print("stopped: nothing was written", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Going back: what a run does when too many updates are left out, or when its loss rises for long.
+
+The state returns to the last good one, the data since the first suspicious update are left out, and
+training goes on. From there on the run is, bit for bit, one whose data never had that span.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from MaxText.checkpointing.description import Unreadable
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.rewinds import Rewind
+from MaxText.checkpointing.starting_data import standing_rewinds
+from MaxText.checkpointing.starting_point import Start, on_all_processes
+from MaxText.configuration.training_sections import Guard
+from MaxText.errors import Diverged
+from MaxText.input_pipeline.loader import BatchIterator
+from MaxText.monitoring.event_stream import EventStream
+
+# What is compared to say what rose before an update went wrong: medians over so many updates right
+# before it, and over those before them. Gao et al. and others saw such signs before spikes; that
+# they are there does not mean that they were the cause.
+_SHORTLY_BEFORE, _BEFORE_THAT = 16, 64
+_WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
+_ROSE = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """Why a run should go back.
+
+    Attributes:
+      noticed: the update at which that became clear.
+      began: the first suspicious one.
+      reason: a sentence.
+    """
+
+    noticed: int
+    began: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """A state in the memory of the host: of each leaf what lies on this process's devices."""
+
+    step: int
+    shards: Any
+    position: Mapping[str, Any]
+
+
+class Recovery:
+    """Sees the numbers of every reported update, in order, and knows the way back.
+
+    Attributes:
+      trouble: set when the run should go back; `go_back` clears it.
+      rewinds: times that the run, over all its starts, went back.
+    """
+
+    def __init__(
+        self,
+        section: Guard,
+        checkpoints: Checkpoints,
+        events: EventStream,
+        batches: BatchIterator,
+        abstract_state: Any,
+        start: Start,
+    ):
+        """
+        Args:
+          section: when to go back.
+          checkpoints: told of every update, which makes them good, and the place to go back to.
+          events: told of updates left out and of going back.
+          batches: of the training; `go_back` moves them.
+          abstract_state: a train state of jax.ShapeDtypeStruct with shardings.
+          start: where the run begins.
+        """
+        self.trouble: Trouble | None = None
+        recorded = standing_rewinds(start, batches)
+        known = [int(start.metadata.get("rewinds", 0)), *(rewind.number for rewind in recorded)]
+        self.rewinds = max(known)
+        self._batches = batches
+        self._abstract_state = abstract_state
+        self._section = section
+        self._checkpoints = checkpoints
+        self._events = events
+        self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
+        self._history: collections.deque[dict[str, float]] = collections.deque(
+            maxlen=_SHORTLY_BEFORE + _BEFORE_THAT + 2 * section.skip_step_interval
+        )
+        self._begin(start.state)
+        for rewind in recorded:
+            # Its row went with those of the steps that are done again.
+            if rewind.to >= start.first_step:
+                events.emit("rewind", step=rewind.to, again=True, **rewind.facts())
+
+    def _begin(self, state: Any) -> None:
+        self._seen = int(state.step) - 1
+        self._num_skipped = 0 if state.guard is None else int(state.guard.num_skipped)
+        self._last_skipped = -1
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the updates seen last, `guard_healthy_steps` of them, were all applied."""
+        if self.trouble is not None:
+            return False
+        since = self._seen - self._last_skipped
+        return self._last_skipped < 0 or since >= self._section.guard_healthy_steps
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of an update; those between it and the one before are known by them.
+
+        Args:
+          step: the update, from 0.
+          metrics: of the compiled step.
+
+        Raises:
+          Diverged: nothing can be trained any more, and going back is switched off.
+        """
+        skipped = int(metrics.get("num_skipped", 0)) - self._num_skipped
+        if skipped:
+            self._num_skipped += skipped
+            self._last_skipped = int(metrics["last_skipped"])
+            numbers = ", ".join(
+                f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "update_norm")
+            )
+            self._events.emit(
+                "skip",
+                step=self._last_skipped,
+                what="update",
+                count=skipped,
+                reason=numbers if self._last_skipped == step else "an outlier, or not finite",
+            )
+        for each in range(self._seen + 1, step + 1):
+            self._checkpoints.observe(each, each != self._last_skipped)
+        self._seen = step
+        self._history.append({"step": step, **metrics})
+        self.trouble = self._trouble(step, metrics)
+
+    def _trouble(self, step: int, metrics: Mapping[str, float]) -> Trouble | None:
+        section = self._section
+        if "recent_skips" not in metrics:
+            return None
+        recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
+        window = section.skip_step_interval
+        if section.rewind_after_skips and recent >= section.rewind_after_skips:
+            reason = f"{recent} of the last {window} updates were left out"
+            return Trouble(step, int(metrics["first_recent_skip"]), reason)
+        if section.rewind_on_rise and rise > section.rewind_on_rise:
+            reason = f"the loss rose to {rise:.0%} above its lowest median"
+            return Trouble(step, int(metrics["rise_began"]), reason)
+        if recent == window:
+            raise Diverged(
+                f"each of the last {window} updates was left out, the newest is step {step}: "
+                "stopped. Lower the learning rate, or look at the data."
+            )
+        return None
+
+    def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+        """Keeps a copy of a healthy state in memory, when one is due.
+
+        Args:
+          step: the update just done, which the host has seen.
+          state: after it.
+          position: of the data, for the next update.
+        """
+        period = self._section.rewind_snapshot_period
+        if period and (step + 1) % period == 0 and self.is_healthy:
+            shards = jax.tree.map(
+                lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards],
+                state,
+            )
+            self._snapshots.append(_Snapshot(step, shards, position))
+
+    def go_back(self) -> Any:
+        """Returns to the last good state and leaves out the data of the trouble.
+
+        The batches are moved to the update after that state.
+
+        Returns:
+          The state to go on with; `state.step` is the update to do next.
+
+        Raises:
+          Diverged: there is no good state, or the run went back max_rewinds times already.
+        """
+        trouble, batches = self.trouble, self._batches
+        assert trouble is not None
+        signs = self._signs(trouble.began)
+        if self.rewinds >= self._section.max_rewinds:
+            raise Diverged(
+                f"step {trouble.noticed}: {trouble.reason}, and the run has gone back "
+                f"{self.rewinds} times (max_rewinds): stopped. {signs} Lower the learning rate, "
+                "look at the data, or begin again from an earlier checkpoint."
+            )
+        target, source, state, position = self._last_good(trouble, signs)
+        holes = batches.position.get("excluded", ())
+        began = max(target + 1, trouble.began - self._section.rewind_margin)
+        first, end = batches.sample_range(began)[0], batches.sample_range(trouble.noticed)[1]
+        rewind = Rewind(
+            number=self.rewinds + 1,
+            to=target + 1,
+            noticed=trouble.noticed,
+            began=trouble.began,
+            samples=(first, end),
+            source=source,
+            reason=f"{trouble.reason}. {signs}".strip(),
+            data=batches.identity,
+        )
+        self._checkpoints.go_back_to(target)
+        self._checkpoints.record_rewind(rewind)
+        if position is None:
+            batches.seek(target + 1)
+        else:
+            batches.resume(position)
+        for hole in (*holes, (first, end)):
+            batches.exclude(*hole)
+        while self._snapshots and self._snapshots[-1].step > target:
+            self._snapshots.pop()
+        while self._history and self._history[-1]["step"] > target:
+            self._history.pop()
+        self.rewinds = rewind.number
+        self.trouble = None
+        self._begin(state)
+        self._events.emit("rewind", step=rewind.to, **rewind.facts())
+        return state
+
+    def _last_good(self, trouble: Trouble, signs: str) -> tuple[int, str, Any, Any]:
+        """Step, source, state and position of data of the newest good state before the trouble."""
+        snapshot = next((s for s in reversed(self._snapshots) if s.step < trouble.began), None)
+        while True:
+            good = self._checkpoints.latest_good(before=trouble.began)
+            if snapshot is not None and (good is None or snapshot.step >= good):
+                state = _placed(snapshot.shards, self._abstract_state)
+                source = f"copy of step {snapshot.step} in memory"
+                return snapshot.step, source, state, snapshot.position
+            if good is None:
+                raise Diverged(
+                    f"step {trouble.noticed}: {trouble.reason}, and there is no good state before "
+                    f"step {trouble.began} to go back to: stopped. {signs} Lower the learning "
+                    "rate, look at the data, or save more often (checkpoint_period, "
+                    "rewind_snapshot_period)."
+                )
+            restored, reason = None, "another process could not read it"
+            try:
+                restored = self._checkpoints.restore(good, self._abstract_state)
+            except Unreadable as error:
+                reason = str(error)
+            if on_all_processes(restored is not None):
+                assert restored is not None
+                return good, f"checkpoint of step {good}", restored[0], restored[1]
+            self._checkpoints.mark_unreadable(good)
+            self._checkpoints.show(f"!!! WARNING: THE CHECKPOINT OF STEP {good} IS BAD: {reason}")
+
+    def _signs(self, began: int) -> str:
+        """What rose shortly before an update, as far as this process has seen it."""
+        rows = [row for row in self._history if row["step"] < began]
+        late = rows[-_SHORTLY_BEFORE:]
+        early = rows[-_SHORTLY_BEFORE - _BEFORE_THAT : -_SHORTLY_BEFORE]
+        if len(early) < _SHORTLY_BEFORE // 2:
+            return ""
+        risen = []
+        for name in _WATCHED:
+            values = [[row.get(name, math.nan) for row in part] for part in (early, late)]
+            before, after = (statistics.median(part) for part in values)
+            if before > 0 and after > _ROSE * before:
+                risen.append(f"{name} by {after / before - 1:.0%}")
+        if not risen:
+            return f"Nothing that is watched had risen in the {len(late)} updates before."
+        return f"In the {len(late)} updates before, these had risen: {', '.join(risen)}."
+
+
+def _placed(shards: Any, abstract_state: Any) -> Any:
+    """A snapshot as arrays on devices."""
+
+    def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
+        # Copies, as a device that is the host may take the memory itself, and then donate it.
+        arrays = [jax.device_put(part.copy(), device) for device, part in parts]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+    return jax.tree.map(place, abstract_state, shards)

@@ -1,0 +1,456 @@
+"""Kills training again and again, and compares what it ends with to a run that nobody disturbed.
+
+    python benchmarks/kills.py --kills 200
+    python benchmarks/kills.py --kills 20 --processes 2
+
+A small run on text of its own is killed with SIGKILL at random moments: in the first second, while
+it starts, in a step, in an evaluation, while a checkpoint is being written. The same command starts
+it again. When it is done its last checkpoint (parameters, optimizer state, position in the data),
+its metrics and its evaluations must be those of the undisturbed run, bit for bit, and each step
+must have one row. Then the next run begins, until there were as many kills as asked for.
+
+With several processes `launch.py local N --supervise` runs them, and one of them, at random, is
+ended by SIGKILL or frozen by SIGSTOP. Nobody but the supervision starts anything again.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+CONFIG = """
+base_config: quickstart.yml
+base_output_directory: {place}/out
+dataset_path: {place}/data
+prepare_source: {place}/text
+jax_cache_dir: {place}/cache
+validation_fraction: 0.1
+tokenizer_vocab_size: 300
+vocab_size: 300
+base_emb_dim: 32
+base_num_query_heads: 2
+base_num_kv_heads: 2
+head_dim: 16
+base_mlp_dim: 64
+base_num_decoder_layers: 2
+max_target_length: 64
+per_device_batch_size: 4
+dropout_rate: 0.1
+steps: 60
+step_log_period: 1
+eval_interval: 8
+eval_steps: 4
+checkpoint_period: 5
+max_to_keep: 3
+guard_healthy_steps: 3
+sample_tokens: 0
+loss_curve: false
+enable_tensorboard: false
+log_config: false
+"""
+LAST_STEP = 59
+# A run that says nothing for so long is stuck, which is a failure of its own.
+_PATIENCE = 600.0
+# Of several processes: after so many seconds without progress they end, and are started again.
+_HEARTBEAT_TIMEOUT = 90
+_COMPLETED = re.compile(r"(?:\[\d+\] )?completed step: (\d+),")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """One of them.
+
+    Attributes:
+      moment: one of MOMENTS.
+      last_step: the last update that was reported since the last start; None for none.
+      how: "SIGKILL" or "SIGSTOP".
+    """
+
+    moment: str
+    last_step: int | None
+    how: str = "SIGKILL"
+
+
+class Run:
+    """One process of a run, or launch.py with several, whose output a thread reads.
+
+    Attributes:
+      lines: of output since the last start.
+      last_step: the last update among them; None for none.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]):
+        self._process = subprocess.Popen(
+            command,
+            env=environment | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._all_lines: list[str] = []
+        self.begin_again()
+        self._grown = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with self._grown:
+                    self._all_lines.append(line)
+                    self.lines.append(line)
+                    if found := _COMPLETED.match(line):
+                        self.last_step = int(found[1])
+                    self._grown.notify_all()
+
+    @property
+    def is_started_again(self) -> bool:
+        """Whether launch.py has said so."""
+        return any("; starting all " in line for line in [*self.lines])
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait_for(self, condition: Callable[[], bool], poll: float = 0.05) -> bool:
+        """Waits until `condition`, looking at each new line and every `poll` seconds.
+
+        Returns:
+          False if the process ended first.
+        """
+        until = time.monotonic() + _PATIENCE
+        while not condition():
+            if self.has_ended:
+                return False
+            if time.monotonic() > until:
+                self.kill()
+                raise AssertionError(f"stuck:\n{self.output}")
+            with self._grown:
+                self._grown.wait(poll)
+        return True
+
+    def begin_again(self) -> None:
+        """Forgets the output so far: the processes are started again."""
+        self.lines: list[str] = []
+        self.last_step: int | None = None
+
+    def send(self, number: int) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def strike(self, number: int, draw: random.Random) -> bool:
+        """Sends a signal to one of the processes that launch.py has started.
+
+        Returns:
+          False if there was none any more.
+        """
+        parent = self._process.pid
+        path = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
+        children: list[int] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(OSError):  # launch.py has ended
+                children[:] = map(int, path.read_text().split())
+            return bool(children)
+
+        if not self.wait_for(is_there):
+            return False
+        os.kill(draw.choice(children), number)
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+
+    def stop_all(self) -> None:
+        """Ends launch.py and what it has started; does nothing if they have ended."""
+        while not self.has_ended:
+            self.send(signal.SIGTERM)  # the second one is SIGKILL to them all
+            time.sleep(0.5)
+        self._reader.join()
+
+    def end(self) -> int:
+        """Waits for the end; the exit code."""
+        code = self._process.wait(_PATIENCE)
+        self._reader.join()
+        return code
+
+    @property
+    def output(self) -> str:
+        return "".join(self._all_lines)
+
+
+def _after_a_step(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+    steps = draw.randrange(1, 25)
+    first = run.wait_for(lambda: run.last_step is not None)
+    begun = run.last_step or 0
+    if not first or not run.wait_for(lambda: (run.last_step or 0) >= begun + steps):
+        return False
+    time.sleep(draw.uniform(0, 0.03))
+    return True
+
+
+def _in_an_evaluation(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+    def is_due() -> bool:
+        return run.last_step is not None and (run.last_step + 1) % 8 == 0
+
+    if not run.wait_for(is_due):
+        return False
+    time.sleep(draw.uniform(0, 0.02))
+    return True
+
+
+def _in_a_save(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+    def is_writing() -> bool:
+        checkpoints = folder / "checkpoints"
+        return checkpoints.is_dir() and any("tmp" in name for name in os.listdir(checkpoints))
+
+    saves = draw.randrange(1, 4)
+    for _ in range(saves):
+        if not run.wait_for(is_writing, poll=0.001):
+            return False
+        if not run.wait_for(lambda: not is_writing(), poll=0.001):
+            return False
+    if not run.wait_for(is_writing, poll=0.001):
+        return False
+    time.sleep(draw.uniform(0, 0.05))
+    return True
+
+
+def _in_the_first_second(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+    time.sleep(draw.uniform(0, 1))
+    return not run.has_ended
+
+
+def _while_starting(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+    # Lines are a clock that runs alike on every machine: about 60 of them before the first step.
+    lines = draw.randrange(1, 60)
+    return run.wait_for(lambda: len(run.lines) >= lines)
+
+
+# Moment -> waits for it; False if the run was over before.
+MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], bool]] = {
+    "in a step": _after_a_step,
+    "in a save": _in_a_save,
+    "in an evaluation": _in_an_evaluation,
+    "in the first second": _in_the_first_second,
+    "while starting": _while_starting,
+}
+
+
+class Attack:
+    """Runs that are killed, and the one that is not."""
+
+    def __init__(
+        self,
+        place: pathlib.Path,
+        environment: dict[str, str],
+        seed: int = 0,
+        processes: int = 1,
+    ):
+        """Writes text and configuration into `place`, a folder.
+
+        Args:
+          environment: of the processes.
+          seed: of the moments.
+          processes: of each run; above 1 launch.py starts and supervises them.
+        """
+        self._place = place
+        self._processes = processes
+        self.environment = environment
+        self._draw = random.Random(seed)
+        (place / "text").mkdir(parents=True)
+        for number in range(12):
+            words = " ".join(f"def f{i % 7}(x): return x + {i % 5}\n" for i in range(120 + number))
+            (place / "text" / f"{number}.txt").write_text(words)
+        (place / "kills.yml").write_text(CONFIG.format(place=place))
+
+    def command(self, run_name: str, *arguments: str) -> list[str]:
+        config = [str(self._place / "kills.yml"), f"run_name={run_name}", *arguments]
+        if self._processes == 1:
+            return [sys.executable, str(ROOT / "MaxText/train.py"), *config]
+        return [
+            sys.executable, str(ROOT / "MaxText/launch.py"), "local", str(self._processes),
+            "--devices=1", "--supervise", "--max-restarts=100", "--backoff=0.1", "--grace=3",
+            f"--logs={self._place}/logs/{run_name}", "--", *config,
+            f"heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
+        ]  # fmt: skip
+
+    def folder(self, run_name: str) -> pathlib.Path:
+        return self._place / "out" / run_name
+
+    def undisturbed(self) -> pathlib.Path:
+        """A run to its end; its folder."""
+        self.finish("undisturbed")
+        return self.folder("undisturbed")
+
+    def finish(self, run_name: str) -> None:
+        """Runs the command until it ends by itself.
+
+        Raises:
+          AssertionError: it did not end well.
+        """
+        run = Run(self.command(run_name), self.environment)
+        code = run.end()
+        assert code == 0, f"exit code {code}:\n{run.output}"
+
+    def killed(self, kills: int, moments: Sequence[str] = tuple(MOMENTS)) -> Iterator[Any]:
+        """Kills runs at moments taken in turn.
+
+        Yields:
+          A Kill after each kill, and the folder of each run that is done.
+        """
+        if self._processes > 1:
+            yield from self._struck(kills, moments)
+            return
+        done = number = 0
+        begun: str | None = None
+        while done < kills:
+            if begun is None:
+                begun, number = f"killed_{number}", number + 1
+            moment = moments[done % len(moments)]
+            folder = self.folder(begun)
+            run = Run(self.command(begun), self.environment)
+            if MOMENTS[moment](run, folder, self._draw) and not run.has_ended:
+                run.kill()
+                done += 1
+                yield Kill(moment, run.last_step)
+            else:
+                code = run.end()
+                assert code == 0, f"exit code {code}:\n{run.output}"
+                yield folder
+                begun = None
+        if begun is not None:
+            self.finish(begun)
+            yield self.folder(begun)
+
+    def _struck(self, kills: int, moments: Sequence[str]) -> Iterator[Any]:
+        """`killed` for several processes, one of which is ended or frozen."""
+        done = number = 0
+        while done < kills:
+            name, number = f"killed_{number}", number + 1
+            run = Run(self.command(name), self.environment)
+            try:
+                while done < kills:
+                    moment = moments[done % len(moments)]
+                    if not MOMENTS[moment](run, self.folder(name), self._draw):
+                        break
+                    # Freezing takes the time until the others have noticed it.
+                    how = self._draw.choice(("SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP"))
+                    last_step = run.last_step
+                    if not run.strike(getattr(signal, how), self._draw):
+                        break
+                    if not run.wait_for(lambda run=run: run.is_started_again):
+                        break  # it was done already
+                    run.begin_again()
+                    done += 1
+                    yield Kill(moment, last_step, how)
+                code = run.end()
+                assert code == 0, f"exit code {code}:\n{run.output}"
+            finally:
+                run.stop_all()
+            yield self.folder(name)
+
+
+def arrays_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
+    """Every array of a checkpoint, by name."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    items = epath.Path(folder) / "checkpoints" / str(step) / "items"
+    # Onto the host: the devices that wrote it may be those of several processes.
+    described = ocp.PyTreeCheckpointHandler().metadata(items).tree
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), described)
+    tree = ocp.PyTreeCheckpointer().restore(items, restore_args=arguments)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _rows(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
+    """What a run recorded, without times: metric rows and evaluations, as they stand there."""
+    metrics = [
+        {name: value for name, value in row.items() if name.split("/")[0] in ("step", "learning")}
+        for row in _rows(folder, "metrics.jsonl")
+    ]
+    evaluations = [
+        {"step": row["step"], "loss": row["eval/avg_loss"], "weights": row["eval/total_weights"]}
+        for row in _rows(folder, "events.jsonl")
+        if row["event"] == "evaluation"
+    ]
+    return {"metrics": metrics, "evaluations": evaluations}
+
+
+def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
+    """Where a run's end differs from that of another; none if it is the same bit for bit."""
+    found = []
+    here, there = arrays_of(folder, LAST_STEP), arrays_of(expected, LAST_STEP)
+    if here.keys() != there.keys():
+        found.append(f"arrays: {sorted(here.keys() ^ there.keys())}")
+    found += [
+        f"array {name}"
+        for name in here.keys() & there.keys()
+        if here[name].tobytes() != there[name].tobytes()
+    ]
+    position = f"checkpoints/{LAST_STEP}/iter/metadata"
+    if json.loads((folder / position).read_text()) != json.loads((expected / position).read_text()):
+        found.append("position in the data")
+    mine, other = numbers_of(folder), numbers_of(expected)
+    if [row["step"] for row in mine["metrics"]] != list(range(LAST_STEP + 1)):
+        found.append(f"steps of the metric rows: {[row['step'] for row in mine['metrics']]}")
+    found += [name for name in mine if mine[name] != other[name]]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="of each run")
+    options = parser.parse_args()
+    environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+    counts: collections.Counter[str] = collections.Counter()
+    runs, wrong = 0, 0
+    with tempfile.TemporaryDirectory() as place:
+        attack = Attack(pathlib.Path(place), environment, options.seed, options.processes)
+        expected = attack.undisturbed()
+        for event in attack.killed(options.kills):
+            if isinstance(event, Kill):
+                counts[f"{event.how} {event.moment}"] += 1
+                at = "before any step" if event.last_step is None else f"at step {event.last_step}"
+                print(f"{counts.total():4d} {event.how} {event.moment}, {at}", flush=True)
+                continue
+            runs += 1
+            found = differences(event, expected)
+            wrong += bool(found)
+            print(f"     {event.name}: {'; '.join(found) or 'the same bit for bit'}", flush=True)
+    print(f"{counts.total()} kills: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    print(f"{runs} runs ended, {wrong} of them differ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

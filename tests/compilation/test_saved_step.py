@@ -1,0 +1,176 @@
+"""A step compiled ahead of time: its memory, and the run that takes it from a file."""
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText.compilation import executables, memory, report, saved_step, targets
+from MaxText.compilation.compiling import compile_planned, plan_step
+from MaxText.compilation.hlo import Program
+from MaxText.configuration.catalogue import build, flat
+from MaxText.errors import UserError
+from MaxText.input_pipeline.batch import batch_shapes
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize
+from tests.small_models import random_batch, tiny_config
+
+ROWS = 2
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan_step(tiny_config(per_device_batch_size=ROWS), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def compiled(planned):
+    return compile_planned(planned)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(planned, compiled, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    path = str(folder / "step")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(executables.KEY_VARIABLE, str(folder / "key"))
+        saved_step.save(path, planned, compiled)
+        yield path
+
+
+def with_keys(config, **keys):
+    return build(flat(config) | keys)
+
+
+def open_with(planned, **keys):
+    config = with_keys(planned.config, **keys)
+    return saved_step.open_saved(config, planned.layout, planned.state)
+
+
+def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):
+    step_for = open_with(planned, compiled_trainstep_file=saved, run_name="another", steps=10)
+    loaded = step_for(planned.batch)
+    section = planned.config
+    optimizer = make_optimizer(
+        section.optimizer, learning_rate_schedule(section.schedule), planned.model.parameters
+    )
+    initialize = make_initialize(planned.model, optimizer, section.guard)
+    batch = planned.layout.place(jax.tree.map(np.asarray, random_batch(section, ROWS)), ROWS)
+    results = []
+    for step in (compiled, loaded):
+        state = planned.layout.draw_state(initialize, planned.state, 0)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        results.append((state.params, metrics))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert float(results[0][1]["loss"]) > 1
+
+
+def test_another_batch_is_left_to_the_compiler(planned, saved):
+    step_for = open_with(planned, compiled_trainstep_file=saved)
+    length = planned.length
+    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
+    assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS, length, True))) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"learning_rate": 0.5}, "configuration, learning_rate: 0.01 there, 0.5 here"),
+        ({"adam_b1": 0.8}, "adam_b1"),
+        ({"skip_step_scaling_factor": 3.0}, "skip_step_scaling_factor"),
+    ],
+)
+def test_the_step_of_another_configuration_is_refused(planned, saved, keys, words, monkeypatch):
+    monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", None)
+    with pytest.raises(UserError, match=f"(?s)another run.*{words}"):
+        open_with(planned, compiled_trainstep_file=saved, **keys)
+
+
+def test_the_step_of_another_program_is_refused(planned, saved, monkeypatch):
+    monkeypatch.setattr(saved_step.identity, "_SOURCES", ("layers",))
+    with pytest.raises(UserError, match="sources of the step"):
+        open_with(planned, compiled_trainstep_file=saved)
+    monkeypatch.undo()
+
+
+def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
+    step_for = open_with(planned, compiled_trainstep_file=saved)
+
+    def fail(*arguments, **keys):
+        raise RuntimeError("INVALID_ARGUMENT: other version\nmore")
+
+    monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", fail)
+    with pytest.raises(UserError, match="does not take it: INVALID_ARGUMENT: other version\n"):
+        step_for(planned.batch)
+
+
+def test_without_the_key_nothing_is_read(planned):
+    assert open_with(planned) is None
+
+
+def test_memory_adds_up(planned, compiled):
+    found = memory.memory_by_cause(planned, compiled)
+    assert found.parameters == 4 * planned.model.num_parameters == found.gradients
+    assert found.optimizer > 2 * found.parameters  # two moments, and counters
+    assert found.batch == 3 * 4 * ROWS * planned.length
+    assert found.temporaries > found.gradients
+    assert found.total == sum(size for _, size in found.rows())
+
+
+def test_what_is_divided_counts_by_its_part(planned):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    tree = {"x": jax.ShapeDtypeStruct((8, 3), np.float32, sharding=sharding)}
+    assert memory.bytes_on_device(tree) == 8 * 3 * 4
+
+
+def test_the_report_names_all_costs(planned, compiled):
+    program = Program(compiled.as_text())
+    target = targets.find("v5e-1")
+    found = memory.memory_by_cause(planned, compiled)
+    text = "\n".join(
+        report.memory_lines(target, found, program) + report.cost_lines(planned, compiled, program)
+    )
+    assert "optimizer state" in text
+    assert "16.0 GiB are left" in text
+    assert "by formula" in text
+    assert "counted once" in text  # layers are scanned
+    assert "gives no estimate" in text
+    assert "nothing" in text.partition("sent between devices")[2]
+
+
+def test_too_much_memory_is_a_message_with_remedies(planned, compiled):
+    program = Program(compiled.as_text())
+    found = memory.memory_by_cause(planned, compiled)
+    target = targets.find("v5e-1")._replace(memory=found.given + found.gradients + 4096)
+    with pytest.raises(UserError) as caught:
+        memory.check_fits(target, planned, found, program)
+    text = str(caught.value)
+    assert "v5e-1 has too little memory" in text
+    assert "remat_policy=full" in text
+    assert "per_device_batch_size=1 gradient_accumulation_steps=2" in text
+    assert "f32[" in text
+    target = target._replace(memory=found.given)
+    with pytest.raises(UserError, match="activations do not matter"):
+        memory.check_fits(target, planned, found, program)
+    memory.check_fits(targets.find("v5e-1"), planned, found, program)
+
+
+def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
+    error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (31.38G of 15.75G)")
+    assert memory.is_out_of_memory(error)
+    message = str(memory.out_of_memory(targets.find("v5e-1"), planned, error))
+    assert "too little memory: Ran out of memory on HBM (31.38G of 15.75G)\n" in message
+    # All layers' gradients of the wide feed-forward, by name of what made them.
+    assert "float32" not in message
+    assert "f32[3,32,64]" in message
+    assert "transpose(jvp())" in message
+
+
+def test_gpus_are_not_given_whole(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    target = targets.find("h100-8")
+    assert memory.usable(target) == int(0.75 * target.memory)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
+    assert memory.usable(target) == int(0.9 * target.memory)

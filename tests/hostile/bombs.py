@@ -1,0 +1,130 @@
+"""Reads files that stand for gigabytes in one process, and prints how much memory each took.
+
+    python -m tests.hostile.bombs FOLDER
+
+A process of its own, because the most memory that a process had is all that it can tell. Prints a
+JSON object: name -> [what came out, megabytes that the process grew by].
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import resource
+import struct
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import zstandard
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.formats import tfrecord
+from MaxText.input_pipeline.formats.decompressed import decompressed_copy
+from MaxText.input_pipeline.formats.tar_members import members
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.storage import open_file
+
+MEGABYTE = 1 << 20
+_BLOCK = bytes(MEGABYTE)
+# More than is ever read as a whole, and than the copy of a small file may take.
+SIZE = 320 * MEGABYTE
+
+
+def _packed(compressor, first: bytes = b"", megabytes: int = SIZE // MEGABYTE) -> bytes:
+    parts = [compressor.compress(first)]
+    parts += [compressor.compress(_BLOCK) for _ in range(megabytes)]
+    return b"".join([*parts, compressor.flush()])
+
+
+def _gz(first: bytes = b"") -> bytes:
+    stored = io.BytesIO()
+    with gzip.GzipFile(fileobj=stored, mode="wb", compresslevel=9) as file:
+        file.write(first)
+        for _ in range(SIZE // MEGABYTE):
+            file.write(_BLOCK)
+    return stored.getvalue()
+
+
+def _zip(name: str, kind: int) -> bytes:
+    stored = io.BytesIO()
+    with (
+        zipfile.ZipFile(stored, "w", kind) as archive,
+        archive.open(name, "w", force_zip64=True) as file,
+    ):
+        for _ in range(SIZE // MEGABYTE):
+            file.write(_BLOCK)
+    return stored.getvalue()
+
+
+def _long_record() -> bytes:
+    """The header of a record of 2^40 bytes, with the right checksum."""
+    length = struct.pack("<Q", 1 << 40)
+    return length + struct.pack("<I", tfrecord.masked_crc32c(length))
+
+
+def _long_name() -> bytes:
+    """A member of a tar archive that is the name of the next one, of 2^33 bytes."""
+    import tarfile
+
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 1 << 33
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def _zst(first: bytes = b"") -> bytes:
+    return _packed(zstandard.ZstdCompressor(level=1).compressobj(), first)
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "rows.jsonl.gz": _gz,
+    "rows.jsonl.zst": _zst,
+    "rows.jsonl.xz": lambda: _packed(lzma.LZMACompressor(preset=0)),
+    "rows.jsonl.bz2": lambda: bz2.compress(_BLOCK) * (SIZE // MEGABYTE),
+    "list.json.zst": lambda: _zst(b'["'),
+    "lines.gz.named/lines.gz": _gz,
+    "counted.dat.zst": lambda: _zst(b"9999999999999999"),
+    "records.tfrecord.zst": lambda: _zst(_long_record()),
+    "records.tfrecord.gz": lambda: _gz(_long_record()),
+    "rows.zip": lambda: _zip("rows.jsonl", zipfile.ZIP_DEFLATED),
+    "bzip2.zip": lambda: _zip("rows.jsonl", zipfile.ZIP_BZIP2),
+    "nested.zip": lambda: _zip("inner.zip", zipfile.ZIP_DEFLATED),
+    "long_name.tar.zst": lambda: _zst(_long_name()),
+    "copy/tokens.tfrecord.gz": _gz,
+    "webdataset/long_name.tar": lambda: _long_name() + bytes(4096),
+}
+
+
+def _read(path: Path, name: str) -> Iterable[object]:
+    if name.startswith("copy/"):
+        decompressed_copy(str(path), path.parent / "cache", lambda line: None)
+    elif name.startswith("webdataset/"):
+        members(open_file(str(path)))
+    else:
+        for unit in open_corpus(str(path), "text").units:
+            for _ in unit.documents(Counter()):
+                yield
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main(folder: Path) -> None:
+    found: dict[str, tuple[str, float]] = {}
+    for name in FILES:
+        path = folder / name
+        before = _peak()
+        try:
+            outcome = f"{sum(1 for _ in _read(path, name))} documents"
+        except UserError as error:
+            outcome = str(error)
+        found[name] = outcome, _peak() - before
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,230 @@
+"""Files that are programs where they are loaded carelessly: none of them is run."""
+
+import io
+import json
+import pickle
+import tarfile
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from MaxText.configuration.loading import configure, load
+from MaxText.configuration.problems import ConfigurationError
+from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.hugging_face_folder import TensorFiles
+from MaxText.errors import UserError
+from MaxText.input_pipeline.formats.tar_tensors import TarTensors
+from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from tests.hostile.files import Touches, tar_archive, torch_archive, torch_file
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """What a program in a file would make; it must not be there afterwards."""
+    path = tmp_path / "was_run"
+    yield path
+    assert not path.exists()
+
+
+def test_the_program_in_the_file_works(tmp_path):
+    pickle.loads(pickle.dumps(Touches(tmp_path / "was_run")))
+    assert (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
+    pickled = pickle.dumps(Touches(marker), protocol)
+    for content in (torch_archive(pickled), pickled):
+        (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.pth": content}))
+        found = TarTensors("").scan(str(tmp_path / "a.tar"))
+        ((_, reason),) = found.damaged
+        assert "mkdir, which no plain tensor" in reason or "no file of torch.save" in reason
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"cos\nsystem\n(S'exit 1'\ntR.",
+        b"(S'exit 1'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'exit 1'\no.",
+        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01a\x85R.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2.__globals__\n.",
+        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00a\x85R.",
+        b"\x80\x02\x82\x01.",
+    ],
+)
+def test_other_names_in_pickles(program):
+    with pytest.raises(TorchFileError):
+        read_tensor(torch_archive(program))
+
+
+def test_pickles_that_fill_the_memory():
+    """Ten bytes that ask for 64 GiB, and lists of lists whose text would be as long."""
+    deep = b"(lp0\n" + b"0" + b"".join(b"(g%d\ng%d\nlp%d\n0" % (i, i, i + 1) for i in range(60))
+    shape = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nLongStorage"
+        b"\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00g60\nK\x01\x85\x89NtR."
+    )
+    tracemalloc.start()
+    for pickled in (
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+        b"Np2147483647\n.",
+        b"\x80\x04\x8e\xff\xff\xff\xff\x0f\x00\x00\x00a.",
+        b"\x80\x04\x95\xff\xff\xff\xff\x0f\x00\x00\x00N.",
+        deep + shape,
+    ):
+        with pytest.raises(TorchFileError):
+            read_tensor(torch_archive(pickled))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_tensor_that_torch_wrote_is_read():
+    ids = np.arange(5)
+    np.testing.assert_array_equal(read_tensor(torch_file(ids)), ids)
+
+
+def test_arrays_of_objects(tmp_path, marker):
+    stored = io.BytesIO()
+    np.save(stored, np.array([Touches(marker)], object), allow_pickle=True)
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
+    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
+    assert "Object arrays cannot be loaded" in reason
+
+
+@pytest.mark.parametrize("name", ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin"])
+def test_pickles_named_as_text(tmp_path, marker, name):
+    (tmp_path / name).write_bytes(pickle.dumps(Touches(marker)))
+    with pytest.raises(UserError, match="files are not read"):
+        open_corpus(str(tmp_path / name), "text")
+
+
+def test_pickles_as_text(tmp_path, marker):
+    (tmp_path / "corpus.txt").write_bytes(pickle.dumps(Touches(marker)))
+    (unit,) = open_corpus(str(tmp_path / "corpus.txt"), "text").units
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        list(unit.documents(Counter()))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_pickles_as_weights(tmp_path, marker, name):
+    (tmp_path / name).write_bytes(torch_archive(pickle.dumps(Touches(marker), 2)))
+    with pytest.raises(UserError, match=r"needs torch|could run any program|no whole safetensors"):
+        TensorFiles(tmp_path)
+
+
+def test_pickles_as_flax_weights(tmp_path, marker):
+    (tmp_path / "params_1").write_bytes(pickle.dumps(Touches(marker)))
+    config = configure(model_name="fattorib-smol")
+    with pytest.raises(UserError, match="no msgpack file of Flax"):
+        FattoribWeights(str(tmp_path), config)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"])
+def test_pickles_as_tokenizers(tmp_path, marker, name):
+    (tmp_path / name).write_bytes(pickle.dumps(Touches(marker)))
+    with pytest.raises(UserError, match="Copy"):
+        load_tokenizer(tmp_path / name)
+
+
+def test_tokenizers_that_name_code(tmp_path, marker):
+    """transformers would import a class that the settings name, with trust_remote_code."""
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}})
+    )
+    (tmp_path / "code.py").write_text(f"import os; os.mkdir({str(marker)!r})")
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+_TAGGED = (
+    "!!python/object/apply:os.mkdir ['{marker}']",
+    "!!python/object/new:os.mkdir ['{marker}']",
+    "!!python/name:os.mkdir '{marker}'",
+    "!!python/module:os ''",
+    "!!python/object:os.x {{}}",
+    "[[!!python/object/apply:os.mkdir ['{marker}']]]",
+    "!!binary YQ==",
+    "!local x",
+)
+
+
+@pytest.mark.parametrize("tagged", _TAGGED)
+@pytest.mark.parametrize("key", ["steps", "prompt", "adamw_mask", "base_config", "sweep"])
+def test_tags_in_configurations(tmp_path, marker, key, tagged):
+    path = tmp_path / "config.yml"
+    path.write_text(f"{key}: {tagged.format(marker=marker)}\n")
+    with pytest.raises(ConfigurationError, match=f"{key}: has the tag !"):
+        load([str(path), "dataset_type=synthetic"], "train.py")
+
+
+@pytest.mark.parametrize("tagged", _TAGGED)
+def test_tags_on_the_command_line_are_text(marker, tagged):
+    text = tagged.format(marker=marker)
+    loaded = load([f"prompt={text}", "dataset_type=synthetic"], "train.py")
+    assert loaded.config.decoding.prompt == text
+    with pytest.raises(ConfigurationError):
+        load([f"steps={text}"])
+
+
+def test_aliases_that_multiply(tmp_path):
+    """Ten lines that stand for 10^9 values."""
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 1000)}]" for i in range(1, 4)]
+    (tmp_path / "config.yml").write_text("\n".join([*lines, "adamw_mask: *a3"]))
+    with pytest.raises(ConfigurationError, match="adamw_mask: has more than 100,000 items"):
+        load([str(tmp_path / "config.yml")])
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "a: " + "{a: " * 5000, "- " * 5000])
+def test_configurations_nested_without_end(tmp_path, text):
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"config\.yml"):
+        load([str(tmp_path / "config.yml")])
+
+
+def test_links_and_devices_in_archives_of_text(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
+            member = tarfile.TarInfo(f"{kind.decode()}.txt")
+            member.type, member.linkname = kind, "/etc/passwd"
+            archive.addfile(member)
+    skipped: Counter[str] = Counter()
+    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").units
+    assert not list(unit.documents(skipped))
+    assert skipped == {"links and devices in archives": 4}
+
+
+def _below(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", ["../../out.txt", "/tmp/out.txt", "a/../../out.txt", "C:\\a.txt"])
+def test_names_that_lead_out_of_an_archive(tmp_path, name):
+    folder = tmp_path / "here" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "a.tar").write_bytes(tar_archive({name: b"some text"}))
+    before = _below(tmp_path)
+    (unit,) = open_corpus(str(folder / "a.tar"), "text").units
+    assert [document.text for document in unit.documents(Counter())] == ["some text"]
+    stored = io.BytesIO()
+    np.save(stored, np.arange(3))
+    tensors = tar_archive({name.replace(".txt", ".npy"): stored.getvalue()})
+    (folder / "a.tar").write_bytes(tensors)
+    assert TarTensors("").scan(str(folder / "a.tar")).num_tokens.tolist() == [3]
+    # Names are never paths: what a member holds is read, and nothing is written.
+    assert _below(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/../../b"])
+def test_indices_of_weights_that_lead_out(tmp_path, name):
+    index = {"weight_map": {"weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="outside of its folder"):
+        TensorFiles(tmp_path)

@@ -1,0 +1,261 @@
+"""Command lines of programs that read weights and data sets, made up at random.
+
+Each program's main() runs in this process, on small folders that it finds: work that is done, or a
+message and exit code 2. Never a traceback, never anything left behind.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.values import to_yaml
+from tests.house.sources import PACKAGE
+from tests.inference.small_models import llama_folder
+from tests.input_pipeline import small_data
+
+_SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # what fails is short enough
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class _Reached(Exception):
+    """The command line was accepted, and the work itself would begin."""
+
+
+def _reached(*_):
+    raise _Reached
+
+
+@functools.cache
+def _main_of(program: str) -> Callable[[], int]:
+    spec = importlib.util.spec_from_file_location(
+        f"program_{Path(program).stem}", PACKAGE / program
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", [*sys.path]):  # a program replaces its first entry
+        spec.loader.exec_module(module)
+    return module.main
+
+
+def run(program: str, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and message of a program; fails where there is anything but those."""
+    # The environment says that the allocator is set, and the program does not start anew.
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", [program, *arguments]),
+        mock.patch("MaxText.generation.decoding.open_trained_model", _reached),
+        mock.patch("MaxText.scoring.evaluating.open_trained_model", _reached),
+        mock.patch(
+            "MaxText.input_pipeline.inspection.inspecting.Inspection.show_statistics", _reached
+        ),
+        mock.patch("MaxText.input_pipeline.inspection.inspecting.Inspection.show_batch", _reached),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = _main_of(program)()
+        except SystemExit as stopped:
+            code = stopped.code
+        except _Reached:
+            code = 0
+    assert code in (0, 2), (code, err.getvalue())
+    assert code == 0 or err.getvalue().split("error: ", 1)[1].strip(), err.getvalue()
+    return code, err.getvalue()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory) -> Iterator[Path]:
+    """A folder of Hugging Face, a run and a data set, and some that are broken."""
+    folder = tmp_path_factory.mktemp("place")
+    llama_folder(folder / "hf")
+    before = Path.cwd()
+    os.chdir(folder)
+    assert run("convert.py", ["from=hf:hf", "to=run"])[0] == 0
+    small_data.write_data_set(folder / "data", {"train": [np.arange(40), np.arange(7)]})
+    for name, content in {
+        "cut": b'{"model_type": "lla', "deep": b"[" * 100_000, "list": b"[]", "empty": b"",
+        "latin": b'{"model_type": "\xff"}', "nul": b"\0\0",
+        "huge": b'{"vocab_size": 9' + b"9" * 5000,
+        "other": b'{"model_type": "other"}', "sizes": b'{"model_type": "llama", "vocab_size": -1}',
+        "words": b'{"model_type": "llama", "hidden_size": "many"}',
+    }.items():  # fmt: skip
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_bytes(content)
+    (folder / "file.txt").write_text("text\n")
+    (folder / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "bad.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    (folder / "own.yml").write_text("decoder_block: llama2\n")
+    (folder / "bad.yml").write_text("{")
+    shutil.copytree(folder / "run", folder / "damaged")
+    for path in (folder / "damaged" / "checkpoints" / "0" / "items" / "d").iterdir():
+        path.write_bytes(path.read_bytes()[:20])
+    shutil.copytree(folder / "run", folder / "undescribed")
+    (folder / "undescribed/checkpoints/0/metadata/metadata").write_bytes(b"[" * 100_000)
+    yield folder
+    os.chdir(before)
+
+
+_EDGES = st.sampled_from(
+    ["", " ", ".", "..", "/", "~", "~no_such_user_here", "nowhere", "nowhere/a", "a/b/c",
+     "file.txt", "file.txt/a", "run", "run/", "run/checkpoints", "run/checkpoints/0",
+     "run/checkpoints/0/items",     "run/checkpoints/1", "hf",
+     "damaged", "undescribed", "data", "own.yml", "rows.jsonl", "a" * 300,
+     "a\nb", "é", "\udcff", "-", "--", "0", "-1", "1", "3", "9" * 400, "1e400", "nan", "true",
+     "null", "[", "[]", "{a: b}", "=", "file:///x",
+     "cut", "deep", "list", "empty", "latin", "nul",
+     "huge", "other", "sizes", "words", "bad.jsonl", "/proc/self/x", "5GB", "0B", "1.5KB"]
+)  # fmt: skip
+_PLACES = st.one_of(
+    _EDGES,
+    st.builds(
+        "".join, st.tuples(st.sampled_from(["hf:", "maxtext:", "fattorib:", "hf:hf:"]), _EDGES)
+    ),
+)
+_VALUES = st.one_of(
+    _EDGES,
+    st.sampled_from(["float32", "bfloat16", "float64", "llama", "gpt2", "stablehlo", "weights"]),
+    st.integers(-2, 40).map(str),
+    st.text(st.characters(exclude_characters="\0/~"), max_size=6),
+)
+_KEYS = st.sampled_from(sorted(all_keys()))
+_DEFAULTS = {key.name: to_yaml(key.default) for key in all_keys().values()}
+
+
+def _edit(name: str, text: str) -> str:
+    return f"{name}={text}"
+
+
+_KEY_EDITS = st.one_of(
+    st.builds(_edit, _KEYS, _VALUES),
+    _KEYS.map(lambda name: f"{name}={_DEFAULTS[name]}"),
+)
+_OPTIONS = st.sampled_from(
+    ["export", "family", "dtype", "max_shard_size", "query_scaling", "length", "tokenizer", "form"]
+)
+_SOURCES = st.one_of(st.sampled_from(["hf:hf", "run", "hf:hf", "damaged", "maxtext:run"]), _PLACES)
+_TARGETS = st.one_of(st.sampled_from(["out/a", "hf:out/a", "out/a", "hf:out/b"]), _PLACES)
+_MORE = st.one_of(
+    st.builds(_edit, _OPTIONS, _VALUES),
+    _KEY_EDITS,
+    st.sampled_from(
+        ["grow", "own.yml", "bad.yml", "nowhere.yml", "--help", "-h", "--verfy", "--verify",
+         "slot_num=8",
+         "base_num_decoder_layers=4", "export=stablehlo", "dtype=bfloat16", "max_shard_size=1KB"]
+    ),
+    _EDGES,
+)  # fmt: skip
+
+
+@st.composite
+def _conversions(draw: st.DrawFn) -> list[str]:
+    arguments = [f"from={draw(_SOURCES)}"] if draw(st.integers(0, 9)) else []
+    arguments += [f"to={draw(_TARGETS)}"] if draw(st.integers(0, 9)) else []
+    arguments += draw(st.lists(_MORE, max_size=2))
+    return draw(st.permutations(arguments))
+
+
+def _new(place: Path, before: set[Path]) -> set[Path]:
+    return set(place.rglob("*")) - before
+
+
+def _converts(place: Path, arguments: list[str]) -> bool:
+    before = set(place.rglob("*"))
+    code, _ = run("convert.py", arguments)
+    new = _new(place, before)
+    assert code == 0 or not new
+    for path in sorted(new):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return bool(new)
+
+
+@given(_conversions())
+@settings(_SETTINGS, max_examples=80)
+def test_conversions(place, arguments):
+    _converts(place, arguments)
+
+
+@pytest.mark.slow
+@given(_conversions())
+@settings(_SETTINGS, max_examples=3000)
+def test_many_conversions(place, arguments):
+    _converts(place, arguments)
+
+
+_WEIGHTS = st.one_of(
+    st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]), _PLACES
+)
+_OF_DECODING = ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
+                "decode_stop", "decode_num_samples", "per_device_batch_size"]  # fmt: skip
+_OF_SCORING = ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
+               "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"]  # fmt: skip
+_TASKS = ["[lambada]", "[wikitext]", "[lambada,nothing]"]
+
+
+@st.composite
+def _runs_of_weights(draw: st.DrawFn, names: list[str]) -> list[str]:
+    edits = st.one_of(
+        st.builds(_edit, st.sampled_from(names), _VALUES | st.sampled_from(_TASKS)),
+        _KEY_EDITS,
+        _EDGES,
+    )
+    arguments = draw(st.lists(edits, max_size=3))
+    if draw(st.integers(0, 9)):
+        arguments.append(f"load_parameters_path={draw(_WEIGHTS)}")
+    return arguments
+
+
+def _remove_written(place: Path, arguments: list[str], program: str) -> None:
+    before = set(place.rglob("*"))
+    run(program, arguments)
+    for path in sorted(_new(place, before), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@given(_runs_of_weights(_OF_DECODING))
+@settings(_SETTINGS, max_examples=40)
+def test_decoding(place, arguments):
+    _remove_written(place, arguments, "decode.py")
+
+
+@given(_runs_of_weights(_OF_SCORING))
+@settings(_SETTINGS, max_examples=40)
+def test_scoring(place, arguments):
+    _remove_written(place, arguments, "eval.py")
+
+
+@st.composite
+def _inspections(draw: st.DrawFn) -> list[str]:
+    own = st.sampled_from(["step", "num_devices", "sample", "output", "max_target_length"])
+    edits = st.one_of(st.builds(_edit, own, _VALUES), _KEY_EDITS)
+    first = draw(st.one_of(st.sampled_from(["data", "dataset_path=data"]), _EDGES))
+    return [first, "vocab_size=512", "max_target_length=16", *draw(st.lists(edits, max_size=2))]
+
+
+@given(_inspections())
+@settings(_SETTINGS, max_examples=60)
+def test_inspections(place, arguments):
+    _remove_written(place, arguments, "inspect_data.py")

@@ -1,0 +1,240 @@
+"""Headers that claim what the file does not hold, and texts nested without end."""
+
+import contextlib
+import io
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from MaxText.configuration.loading import configure
+from MaxText.conversion.hugging_face_folder import TensorFiles, read_json
+from MaxText.conversion.settings import family_of, to_keys
+from MaxText.errors import UserError
+from MaxText.inference import own_configuration
+from MaxText.input_pipeline.formats.array_record_ids import open_reader
+from MaxText.input_pipeline.formats.megatron_index import MAGIC, read_index
+from MaxText.input_pipeline.formats.table_ids import Table
+from MaxText.input_pipeline.formats.tar_tensors import TarTensors
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from MaxText.scoring import lambada
+from tests.hostile.files import tar_archive
+
+DEEP = "[" * 100_000
+
+
+def _texts(path: Path) -> list[str]:
+    return [
+        document.text
+        for unit in open_corpus(str(path), "text").units
+        for document in unit.documents(Counter())
+    ]
+
+
+def _safetensors(header: object, length: int | None = None, content: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + content
+
+
+def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
+    return {"weight": {"dtype": kind, "shape": shape, "data_offsets": offsets}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _safetensors({}, 1 << 60),
+        _safetensors({}, (1 << 64) - 1),
+        _safetensors(_tensor([1 << 60], [0, 1 << 62])),
+        _safetensors(_tensor([4], [0, 16]), content=b"short"),
+        _safetensors(_tensor([1], [1 << 40, (1 << 40) + 4])),
+        _safetensors(_tensor([1], [4, 0]), content=bytes(8)),
+        _safetensors(_tensor([1 << 62, 1 << 62], [0, 0])),
+        _safetensors(_tensor([-1], [0, 4]), content=bytes(4)),
+        _safetensors(_tensor([1], [0, 4], "PICKLE"), content=bytes(4)),
+        struct.pack("<Q", len(DEEP)) + DEEP.encode(),
+        b"",
+        b"\x08",
+    ],
+)
+def test_weights_whose_header_lies(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        TensorFiles(tmp_path)
+
+
+def _npy(header: str) -> bytes:
+    text = header.encode().ljust(118)
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (1152921504606846976,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999999999999999,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (8000000000,), }",
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }",
+        "{'descr': '<V99999999999', 'fortran_order': False, 'shape': (1,), }",
+        "{'descr': __import__('os').system('exit 1')}",
+        "(" * 110,
+        "{'descr': (",
+    ],
+)
+def test_arrays_whose_header_lies(tmp_path, header):
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": _npy(header)}))
+    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
+    assert "the .npy member is damaged" in reason
+
+
+@pytest.mark.parametrize("sequences", [1 << 40, 1 << 62, (1 << 64) - 1, 2])
+@pytest.mark.parametrize("documents", [1, 1 << 62, (1 << 64) - 1])
+def test_indices_whose_header_lies(tmp_path, sequences, documents):
+    header = struct.pack("<9sQBQQ", MAGIC, 1, 4, sequences, documents)
+    (tmp_path / "a.idx").write_bytes(header + bytes(64))
+    with pytest.raises(UserError, match="where its header asks for"):
+        read_index(str(tmp_path / "a.idx"))
+
+
+@pytest.mark.parametrize("length", [1, 1 << 20, (1 << 32) - 1])
+def test_tables_whose_footer_lies(tmp_path, length):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(64) + struct.pack("<I", length) + b"PAR1")
+    with pytest.raises(BadRecord, match="no table, damaged"):
+        Table(str(tmp_path / "a.parquet"))
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read"):
+        _texts(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("magic", [b"ARROW1\0\0", b"\xff\xff\xff\xff"])
+def test_arrow_files_whose_header_lies(tmp_path, magic):
+    for length in (1 << 20, (1 << 31) - 1, (1 << 32) - 1):
+        content = magic + struct.pack("<I", length) + bytes(64) + struct.pack("<I", length)
+        (tmp_path / "a.arrow").write_bytes(content + b"ARROW1")
+        with pytest.raises(BadRecord, match="no table, damaged"):
+            Table(str(tmp_path / "a.arrow"))
+
+
+def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
+    """Offsets are read as they are; without a look at them this reads other memory."""
+    ids = pyarrow.array([[1, 2], [3]], pyarrow.list_(pyarrow.int32()))
+    for text, values in ((False, ids), (True, pyarrow.array(["ab", "c"]))):
+        table = pyarrow.table({"text": values})
+        with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table)
+        content = (tmp_path / "a.arrow").read_bytes()
+        offsets = struct.pack("<3i", 0, 2, 3)
+        assert content.count(offsets) == 1
+        wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
+        (tmp_path / "a.arrow").write_bytes(wrong)
+        with pytest.raises(UserError, match="cannot be read" if text else "is damaged"):
+            _texts(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
+                0, "text"
+            )
+
+
+@pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
+def test_array_records_of_nothing(tmp_path, content):
+    (tmp_path / "a.array_record").write_bytes(content)
+    with pytest.raises(BadRecord, match="no ArrayRecord file"):
+        open_reader(str(tmp_path / "a.array_record"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "list.json"])
+def test_rows_nested_without_end(tmp_path, name):
+    (tmp_path / name).write_text(('{"text": ' if name == "rows.jsonl" else "") + DEEP)
+    with pytest.raises(UserError, match="is not JSON"):
+        _texts(tmp_path / name)
+
+
+def test_scores_on_text_nested_without_end(tmp_path):
+    (tmp_path / "lambada.jsonl").write_text(DEEP)
+    with pytest.raises(UserError, match=r"lambada\.jsonl:1 is not JSON"):
+        lambada.read(str(tmp_path / "lambada.jsonl"))
+
+
+def test_descriptions_nested_without_end(tmp_path):
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text(DEEP)
+    with pytest.raises(UserError, match="is not JSON"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(UserError, match="is not JSON"):
+        own_configuration.load([f"load_parameters_path=hf:{tmp_path}"], "decode.py")
+    with pytest.raises(UserError, match="is not JSON"):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"a": ' * 100_000, "{}", "[]", "null", "9" * 5000, "\x00", '{"model": {}}']
+)
+def test_tokenizers_that_are_none(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError):
+        load_tokenizer(tmp_path)
+
+
+_WRONG = (
+    None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**30, 10**400, "", "x", "9" * 5000,
+    [], [[]], ["x"], {}, {"a": {"b": []}}, {"type": []}, {"rope_type": {}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "gpt_neo", "gemma", "mistral"])
+def test_configurations_of_anything(model_type, family_configurations):
+    config = family_configurations(model_type)
+    for name in (*config, "rope_scaling", "rope_parameters", "sliding_window", "architectures"):
+        for wrong in _WRONG:
+            broken = {**config, name: wrong}
+            try:
+                keys = to_keys(family_of(broken, "folder"), broken, "folder", {})
+            except UserError:
+                continue
+            with contextlib.suppress(UserError):
+                configure(**keys)
+
+
+@pytest.fixture
+def family_configurations():
+    """config.json of a small model of each family, as transformers names its keys."""
+    small = {
+        "llama": {
+            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+            "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        },
+        "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
+        "gpt_neox": {
+            "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
+            "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 16,
+        },
+        "gpt_neo": {
+            "hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 64,
+            "max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]],
+        },
+        "gemma": {
+            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8,
+            "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+            "max_position_embeddings": 16,
+        },
+    }  # fmt: skip
+    small["mistral"] = small["llama"]
+    return lambda model_type: {"model_type": model_type, **small[model_type]}
+
+
+def test_numpy_files_are_arrays_only(tmp_path):
+    """An .npz is a zip archive: what is read is a member of a tar, and no archive in it."""
+    stored = io.BytesIO()
+    np.savez(stored, np.arange(3))
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
+    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
+    assert "no file of torch.save" in reason

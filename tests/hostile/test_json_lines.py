@@ -1,0 +1,147 @@
+"""Lines of JSON, damaged at random: what can still be told of them, or a message that names the
+place. Never a traceback, never a hang, never a text that cannot be written again.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from MaxText.configuration.inference_sections import Decoding
+from MaxText.errors import UserError
+from MaxText.generation.prompts import read_prompts
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.monitoring.json_lines import JsonLines, read_rows, stream_rows
+from MaxText.scoring import lambada, wikitext
+
+DAMAGES = 120
+TEXTS = [f'some words of text {number}, äöü 漢字 🙂 \\ " \u2028 end' for number in range(12)]
+CONTENT = "".join(
+    json.dumps({"step": i, "text": text, "prompt": text, "page": text}, ensure_ascii=bool(i % 2))
+    + "\n"
+    for i, text in enumerate(TEXTS)
+).encode()
+
+# What is put in somewhere.
+_PIECES = (
+    b"\0", b"\0" * 4096, b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r", b"\n", b"\n\n",
+    b"[" * 100_000, b'{"a":' * 100_000, b"]", b"}", b'"', b"\\", b"\\ud800", b"\\u", b"9" * 5000,
+    b"-" + b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"null", b"[1, 2]\n", b"3\n", b'"x"\n',
+    b"a" * 200_000, b'{"text": 3}\n', b'{"text": ["x", 3]}\n', b'{"text": "\\udc00\\ud800"}\n',
+    b'{"text": 1e999, "prompt": -9e999, "page": 9' + b"9" * 5000 + b"}\n", b"{}\n",
+)  # fmt: skip
+
+
+def _insert(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(content) + 1)
+    return content[:at] + rng.choice(_PIECES) + content[at:], at
+
+
+def _cut(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(content))
+    return content[:at], at
+
+
+def _leave_out(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(content))
+    return content[:at] + content[at + rng.randrange(1, 300) :], at
+
+
+def _flip(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at, damaged = rng.randrange(len(content)), bytearray(content)
+    damaged[at] ^= 1 << rng.randrange(8)
+    return bytes(damaged), at
+
+
+def _zero(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(content))
+    end = min(len(content), at + rng.randrange(1, 300))
+    return content[:at] + bytes(end - at) + content[end:], at
+
+
+def _repeat(content: bytes, rng: random.Random) -> tuple[bytes, int]:
+    at = rng.randrange(len(content))
+    return content[:at] + content[max(0, at - rng.randrange(1, 300)) :], at
+
+
+_KINDS = (_insert, _insert, _insert, _cut, _leave_out, _flip, _zero, _repeat)
+
+
+def damaged(seed: str, content: bytes = CONTENT):
+    """Contents with one or two damages each, and the offset of the first of them."""
+    rng = random.Random(seed)
+    for _ in range(DAMAGES):
+        found, at = rng.choice(_KINDS)(content, rng)
+        if rng.random() < 0.3 and found:
+            found, other = rng.choice(_KINDS)(found, rng)
+            at = min(at, other)
+        yield found, at
+
+
+def _prepared(path: Path) -> list[str]:
+    units = open_corpus(str(path), "text", 400).units
+    return [document.text for unit in units for document in unit.documents([])]
+
+
+READERS: dict[str, Callable[[Path], list[str]]] = {
+    "prepare_source": _prepared,
+    "prompt_file": lambda path: [
+        prompt.text for prompt in read_prompts(Decoding(prompt_file=str(path)))
+    ],
+    "lambada_path": lambda path: [a + b for a, b in lambada.read(str(path))],
+    "wikitext_path": lambda path: wikitext.read(str(path)),
+}
+
+
+def _texts(read: Callable[[Path], list[str]], path: Path) -> tuple[list[str], str]:
+    """The texts, or what the message says."""
+    try:
+        return read(path), ""
+    except UserError as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_texts(name, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(CONTENT)
+    assert READERS[name](path) == TEXTS
+    messages = []
+    for content, at in damaged(name):
+        path.write_bytes(content)
+        texts, message = _texts(READERS[name], path)
+        messages.append(message)
+        if message:
+            assert "rows.jsonl" in message
+            continue
+        assert "".join(texts).encode()
+        whole = content[:at].count(b"\n")
+        assert texts[:whole] == TEXTS[:whole]
+    assert DAMAGES // 10 < sum(map(bool, messages)) < DAMAGES
+
+
+def test_one_list_of_texts(tmp_path):
+    path = tmp_path / "rows.json"
+    for content, _ in damaged("list", json.dumps([{"text": text} for text in TEXTS]).encode()):
+        path.write_bytes(content)
+        texts, message = _texts(_prepared, path)
+        assert message or "".join(texts).encode()
+        assert not message or "rows.json" in message
+
+
+def test_the_records_of_a_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for content, at in damaged("records"):
+        path.write_bytes(content)
+        rows = read_rows(path)
+        whole = content[:at].count(b"\n")
+        assert [row.get("text") for row in rows[:whole]] == TEXTS[:whole]
+        assert [*stream_rows(epath.Path(path))] == rows
+        lines = JsonLines(path, lambda row: True)
+        lines.append({"step": 12})
+        lines.close()
+        # As a string, for NaN is not equal to itself.
+        assert repr(read_rows(path)) == repr([*rows, {"step": 12}])

@@ -1,0 +1,91 @@
+"""Layers written out: on TPU the backward pass takes them one after another, and is the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from MaxText.layers import stack
+from MaxText.layers.weights import weight
+
+NUM_LAYERS, D = 3, 4
+
+
+def normal(key, shape, num_in_dims, dtype):
+    return jax.random.normal(key, shape, dtype)
+
+
+class Layer(nnx.Module):
+    """tanh(x W + b)."""
+
+    def __init__(self, rngs):
+        def drawn(*shape):
+            return weight(rngs, shape, (None,) * len(shape), normal, dtype=jnp.dtype("float32"))
+
+        self.w, self.b, self.unread = drawn(D, D), drawn(D), drawn(D)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w[...] + self.b[...])
+
+
+def loss_of(num_stored, alike, reads_all, in_turn):
+    """Weights, and a function of them and of x; with `reads_all` each layer reads all outputs."""
+    layers = stack.stack(lambda index, rngs: Layer(rngs), num_stored, nnx.Rngs(0), alike=alike)
+    graphdef, weights = nnx.split(layers)
+
+    def apply(layer, outputs, index, state):
+        y = layer(sum(outputs) if reads_all else outputs[-1])
+        return (*outputs, y) if reads_all else (y,), {"squares": jnp.sum(y * y)}, None
+
+    def loss(weights, x):
+        layers = nnx.merge(graphdef, weights)
+        walked = stack.walk_written_out(
+            layers, x, apply, num_layers=NUM_LAYERS, policy="full", in_turn=in_turn
+        )
+        return jnp.sum(jnp.sin(walked.outputs[-1])) + walked.scalars["squares"]
+
+    return nnx.to_pure_dict(weights), loss
+
+
+@pytest.mark.parametrize("reads_all", [False, True], ids=["last", "all"])
+@pytest.mark.parametrize(
+    ("num_stored", "alike"),
+    [(NUM_LAYERS, True), (NUM_LAYERS, False), (1, True)],
+    ids=["alike", "apart", "shared"],
+)
+def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
+    num_stored, alike, reads_all, monkeypatch
+):
+    weights, loss = loss_of(num_stored, alike, reads_all, in_turn=True)
+    x = jnp.linspace(-1, 1, 2 * D).reshape(2, D)
+
+    def gradients(weights, x):
+        return jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
+
+    expected, found = {}, {}
+    for results, platform in ((expected, "cpu"), (found, "tpu")):
+        monkeypatch.setattr(stack, "platform", lambda platform=platform: platform)
+        traced = jax.jit(lambda *given: gradients(*given)).trace(weights, x)
+        results["barriers"] = [
+            sorted({v.aval.shape[-2:] for v in equation.invars})
+            for equation in traced.jaxpr.eqns
+            if equation.primitive.name == "optimization_barrier"
+        ]
+        results["values"] = traced.lower().compile()(weights, x)
+    assert expected["barriers"] == []
+    assert len(found["barriers"]) == NUM_LAYERS
+    # Each holds gradients of weights beside those of hidden states.
+    assert all({(D, D), x.shape} <= set(shapes) for shapes in found["barriers"])
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7),
+        found["values"],
+        expected["values"],
+    )
+
+
+def test_layers_that_are_not_asked_to_wait_do_not(monkeypatch):
+    monkeypatch.setattr(stack, "platform", lambda: "tpu")
+    weights, loss = loss_of(NUM_LAYERS, alike=True, reads_all=False, in_turn=False)
+    traced = jax.make_jaxpr(jax.grad(loss))(weights, jnp.ones((2, D)))
+    assert not any(e.primitive.name == "optimization_barrier" for e in traced.jaxpr.eqns)

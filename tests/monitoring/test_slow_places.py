@@ -1,0 +1,226 @@
+"""Trackers and buckets that are slow, hang or fail: the run goes on, and its rows stay in order."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from MaxText.monitoring import event_stream
+from MaxText.monitoring.event_stream import EventStream
+from MaxText.monitoring.json_lines import JsonLines, read_rows
+from MaxText.monitoring.sinks.background import Background
+from MaxText.monitoring.sinks.event_file import EventFile
+from MaxText.monitoring.sinks.metrics_file import MetricsFile
+
+
+@pytest.fixture(autouse=True)
+def _no_mark_is_left(monkeypatch):
+    monkeypatch.setattr("MaxText.parallelism.processes._leaves_threads", False)
+
+
+class Tracker:
+    """Takes each event when it is let."""
+
+    def __init__(self):
+        self.free = threading.Event()
+        self.begun = threading.Event()
+        self.calls = []
+
+    def write(self, event):
+        self.begun.set()
+        self.free.wait()
+        self.calls.append(event.step)
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def emit_steps(stream, steps):
+    for step in steps:
+        stream.emit("step", step=step, seconds=0.5, **{"learning/loss": 2.0})
+
+
+def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
+    tracker = Tracker()
+    stream = EventStream([Background(tracker, "tracker")], flush_every=100)
+    emit_steps(stream, range(1000))  # would not come back from the first one
+    stream.emit("checkpoint", step=999)
+    stream.flush()
+    tracker.begun.wait()
+    assert tracker.calls == []
+    tracker.free.set()
+    stream.close()
+    stream.close()
+    calls = [call for call in tracker.calls if call != "flush"]
+    assert calls == [*range(1000), 999, "close"]
+    # One that was asked for after each 100 steps, or several in one.
+    assert tracker.calls.count("flush") > 5
+    assert tracker.calls[-2:] == ["flush", "close"]
+
+
+def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
+    tracker = Tracker()
+    stream = EventStream([Background(tracker, "tracker", most_waiting=10)])
+    emit_steps(stream, [0])
+    tracker.begun.wait()
+    emit_steps(stream, range(1, 50))
+    stream.emit("rewind", step=20)
+    tracker.free.set()
+    stream.close()
+    assert [call for call in tracker.calls if call != "flush"] == [*range(11), 20, "close"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: tracker is slower than the run: ")
+
+
+def test_a_tracker_that_fails_is_told_once(capsys):
+    class Failing(Tracker):
+        def write(self, event):
+            raise RuntimeError("no room\nand more")
+
+    stream = EventStream([Background(Failing(), "tracker")])
+    emit_steps(stream, range(20))
+    stream.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "warning: tracker gets nothing more: no room. Training and its other records go on."
+    )
+
+
+@pytest.mark.parametrize("reason", ["preempted", "completed"])
+def test_the_end_waits_for_so_long_only(monkeypatch, capsys, reason):
+    monkeypatch.setattr(event_stream, "_SECONDS_WHEN_PREEMPTED", 0.05)
+    if reason == "completed":
+        monkeypatch.setattr(event_stream, "SECONDS_TO_CLOSE", 0.05)
+    trackers = [Tracker(), Tracker()]
+    stream = EventStream([Background(tracker, "tracker") for tracker in trackers])
+    emit_steps(stream, range(3))
+    stream.emit("stop", step=2, reason=reason)
+    stream.close()
+    assert capsys.readouterr().err.count("it was still busy at the end of the run") == 2
+    for tracker in trackers:
+        tracker.free.set()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process():
+    program = """
+        import atexit, threading, sys
+        from MaxText.monitoring.sinks.background import Background
+        from MaxText.parallelism import processes
+
+        class Hangs:
+            def write(self, event):
+                threading.Event().wait()
+        atexit.register(threading.Event().wait)  # as libraries do
+
+        def main():
+            from MaxText.monitoring.events import Event
+            sink = Background(Hangs(), "tracker")
+            sink.write(Event("step", 0.0))
+            sink.end()
+            sink.wait(0.0)
+            return 75
+        processes.run(main)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("warning")) == (75, 1), done.stderr
+
+
+class Bucket:
+    """Files below a folder are objects: written whole, as slowly or badly as the test wants."""
+
+    def __init__(self, folder, monkeypatch):
+        self.free, self.begun = threading.Event(), threading.Event()
+        self.failures, self.writes = 0, 0
+        self.free.set()
+        write_text = type(epath.Path(folder)).write_text
+
+        def write(path, text, *arguments, **keys):
+            self.begun.set()
+            self.free.wait()
+            self.writes += 1
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("503 from the bucket")
+            return write_text(path, text, *arguments, **keys)
+
+        monkeypatch.setattr(type(epath.Path(folder)), "write_text", write)
+        monkeypatch.setattr(JsonLines, "_is_object_store", lambda self: True)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    return Bucket(tmp_path, monkeypatch)
+
+
+def opened(folder, first_step=0):
+    events = EventFile(epath.Path(folder), first_step)
+    return EventStream([events, MetricsFile(epath.Path(folder), "", "tiny", first_step)])
+
+
+def test_steps_are_done_while_a_bucket_sleeps(tmp_path, bucket):
+    stream = opened(tmp_path)
+    bucket.free.clear()
+    emit_steps(stream, range(1000))
+    bucket.begun.wait()
+    assert read_rows(tmp_path / "events.jsonl") == []
+    bucket.free.set()
+    stream.flush()  # as before a checkpoint, beside which no row may be missing
+    for name in ("events.jsonl", "metrics.jsonl"):
+        assert [row["step"] for row in read_rows(tmp_path / name)] == list(range(1000))
+    # Texts that were out of date when their turn came are not written.
+    assert bucket.writes < 10
+    stream.emit("rewind", step=500, to=500)
+    emit_steps(stream, range(500, 600))
+    stream.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(600))
+    resumed = opened(tmp_path, first_step=580)
+    emit_steps(resumed, [580])
+    resumed.close()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(581))
+
+
+def test_a_bucket_that_fails_is_told_once_and_gets_all_later(tmp_path, bucket, capsys):
+    stream = opened(tmp_path)
+    bucket.failures = 4
+    for step in range(3):
+        emit_steps(stream, [step])
+        stream.flush()
+    stream.close()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        assert [row["step"] for row in read_rows(tmp_path / name)] == [0, 1, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "503 from the bucket. The run goes on, and tries again" in lines[0]
+
+
+def test_a_bucket_that_hangs_does_not_keep_the_run(tmp_path, bucket, monkeypatch, capsys):
+    monkeypatch.setattr(event_stream, "_SECONDS_WHEN_PREEMPTED", 0.05)
+    monkeypatch.setattr("MaxText.monitoring.json_lines.SECONDS_TO_CLOSE", 0.05)
+    stream = opened(tmp_path)
+    bucket.free.clear()
+    emit_steps(stream, range(3))
+    stream.emit("stop", step=2, reason="preempted")
+    stream.close()
+    assert "did not take them in time" in capsys.readouterr().err
+    bucket.free.set()
+
+
+def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    events = EventFile(epath.Path(tmp_path), 0)
+    stream = EventStream([events])
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "no room")))
+        with pytest.raises(OSError, match="no room"):
+            stream.emit("checkpoint", step=0)
+    stream.close()

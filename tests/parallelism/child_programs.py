@@ -1,0 +1,49 @@
+"""Small Python programs that run beside a test, and cannot outlive it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from tests.house.sources import REPOSITORY
+
+LONGEST_SECONDS = 100.0
+
+
+@contextlib.contextmanager
+def started(
+    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """A program's process, output and errors in one text pipe; killed at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen, text: str) -> str:
+    """Reads lines until one has `text`; gives all of them."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"{text!r} does not come: {''.join(lines)}")
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """(exit code, the rest of the output) of a process that ends by itself."""
+    output, _ = process.communicate(timeout=LONGEST_SECONDS)
+    return process.returncode, output

@@ -1,0 +1,119 @@
+"""Which processes a run has, by the variables of those who start them."""
+
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.parallelism import cluster
+from MaxText.parallelism.cluster import Cluster, find
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_chips(monkeypatch):
+    monkeypatch.setattr(cluster, "_has_chips", lambda: False)
+
+
+def test_nothing_said_is_one_process():
+    assert find({}, "auto") is None
+    assert find({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "auto") is None
+    # Schedulers set it for purposes of their own.
+    assert find({"NNODES": "4"}, "auto") is None
+    # A batch script itself, without srun.
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+    assert find(batch, "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "host:99"}, "host:99"),
+        ({"JAX_COORDINATOR_ADDRESS": "host"}, "host:1234"),
+        ({"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "77"}, "10.0.0.1:77"),
+        ({"JAX_COORDINATOR_IP": "fe80::1"}, "[fe80::1]:1234"),
+    ],
+)
+def test_coordinators(environment, address):
+    found = find({**environment, "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}, "auto")
+    assert found == Cluster("JAX_NUM_PROCESSES and JAX_PROCESS_ID", address, 4, 3)
+    found = find({**environment, "NNODES": "2", "NODE_RANK": "0"}, "gpu")
+    assert found == Cluster("NNODES and NODE_RANK", address, 2, 0)
+
+
+def test_slurm():
+    found = find(SLURM, "auto")
+    assert found == Cluster("SLURM_NTASKS and SLURM_PROCID", f"gpu007:{61440 + 146}", 8, 5, (1,))
+    one_each = find({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, "auto")
+    assert one_each is not None
+    assert one_each.local_device_ids is None  # all GPUs of its node
+    given = find({**SLURM, "CUDA_VISIBLE_DEVICES": "0"}, "auto")
+    assert given is not None
+    assert given.local_device_ids is None  # the scheduler has given each its own
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[01-16]", "n01"), ("n[3,7]x,m1", "n3x"), ("a-b[2]", "a-b2")],
+)
+def test_the_first_node_is_the_coordinator(nodes, first):
+    found = find({**SLURM, "SLURM_STEP_NODELIST": nodes, "JAX_COORDINATOR_PORT": "5"}, "auto")
+    assert found is not None
+    assert found.address == f"{first}:5"
+
+
+def test_open_mpi():
+    environment = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "JAX_COORDINATOR_ADDRESS": "head:1",
+    }
+    found = find(environment, "auto")
+    source = "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK"
+    assert found == Cluster(source, "head:1", 4, 2, (0,))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+     {"MEGASCALE_NUM_SLICES": "2"}],
+)  # fmt: skip
+def test_tpus_that_name_others(environment):
+    (name,) = environment
+    assert find(environment, "auto") == Cluster(name)
+    assert find(environment, "cpu") is None
+    assert find({**environment, "JAX_PLATFORMS": "cpu"}, "auto") is None
+
+
+def test_tpu_chips_ask_the_metadata(monkeypatch):
+    monkeypatch.setattr(cluster, "_has_chips", lambda: True)
+    found = find({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
+    assert found is not None
+    assert not found.is_sure
+    assert find({"TPU_SKIP_MDS_QUERY": "1"}, "tpu") is None
+    assert find({}, "gpu") is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES is not"),
+        ({"NODE_RANK": "1"}, "NNODES is not"),
+        ({"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "=two is not an integer"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is not a process of NNODES=2"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "Set JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "nothing says where process 0 listens"),
+    ],
+)
+def test_mistakes_name_the_variable(environment, message):
+    with pytest.raises(UserError, match=message):
+        find(environment, "auto")

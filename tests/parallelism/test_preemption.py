@@ -1,0 +1,83 @@
+"""SIGTERM in a run of one process: at a step's end, before the first one, twice, and ignored."""
+
+import signal
+
+from MaxText import exit_codes
+from tests.parallelism.child_programs import ended, started, wait_for
+
+LOOP = """
+    import sys, time
+    from MaxText import exit_codes
+    from MaxText.parallelism.preemption import StopSignal
+
+    stop = StopSignal.install()
+    print("installed", flush=True)
+    for step in range(10_000 if "loop" in sys.argv else 0):
+        time.sleep(0.01)
+        if stop.requested(step):
+            print("saving after", step, flush=True)
+            sys.exit(exit_codes.PREEMPTED)
+        print("step", step, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_step_is_finished_and_the_state_saved():
+    with started(LOOP, "loop") as process:
+        before = wait_for(process, "step 3")
+        assert "saving" not in before
+        process.send_signal(signal.SIGTERM)
+        code, output = ended(process)
+    assert code == exit_codes.PREEMPTED
+    assert "SIGTERM: saving and stopping after this update" in output
+    assert output.count("saving after") == 1
+
+
+def test_before_the_first_update_there_is_nothing_to_save():
+    with started(LOOP) as process:
+        wait_for(process, "installed")
+        process.send_signal(signal.SIGTERM)
+        code, output = ended(process)
+    assert code == exit_codes.PREEMPTED
+    assert "nothing to save" in output
+
+
+def test_a_second_one_ends_a_process_that_does_not_come_to_python():
+    # CDLL gives Python's lock back, as jax does while it waits for a device.
+    program = """
+        import ctypes
+        from MaxText.parallelism.preemption import StopSignal
+
+        stop = StopSignal.install()
+        stop.requested(0)
+        print("waiting", flush=True)
+        ctypes.CDLL(None).sleep(60)
+        while not stop.requested(0):
+            print("again", flush=True)
+            ctypes.CDLL(None).sleep(60)
+        print("requested", flush=True)
+        ctypes.CDLL(None).sleep(60)
+    """
+    with started(program) as process:
+        wait_for(process, "waiting")
+        process.send_signal(signal.SIGTERM)
+        wait_for(process, "a second one stops at once")
+        process.send_signal(signal.SIGTERM)
+        code, output = ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert "a second SIGTERM: stopping at once" in output
+
+
+def test_who_ignores_sigterm_goes_on_ignoring_it():
+    program = """
+        import signal
+        from MaxText.parallelism.preemption import StopSignal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stop = StopSignal.install()
+        signal.raise_signal(signal.SIGTERM)
+        print("requested:", stop.requested(0))
+    """
+    with started(program) as process:
+        code, output = ended(process)
+    assert (code, output) == (0, "requested: False\n")

@@ -1,0 +1,198 @@
+"""Plans of small configurations, and plan.py as a user runs it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.monitoring.flops import count_flops
+from MaxText.planning import report, request
+from MaxText.planning.fitting import fitting, words
+from MaxText.planning.hardware import find
+from MaxText.planning.planning import Plan, make_plan, peak_of
+from tests.house.sources import REPOSITORY
+from tests.small_models import tiny_config
+
+PROGRAM = str(REPOSITORY / "MaxText" / "plan.py")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
+           "eval_capacity_factor": 2.0}  # fmt: skip
+
+
+def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> Plan:
+    keys = {"per_device_batch_size": 2, "remat_policy": "full"} | keys
+    place = find(hardware)
+    return make_plan(tiny_config(decoder_block, **keys), place, peak_of(place))
+
+
+@pytest.mark.parametrize(
+    ("block", "keys"),
+    [
+        ("llama2", {}),
+        ("gpt2", {"remat_policy": "none"}),
+        ("tokenformer", {}),
+        ("muddformer", {"scan_layers": False, "dense_mixing": "einsum", "mlp_dim_multiple": 8}),
+        ("gpt_neox", {"num_vocab_tiling": 4}),
+    ],
+)
+def test_operations_are_those_of_the_formula(block, keys):
+    plan = plan_of("1xH100", block, **keys)
+    executed = count_flops(plan.program.model, plan.program.length).executed_per_token
+    assert executed is not None
+    # The formula leaves out products that are none of matrices with tokens.
+    assert plan.time.operations == pytest.approx(executed * plan.tokens_per_device, rel=0.02)
+
+
+def test_parameters_and_state_are_exact():
+    plan = plan_of("1xH100")
+    held = 4 * plan.program.model.num_parameters
+    assert plan.memory.parameters == plan.memory.gradients == held
+    assert 2 * held < plan.memory.optimizer < 2 * held + 2000
+    split = plan_of("4xH100").memory.parameters
+    assert held / 4 <= split < held / 3  # norms lie whole
+
+
+def test_keeping_more_takes_more_memory_and_less_work():
+    policies = ("none", "minimal", "full")
+    plans = [
+        plan_of("1xH100", remat_policy=policy, base_num_decoder_layers=24) for policy in policies
+    ]
+    kept = [plan.memory.need.outside for plan in plans]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[-1]
+    work = [plan.time.operations for plan in plans]
+    assert work == sorted(work)
+    assert work[0] < work[-1]
+
+
+def test_microbatches_take_less_memory_and_a_sum_of_gradients():
+    whole = plan_of("1xH100", per_device_batch_size=8)
+    parts = plan_of("1xH100", per_device_batch_size=2, gradient_accumulation_steps=4)
+    assert parts.program.tokens_per_update == whole.program.tokens_per_update
+    assert parts.time.operations == whole.time.operations
+    assert parts.memory.need.size < whole.memory.need.size
+    assert parts.memory.gradients == 2 * whole.memory.gradients
+
+
+def test_zero_1_splits_moments_alone():
+    mesh: dict[str, Any] = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 1}
+    copied = plan_of("4xH100", **mesh).memory
+    split = plan_of("4xH100", shard_optimizer_over_data=True, **mesh).memory
+    assert split.parameters == copied.parameters
+    assert split.optimizer < copied.optimizer / 2
+
+
+def test_weights_gathered_over_fsdp():
+    plan = plan_of("4xH100", dtype="bfloat16")
+    (found,) = plan.exchanged
+    assert (found.axis, found.size) == ("fsdp", 4)
+    # In the format of products: gathered twice, gradients scattered once; copied ones twice.
+    whole = plan.program.model.num_parameters * 2 * 3 / 4
+    assert 0.95 * 3 * whole < found.num_bytes <= 3 * whole
+
+
+def test_tensor_parallelism_cuts_activations_and_exchanges_them():
+    keys = {"base_num_kv_heads": 4, "per_device_batch_size": 1, "dtype": "bfloat16"}
+    plan = plan_of("4xH100", ici_tensor_parallelism=2, **keys)
+    assert [one.axis for one in plan.exchanged] == ["fsdp", "tensor"]
+    assert plan.program.local_model.section.shape.dimensions.num_query_heads == 2
+    assert plan.program.local_rows == 2
+    state = plan.program.local_rows * plan.program.length * 32 * 2
+    # 2 parts of 3 layers, forward and backward, the product of attention again, embedding and head.
+    assert plan.exchanged[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
+
+
+def test_experts_lie_on_their_own_devices():
+    mesh: dict[str, Any] = {"ici_expert_parallelism": 4, "ici_fsdp_parallelism": 1}
+    plan = plan_of("4xH100", sharding_tolerance=1.0, **EXPERTS, **mesh)
+    assert [one.axis for one in plan.exchanged] == ["expert"]
+    whole = plan_of("1xH100", **EXPERTS)
+    assert plan.memory.parameters < whole.memory.parameters / 2
+
+
+def test_a_slow_network_between_servers_counts():
+    near, far = (plan_of(name).exchanged[0] for name in ("8xH100", "16xH100"))
+    assert near.bandwidth == 450e9
+    assert far.bandwidth == 8 * 50e9
+    slices = plan_of("2xv5p-8").exchanged[0]
+    assert slices.bandwidth == 4 * 6e9
+
+
+def test_the_interval_holds_its_middle_and_mfu_falls_with_time():
+    plan = plan_of("8xH100")
+    time = plan.time
+    assert 0 < time.fast < time.middle < time.slow
+    assert (
+        1
+        > time.mfu(time.fast, plan.tokens_per_device)
+        > time.mfu(time.slow, plan.tokens_per_device)
+    )
+
+
+@pytest.mark.slow
+def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
+    monkeypatch.setattr("MaxText.planning.fitting.POLICIES", ("minimal", "full"))
+    place = find("2xH100")
+    config = tiny_config(per_device_batch_size=2, base_num_decoder_layers=1)
+    plans = fitting(config, place, peak_of(place))
+    assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
+    assert [plan.time.middle for plan in plans] == sorted(plan.time.middle for plan in plans)
+    assert "remat_policy=" in words(plans[0])
+    shown = report.proposals(plans, 1e6, 2.0)
+    assert words(plans[0]) in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= 110
+
+
+def test_what_cannot_fit_is_said(monkeypatch):
+    monkeypatch.setattr("MaxText.planning.fitting.POLICIES", ("full",))
+    place = find("2xH100")
+    monkeypatch.setattr(type(place), "memory", 1000.0)
+    config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)
+    with pytest.raises(UserError, match="nothing fits 2 x H100: the least"):
+        fitting(config, place, peak_of(place))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "hardware=v5p-128"),
+        (["hardware=cpu", "tokens=many"], "tokens=many: no number above 0"),
+        (["hardware=cpu", "tokens=0"], "no number above 0"),
+        (["hardware=cpu", "price_per_chip_hour=-1"], "price_per_chip_hour=-1"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, says):
+    with pytest.raises(UserError, match=says):
+        request.read(arguments)
+
+
+def test_words_of_the_command_line():
+    asked = request.read(["a.yml", "hardware=8xH100", "tokens=300B", "--fit", "steps=3"])
+    assert asked == request.Request("8xH100", 300e9, None, True, ("a.yml", "steps=3"))
+
+
+def run(*arguments, environment):
+    return subprocess.run(
+        [sys.executable, PROGRAM, *arguments], cwd=REPOSITORY, env=environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_the_program(users_environment):
+    done = run(
+        "model_name=gpt2-124m", "hardware=1xH200", "per_device_batch_size=2", "tokens=1B",
+        "price_per_chip_hour=3", environment=users_environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for shown in ("124,439,808 parameters", "optimizer state", "communication: none", "MFU is",
+                  "in the middle", "cost", "1B tokens"):  # fmt: skip
+        assert shown in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 130
+
+
+def test_the_program_refuses_what_it_does_not_know(users_environment):
+    done = run("model_name=gpt2-124m", "hardware=9xY100", environment=users_environment)
+    assert done.returncode == 2
+    assert "not known" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,119 @@
+"""Traced programs whose memory and work is known by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from MaxText.planning.liveness import memory_need
+from MaxText.planning.step_time import work_of
+from MaxText.planning.traced import tiled_size, traced
+
+N = 16
+SQUARE = 4 * N * N
+
+
+def read(function, *shapes, weights=None):
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    closed = jax.make_jaxpr(function)(*given)
+    return traced(closed.jaxpr, weights=weights or [0.0] * len(given))
+
+
+def need(function, *shapes, kept=(None,), weights=None):
+    return memory_need(read(function, *shapes, weights=weights), kept)
+
+
+def test_elementwise_work_takes_no_memory_of_its_own():
+    found = need(lambda x, y: (jnp.tanh(x @ y) + 1.0) @ y, (N, N), (N, N))
+    assert found.outside == 2 * SQUARE
+    assert [array.writer for array in found.alive] == ["dot_general"] * 2
+
+
+def test_an_array_is_gone_after_its_last_reader():
+    def chain(x):
+        for _ in range(5):
+            x = x @ x
+        return x
+
+    assert need(chain, (N, N)).outside == 2 * SQUARE
+
+
+def test_what_two_products_read_is_written():
+    def twice(x, y):
+        shared = jnp.tanh(x @ y)
+        return (shared @ x) @ (shared @ y)
+
+    # tanh, and both of its readers' results.
+    assert need(twice, (N, N), (N, N)).outside == 3 * SQUARE
+
+
+def test_a_product_is_written_in_the_format_in_which_it_is_read():
+    def convert(x):
+        product = (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32)
+        return jnp.sin(product).sum()
+
+    assert need(convert, (N, N)).alive[0].size == SQUARE
+
+
+def test_what_a_device_keeps_of_a_result_is_less_once_it_is_written():
+    def results(x):
+        return x @ x, (2 * x) @ x
+
+    assert need(results, (N, N), kept=(None, None)).outside == 2 * SQUARE
+    assert need(results, (N, N), kept=(SQUARE / 4, None)).outside == 1.25 * SQUARE
+
+
+def test_bodies_of_loops_have_memory_of_their_own():
+    def loop(x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x) @ x, x), x, None, length=3)
+
+    found = need(loop, (N, N), kept=(None, None))
+    # The last x, three stacked ones, and as many zeros to begin with.
+    assert found.outside == 7 * SQUARE
+    assert found.in_loops == 2 * SQUARE
+
+
+def test_stacked_weights_that_a_loop_hands_on_are_no_copies():
+    def loop(weights, x):
+        def body(x, w):
+            return x @ w[0], w[0]
+
+        x, copies = jax.lax.scan(body, x, weights)
+        return (x * copies.sum()).sum()
+
+    assert need(loop, (3, 1, N, N), (N, N), weights=[1.0, 0.0]).outside < 2 * SQUARE
+
+
+def test_work_counts_loops_as_often_as_they_run():
+    def loop(x):
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=7)[0]
+
+    works = work_of(read(loop, (N, N)))
+    assert sum(work.times * work.operations for work in works) == 7 * 2 * N**3
+
+
+def test_scores_of_attention_are_known_and_can_be_left_out():
+    def attend(q, k, v):
+        scores = jnp.einsum("bhtd,bhsd->bhts", q, k)
+        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
+
+    program = read(attend, *[(2, 3, 64, 8)] * 3)
+    scores = 4 * 2 * 3 * 64 * 64
+    with_scores, without = (
+        sum(work.num_bytes for work in work_of(program, fused_attention=fused))
+        for fused in (False, True)
+    )
+    assert with_scores - without == 2 * scores  # written once, read once
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "size"),
+    [
+        ((8, 128), 4, 4096),
+        ((50257, 192), 4, 50304 * 192 * 4),  # the long side lies along the lanes
+        ((12, 192, 12, 64), 4, 12 * 256 * 12 * 64 * 4),
+        ((100,), 4, 400),
+        ((0, 5), 4, 0),
+    ],
+)
+def test_arrays_on_a_tpu_lie_in_tiles(shape, width, size):
+    assert tiled_size(shape, width) == pytest.approx(size)

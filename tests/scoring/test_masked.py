@@ -1,0 +1,353 @@
+"""Hidden tokens, LAMBADA and WikiText of masked models against one forward pass at a time."""
+
+import functools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
+from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.scoring import lambada, place_reader, tasks, wikitext
+from MaxText.scoring.lambada import Passage
+from MaxText.scoring.masked_scorer import MaskedScorer
+from MaxText.scoring.masked_text import (
+    Masked,
+    MaskIds,
+    hide_each,
+    hide_word,
+    mask_ids,
+    without_cls,
+)
+from tests.scoring.small_trained import tiny_trained
+from tests.small_models import some_quick
+
+VOCAB, WINDOW = 64, 16
+MASK, CLS, BOS = VOCAB - 1, VOCAB - 2, VOCAB - 3
+NUM_LETTERS = VOCAB - 3
+KEYS = {"mlm_training": True, "mlm_mask_id": MASK, "mlm_cls_token_id": CLS}
+_FIRST_LETTER = 0x100
+
+
+def letters(ids):
+    """The text of ids: a letter for each."""
+    return "".join(chr(_FIRST_LETTER + int(i)) for i in ids)
+
+
+class Letters:
+    """A tokenizer that gives each letter an id and leaves white space out, as WordPiece does."""
+
+    def __init__(self, mask_id=None):
+        self.entry = TokenizerEntry(origin="test", sha256="", vocab_size=VOCAB, mask_id=mask_id)
+
+    def encode(self, texts):
+        return [
+            np.array([ord(letter) - _FIRST_LETTER for letter in text if not letter.isspace()], int)
+            for text in texts
+        ]
+
+
+def tokenizer_of(*prefix, mask_id=None):
+    tokenizer: object = Letters(mask_id)
+    return ModelTokenizer(tokenizer, prefix, (), Path("letters"))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tiny_trained(**KEYS, base_num_decoder_layers=1)
+
+
+@functools.cache
+def forward(model):
+    return jax.jit(lambda params, tokens: model.merge(params)(Batch(tokens, None, None)))
+
+
+def slow_log_p(trained, ids, hidden, cls: int | None = CLS):
+    """log p [C, V] at the hidden places: one sequence, no padding, float64 on the host."""
+    before = [] if cls is None else [cls]
+    read = [MASK if place in hidden else i for place, i in enumerate(ids)]
+    tokens = np.array([[*before, *read]], np.int32)
+    logits = np.asarray(forward(trained.model)(trained.params, tokens)[0], np.float64)
+    logits = logits[[len(before) + place for place in hidden]]
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def random_ids(count, seed):
+    return np.random.default_rng(seed).integers(0, NUM_LETTERS, count)
+
+
+# Hidden tokens
+
+
+@pytest.fixture(scope="module")
+def local_and_linear():
+    """With learned positions."""
+    return tiny_trained(
+        "gpt_neo",
+        attention_types=[[["linear", "local"], 1]],
+        sliding_window_size=4,
+        base_num_decoder_layers=2,
+        **KEYS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "cls"),
+    some_quick([("trained", None), ("trained", CLS), ("local_and_linear", CLS)], 3),
+)
+def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request):
+    trained = request.getfixturevalue(model)
+    asked = []
+    for seed, (length, hidden) in enumerate([(7, [6]), (7, [0, 3, 6]), (15, [1, 14])]):
+        asked += [Masked(random_ids(length, seed).astype(np.int32), hidden)] * 2
+    scorer = MaskedScorer(trained, MaskIds(MASK, cls))
+    assert scorer.window == WINDOW - (cls is not None)
+    done = []
+    found = scorer.score(asked, lambda *numbers: done.append(numbers))
+    assert done[-1] == (6, 6)
+    for (ids, hidden), score in zip(asked, found, strict=True):
+        log_p = slow_log_p(trained, ids, hidden, cls)
+        wanted = log_p[np.arange(len(hidden)), ids[list(hidden)]]
+        np.testing.assert_allclose(score.log_probabilities_C, wanted, rtol=1e-5, atol=1e-4)
+        likeliest = log_p.argmax(axis=-1) == ids[list(hidden)]
+        np.testing.assert_array_equal(score.likeliest_C, likeliest)
+
+
+def test_what_is_hidden_is_not_seen_and_what_follows_is(trained):
+    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
+    ids = random_ids(9, 0).astype(np.int32)
+
+    def first(ids, target):
+        """log p of `target` at place 4, where 4 and 6 are hidden."""
+        ids = ids.copy()
+        ids[4] = target
+        return float(scorer.score([Masked(ids, (4, 6))])[0].log_probabilities_C[0])
+
+    other_hidden, other_later = ids.copy(), ids.copy()
+    other_hidden[6] = (ids[6] + 1) % NUM_LETTERS
+    other_later[8] = (ids[8] + 1) % NUM_LETTERS
+    assert first(other_hidden, 5) == first(ids, 5)
+    assert abs(first(other_later, 5) - first(ids, 5)) > 1e-3
+    total = sum(math.exp(first(ids, target)) for target in range(VOCAB))
+    assert total == pytest.approx(1, abs=1e-5)
+
+
+def test_only_masked_models_are_asked_for_hidden_tokens():
+    section = configure(dataset_type="synthetic").model
+    causal: Any = SimpleNamespace(model=SimpleNamespace(section=section))
+    with pytest.raises(UserError, match="this model is causal"):
+        MaskedScorer(causal, MaskIds(MASK, None))
+
+
+@given(st.integers(0, 40), st.integers(0, 2), st.integers(1, 12))
+def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, window):
+    ids = list(range(100, 100 + count))
+    texts = list(hide_each(ids, start, window))
+    assert [int(text.ids[place]) for text in texts for place in text.hidden] == ids[start:]
+    for text in texts:
+        (place,) = text.hidden
+        assert 0 <= place < len(text.ids) == min(window, count)
+        left = int(text.ids[0]) - 100
+        assert text.ids.tolist() == ids[left : left + len(text.ids)]
+
+
+def test_a_word_is_uncovered_from_its_beginning():
+    texts = list(hide_word([5, 6, 7, 8], 1))
+    assert [list(text.hidden) for text in texts] == [[1, 2, 3], [2, 3], [3]]
+    assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
+
+
+@pytest.mark.multi_device
+def test_the_same_scores_on_eight_devices(monkeypatch):
+    asked = [
+        Masked(random_ids(length, length).astype(np.int32), range(length // 2, length))
+        for length in range(1, 16)
+    ]
+    scorer = MaskedScorer(tiny_trained(base_num_kv_heads=4, **KEYS), MaskIds(MASK, CLS))
+    one = scorer.score(asked)
+    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 256)
+    mesh: dict[str, Any] = {f"ici_{axis}_parallelism": 2 for axis in ("data", "fsdp", "tensor")}
+    spread = tiny_trained(
+        base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **KEYS, **mesh
+    )
+    for a, b in zip(one, MaskedScorer(spread, scorer.ids).score(asked), strict=True):
+        np.testing.assert_allclose(
+            a.log_probabilities_C, b.log_probabilities_C, rtol=1e-5, atol=1e-5
+        )
+        np.testing.assert_array_equal(a.likeliest_C, b.likeliest_C)
+
+
+# Which ids
+
+
+def masking(**keys):
+    return configure(vocab_size=VOCAB, dataset_type="synthetic", mlm_training=True, **keys)
+
+
+def test_mask_and_cls_are_those_of_the_training():
+    of_tokenizer = tokenizer_of(mask_id=40)
+    assert mask_ids(masking(), of_tokenizer) == MaskIds(40, None)
+    assert mask_ids(masking(mlm_mask_id=3, mlm_cls_token_id=0), of_tokenizer) == MaskIds(3, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask_id", "message"),
+    [
+        ({}, None, r"that of letters has none .*Set mlm_mask_id to the id that hid tokens"),
+        ({}, VOCAB, rf"mask is id {VOCAB}, and the model has vocab_size={VOCAB} ids.*mlm_mask_id"),
+        ({"mlm_mask_id": 100}, 1, r"mask is id 100.*Set mlm_mask_id"),
+        ({"mlm_mask_id": 3, "mlm_cls_token_id": 64}, 1, r"CLS is id 64.*Set mlm_cls_token_id"),
+    ],
+)
+def test_masks_that_cannot_be(keys, mask_id, message):
+    with pytest.raises(UserError, match=message):
+        mask_ids(masking(**keys), tokenizer_of(mask_id=mask_id))
+
+
+def test_cls_begins_a_row_once():
+    assert without_cls(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
+    assert without_cls(tokenizer_of(BOS), CLS).prefix == (BOS,)
+    assert without_cls(tokenizer_of(CLS), None).prefix == (CLS,)
+
+
+# LAMBADA
+
+
+def slow_word(trained, ids, count):
+    """(log p of the last `count` ids one after the other, whether they are right at once)."""
+    places = range(len(ids) - count, len(ids))
+    total = 0.0
+    for place in places:
+        hidden = list(range(place, len(ids)))
+        total += slow_log_p(trained, ids, hidden)[0, ids[place]]
+    at_once = slow_log_p(trained, ids, list(places)).argmax(axis=-1)
+    return total, at_once.tolist() == [int(i) for i in ids[-count:]]
+
+
+def test_lambada_by_a_plain_loop(trained):
+    # Words of one to three tokens; the last passage is longer than the window. Few lengths: each is
+    # a program of its own in the loop.
+    shapes = [(5, 1, True), (4, 2, True), (4, 2, False), (3, 3, True), (20, 2, False)]
+    passages, wanted = [], []
+    for seed, (length, count, right) in enumerate(shapes):
+        context = random_ids(length, seed)
+        whole = [BOS, *context, *[0] * count]
+        whole = whole[-(WINDOW - 1) :]
+        word = slow_log_p(trained, whole, list(range(len(whole) - count, len(whole))))
+        word = word[:, :NUM_LETTERS].argmax(axis=-1)
+        if not right:
+            word[-1] = (word[-1] + 1) % NUM_LETTERS
+        whole[-count:] = word.tolist()
+        wanted.append(slow_word(trained, whole, count))
+        passages.append(Passage(letters(context), " " + letters(word)))
+    found = lambada.score_masked(
+        passages, "file", MaskedScorer(trained, MaskIds(MASK, CLS)), tokenizer_of(CLS, BOS)
+    )
+    log_p, right = zip(*wanted, strict=True)
+    assert set(right) == {True, False}
+    assert found.metrics["accuracy"] == pytest.approx(sum(right) / len(right))
+    share = sum(right) / len(right)
+    assert found.metrics["accuracy_standard_error"] == pytest.approx(
+        math.sqrt(share * (1 - share) / 4)
+    )
+    assert found.metrics["pseudo_perplexity"] == pytest.approx(math.exp(-np.mean(log_p)), rel=1e-4)
+    assert found.counts == {"passages": 5, "tokens": 1 + 2 + 2 + 3 + 2}
+
+
+def test_all_words_of_a_length_have_probability_one_together(trained):
+    # So it is a probability, which a sum with each token hidden alone is not.
+    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
+    context = random_ids(3, 7).tolist()
+    first, second = 5, range(VOCAB)
+    texts = [text for last in second for text in hide_word([*context, first, last], 3)]
+    scores = [float(score.log_probabilities_C[0]) for score in scorer.score(texts)]
+    of_words = np.add(scores[::2], scores[1::2])
+    assert np.exp(of_words).sum() == pytest.approx(math.exp(scores[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (" " + letters(range(16)), "lambada_path=file: the last word of passage 2, .* has 16 tok"),
+        (" \n", "of passage 2, .* has 0 tokens, and between 1 and 15 can be hidden"),
+    ],
+)
+def test_words_that_cannot_be_hidden(trained, word, message):
+    passages = [Passage(letters([1, 2]), " " + letters([3])), Passage(letters([1, 2]), word)]
+    with pytest.raises(UserError, match=message):
+        lambada.score_masked(
+            passages, "file", MaskedScorer(trained, MaskIds(MASK, CLS)), tokenizer_of()
+        )
+
+
+# WikiText
+
+
+def test_wikitext_by_a_plain_loop(trained):
+    window = WINDOW - 1
+    ids = random_ids(window + 6, 3).tolist()
+    pages = [" ".join([letters(ids[:4]), letters(ids[4:])]), letters([9, 8, 7, 6, 5, 4]) + " \n"]
+    found = wikitext.score_masked(
+        pages, "file", MaskedScorer(trained, MaskIds(MASK, CLS)), tokenizer_of(BOS)
+    )
+    total = 0.0
+    for text in (ids, [9, 8, 7, 6, 5, 4]):
+        whole = [BOS, *text]
+        for place in range(1, len(whole)):
+            # The first window is full; what lies behind it is read in the last one.
+            left = 0 if place < window else len(whole) - window
+            part = whole[left : left + window]
+            total += slow_log_p(trained, part, [place - left])[0, whole[place]]
+    num_tokens = len(ids) + 6
+    words = sum(map(wikitext.count_words, pages))
+    assert words == 2 + 2
+    assert found.counts == {"pages": 2, "words": words, "tokens": num_tokens}
+    assert found.metrics["word_pseudo_perplexity"] == pytest.approx(
+        math.exp(-total / words), rel=1e-4
+    )
+    assert found.metrics["token_pseudo_perplexity"] == pytest.approx(
+        math.exp(-total / num_tokens), rel=1e-5
+    )
+
+
+def test_pages_without_tokens(trained):
+    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
+    with pytest.raises(UserError, match="wikitext_path=file: the tokenizer of letters makes no"):
+        wikitext.score_masked(["\n"], "file", scorer, tokenizer_of(BOS))
+
+
+# Both
+
+
+def test_tasks_are_run_by_the_kind_of_model(trained, tmp_path):
+    text = f"{letters(range(6))} {letters([6])}\n"
+    (tmp_path / "l.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "w.raw").write_text(text, encoding="utf-8")
+    config = configure(
+        **KEYS,
+        vocab_size=VOCAB,
+        dataset_type="synthetic",
+        eval_tasks=["lambada", "wikitext"],
+        lambada_path=str(tmp_path / "l.txt"),
+        wikitext_path=str(tmp_path / "w.raw"),
+    )
+    shown = []
+    of_lambada, of_wikitext = tasks.run_tasks(
+        tasks.read_tasks(config), trained, tokenizer_of(), config, shown.append
+    )
+    assert list(of_lambada.metrics) == ["accuracy", "pseudo_perplexity"]
+    assert list(of_wikitext.metrics) == ["word_pseudo_perplexity", "token_pseudo_perplexity"]
+    assert of_lambada.metrics["pseudo_perplexity"] == pytest.approx(
+        math.exp(-slow_log_p(trained, range(7), [6])[0, 6]), rel=1e-4
+    )
+    assert "word pseudo perplexity" in "\n".join(shown)

@@ -1,0 +1,79 @@
+"""A training loop as train.py has it, with an update that costs nothing. Run by test_ends.py.
+
+Arguments: folder, heartbeat_timeout, then process:step:what for what goes wrong, where `what` is
+raise, mistake, hang, kill or freeze.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from MaxText import exit_codes
+from MaxText.errors import UserError
+from MaxText.parallelism import processes, start_up
+from MaxText.parallelism.preemption import StopSignal
+from MaxText.parallelism.watchdog import Watchdog
+
+
+def go_wrong(what: str) -> None:
+    time.sleep(1.0)  # until the status file says where
+    if what == "raise":
+        raise ValueError("a mistake of ours")
+    if what == "mistake":
+        raise UserError("a mistake of the user")
+    if what == "hang":
+        time.sleep(1000)
+    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+
+def main() -> int:
+    folder, timeout, *wrong = sys.argv[1:]
+    stop = StopSignal.install()
+    for line in start_up.connect("cpu", float(timeout)):
+        print(line, flush=True)
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    devices = start_up.find_devices("cpu")
+    print("devices", len(devices))
+    start_up.check_alike({"run_name": "loop", "dataset_path": str(os.getpid())})
+    us = jax.process_index()
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(devices), ("data",)), jax.sharding.PartitionSpec("data")
+    )
+    update = jax.jit(lambda x: x.sum())
+    with Watchdog(folder, float(timeout), us, jax.process_count()) as watchdog:
+        try:
+            watchdog.enter("compile")
+            multihost_utils.sync_global_devices("compiled")
+            for step in range(2000):
+                watchdog.enter("data", step)
+                for fault in wrong:
+                    process, at, what = fault.split(":")
+                    if (us, step) == (int(process), int(at)):
+                        go_wrong(what)
+                mine = np.ones(jax.local_device_count(), np.float32)
+                batch = jax.make_array_from_process_local_data(sharding, mine)
+                watchdog.enter("step", step)
+                total = float(update(batch))
+                print(f"step {step}: {total:g}", flush=True)
+                time.sleep(0.01)
+                if stop.requested(step):
+                    print("saving after", step, flush=True)
+                    return exit_codes.PREEMPTED
+                if not wrong and step == 100 and timeout == "100":
+                    break
+        except BaseException as error:
+            processes.fail(error, watchdog)
+            raise
+        processes.leave()
+    if us == 0:
+        time.sleep(2)  # a tracker that takes its time
+    print("done", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""How two processes of a run end: together, asked to, or when one of them is gone or stuck."""
+
+import signal
+
+import pytest
+
+from MaxText import exit_codes
+from tests.several_processes.group import LONGEST_SECONDS, started
+
+LOOP = ("-m", "tests.several_processes.loop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["nodes", "slurm", "mpi"])
+def test_a_run_that_goes_well_waits_for_no_tracker(launcher, tmp_path):
+    with started([*LOOP, str(tmp_path), "100"], tmp_path, launcher=launcher) as group:
+        assert group.codes() == [0, 0]
+        assert "process 1 of 2" in group.output(1)
+        assert "step 100: 2" in group.output(0)
+
+
+def test_a_notice_to_one_stops_all_after_the_same_update(tmp_path):
+    with started([*LOOP, str(tmp_path), "60"], tmp_path) as group:
+        group.wait_for(1, "step 3:")
+        group.processes[1].send_signal(signal.SIGTERM)
+        assert group.codes() == [exit_codes.PREEMPTED] * 2
+        ends = {group.output(process).strip().splitlines()[-1] for process in range(2)}
+    assert len(ends) == 1
+    assert ends.pop().startswith("saving after")
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("kill", -signal.SIGKILL),
+        pytest.param("raise", 1, marks=pytest.mark.slow),
+        pytest.param("mistake", 2, marks=pytest.mark.slow),
+        pytest.param("hang", exit_codes.STUCK, marks=pytest.mark.slow),
+    ],
+)
+def test_one_gone_or_stuck_ends_the_other(what, code, tmp_path):
+    with started([*LOOP, str(tmp_path), "8", f"1:5:{what}"], tmp_path) as group:
+        assert group.codes() == [exit_codes.STUCK, code]
+        survivor, other = group.output(0), group.output(1)
+    assert "slowest: process 1, last seen in data of step 5" in survivor
+    if what == "raise":
+        assert "ValueError: a mistake of ours" in other
+        assert "failed: ValueError" in survivor
+    if what == "mistake":
+        assert "error: a mistake of the user\n" in other
+        assert "Traceback" not in other
+    if what == "kill":
+        assert "gone or frozen" in survivor
+    if what == "hang":
+        assert "has made no progress" in other
+        assert "in go_wrong" in other
+
+
+@pytest.mark.slow
+def test_one_that_is_frozen_is_named_by_the_other(tmp_path):
+    with started([*LOOP, str(tmp_path), "5", "1:5:freeze"], tmp_path) as group:
+        assert group.processes[0].wait(LONGEST_SECONDS) == exit_codes.STUCK
+        survivor = group.output(0)
+        group.processes[1].kill()
+    assert "slowest: process 1, last seen in data of step 5" in survivor
+    assert "gone or frozen" in survivor
+    assert "Thread" in survivor  # stacks
