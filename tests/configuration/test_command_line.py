@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -126,18 +125,14 @@ finally:
     heavy = {{"jax", "jaxlib", "numpy", "flax", "grain", "orbax"}}
     print(json.dumps(sorted(heavy & set(sys.modules))))
 """
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
     )
-    seconds = time.perf_counter() - start
     assert done.returncode == 2
     assert json.loads(done.stdout) == []
     assert "lerning_rate: unknown key" in done.stderr
     assert "nearest:  learning_rate" in done.stderr
     assert "Traceback" not in done.stderr
-    # 0.3 s on an idle core; the bound leaves room for a busy one.
-    assert seconds < 3
 
 
 def test_a_data_set_without_its_key_is_told_how_to_be_named(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """When steps are reported, and what their seconds count."""
 
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.monitoring import step_log
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.peak_flops import PeakFlops
@@ -17,14 +19,27 @@ from MaxText.monitoring.step_log import StepLog
 from tests.small_models import tiny_config, trainer
 
 
+class Clock:
+    """Seconds that pass where a test lets them, and a nanosecond with each look at it."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        self.pass_(1e-9)
+        return self.now
+
+    def pass_(self, seconds):
+        self.now += max(0.0, seconds)
+
+
 class SlowScalar:
     """A device scalar that becomes ready after some time, as a step's do."""
 
-    def __init__(self, value, seconds):
-        self.value, self.ready_at = value, time.perf_counter() + seconds
+    def __init__(self, clock, value, seconds):
+        self.clock, self.value, self.ready_at = clock, value, clock.now + seconds
 
     def block_until_ready(self):
-        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        self.clock.pass_(self.ready_at - self.clock.now)
         return self
 
     def __array__(self, dtype=None, copy=None):
@@ -32,14 +47,27 @@ class SlowScalar:
         return np.asarray(self.value, dtype)
 
     def is_ready(self):
-        return time.perf_counter() >= self.ready_at
+        return self.clock.now >= self.ready_at
 
     def __float__(self):
         return float(self.__array__())
 
 
-def metrics(loss, seconds=0.0):
-    return {"loss": SlowScalar(loss, seconds), "lm_loss": jnp.float32(loss), "total_weights": 1.0}
+@pytest.fixture(name="clock")
+def own_clock(monkeypatch):
+    clock = Clock()
+    own = SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
+    monkeypatch.setattr(step_log, "time", own)
+    return clock
+
+
+@pytest.fixture
+def metrics(clock):
+    def metrics(loss, seconds=0.0):
+        slow = SlowScalar(clock, loss, seconds)
+        return {"loss": slow, "lm_loss": jnp.float32(loss), "total_weights": 1.0}
+
+    return metrics
 
 
 class Kept:
@@ -76,7 +104,7 @@ def start():
     return start
 
 
-def test_a_step_is_reported_when_the_next_is_handed_over(start):
+def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
     log, events = start(period=1, last_step=3)
     log.add(0, metrics(3.0))
     assert not events
@@ -86,7 +114,7 @@ def test_a_step_is_reported_when_the_next_is_handed_over(start):
     assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
 
 
-def test_only_every_period_and_the_last_step_are_reported(start):
+def test_only_every_period_and_the_last_step_are_reported(start, metrics):
     log, events = start(period=4, last_step=6)
     for step in range(7):
         log.add(step, metrics(1.0))
@@ -94,35 +122,35 @@ def test_only_every_period_and_the_last_step_are_reported(start):
     assert [event.step for event in events] == [0, 4, 6]
 
 
-def test_a_pause_does_not_swallow_the_step_that_is_still_running(start):
+def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics, clock):
     log, events = start(period=2, last_step=2)
     log.add(0, metrics(1.0))
     log.add(1, metrics(1.0, seconds=0.4))
     with log.paused():
-        time.sleep(0.3)
+        clock.pass_(0.3)
     log.add(2, metrics(1.0))
     log.flush()
-    # Steps 1 and 2 took at least 0.4 seconds together, most of it while the pause began.
-    assert events[-1].report.seconds > 0.19
-    assert (events[-1].facts["updates"], events[-1].seconds > 0.39) == (2, True)
+    # The 0.4 seconds of step 1 are counted, though they passed when the pause began.
+    assert events[-1].facts["updates"] == 2
+    assert events[-1].seconds == pytest.approx(0.4)
+    assert events[-1].report.seconds == pytest.approx(0.2)
 
 
-def test_waiting_counts_where_the_devices_have_nothing_to_do(start):
+def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clock):
     log, events = start(period=1, last_step=3)
     log.add(0, metrics(1.0))
     with log.waiting_for_data():
-        time.sleep(0.2)
+        clock.pass_(0.2)
     log.add(1, metrics(1.0, seconds=0.3))
     with log.waiting_for_data():
-        time.sleep(0.05)  # hidden behind the step that is still running
+        clock.pass_(0.05)  # hidden behind the step that is still running
     log.add(2, metrics(1.0))
     log.flush()
-    waited = [event.facts["data_seconds"] for event in events]
-    assert 0.19 < waited[0] <= events[0].seconds
-    assert waited[1:] == [0, 0]
+    assert [event.facts["data_seconds"] for event in events] == pytest.approx([0.2, 0, 0], abs=1e-6)
+    assert [event.seconds for event in events] == pytest.approx([0.2, 0.3, 0], abs=1e-6)
 
 
-def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(start):
+def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(start, metrics):
     log, events = start(period=1, last_step=3)
     for step in range(3):
         log.add(step, metrics(1.0))
@@ -133,7 +161,7 @@ def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(star
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_stops_also_between_reports(start, loss):
+def test_a_loss_that_is_not_finite_stops_also_between_reports(start, metrics, loss):
     log, events = start(period=10, last_step=20)
     log.add(1, metrics(loss))
     with pytest.raises(Diverged):
@@ -145,7 +173,7 @@ def test_a_loss_that_is_not_finite_stops_also_between_reports(start, loss):
     allowed.complete()
 
 
-def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(start):
+def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(start, metrics):
     log, events = start(period=4, last_step=20)
     assert log.newest_step is None
     log.complete()
