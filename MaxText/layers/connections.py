@@ -356,9 +356,7 @@ product_of_normalized.defvjp(_product_of_normalized, _product_of_normalized_back
 
 
 def _float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    return jnp.einsum(
-        subscripts, a, b, precision=precision, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _rounded(width: int, rounding: str) -> int:

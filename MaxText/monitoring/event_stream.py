@@ -168,9 +168,10 @@ def open_stream(
         return EventStream([terminal])
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
-    if monitoring.enable_wandb:
+    if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
         # First, as it is the one that may refuse.
-        sinks.append(WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step))
+        wandb = WeightsAndBiases(monitoring, folder, run_name, config_flat, first_step)
+        sinks.append(Background(wandb, "Weights & Biases", remedy=wandb.remedy))
     events = EventFile(folder, first_step, first_evaluation=first_evaluation)
     sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
     if monitoring.enable_tensorboard:

@@ -9,7 +9,7 @@ from etils import epath
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.loader import BatchIterator, EvalBatches
+from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring.cost import model_cost

@@ -18,7 +18,8 @@ from MaxText.errors import UserError
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.batch import Batch
-from MaxText.input_pipeline.loader import EvalBatches, eval_loader
+from MaxText.input_pipeline.batch_iterators import EvalBatches
+from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.retrying import Incidents, Retrying
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.input_pipeline.rows.mixture import Source

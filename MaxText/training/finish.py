@@ -6,7 +6,7 @@ import jax
 from etils import epath
 
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.loader import BatchIterator
+from MaxText.input_pipeline.batch_iterators import BatchIterator
 from MaxText.layers.model import Model
 from MaxText.monitoring.records import Records
 from MaxText.parallelism.mesh import Layout

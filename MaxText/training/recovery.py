@@ -21,7 +21,7 @@ from MaxText.checkpointing.starting_data import standing_rewinds
 from MaxText.checkpointing.starting_point import Start, on_all_processes
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
-from MaxText.input_pipeline.loader import BatchIterator
+from MaxText.input_pipeline.batch_iterators import BatchIterator
 from MaxText.monitoring.event_stream import EventStream
 
 # What is compared to say what rose before an update went wrong: medians over so many updates right

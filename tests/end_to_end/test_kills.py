@@ -35,13 +35,14 @@ def test_twenty_kills(attack, undisturbed):
 
 
 @pytest.mark.slow
-def test_kills_of_two_processes(tmp_path):
+@pytest.mark.parametrize(("processes", "count"), [(2, 6), (4, 3)])
+def test_kills_of_one_of_several_processes(tmp_path, processes, count):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    attack = kills.Attack(tmp_path / "two", environment | {"JAX_PLATFORMS": "cpu"}, 3, processes=2)
+    attack = kills.Attack(tmp_path / "kills", environment | {"JAX_PLATFORMS": "cpu"}, 3, processes)
     expected = attack.undisturbed()
-    events = list(attack.killed(6))
+    events = list(attack.killed(count))
     killed = [event for event in events if isinstance(event, kills.Kill)]
-    assert len(killed) == 6
+    assert len(killed) == count
     assert any(each.last_step is not None for each in killed)
     assert {each.how for each in killed} == {"SIGKILL", "SIGSTOP"}
     for event in events:
@@ -70,8 +71,39 @@ def test_sigterm_saves_and_the_same_command_goes_on(attack, undisturbed, step):
     assert kills.differences(attack.folder(run_name), undisturbed) == []
 
 
-def test_the_comparison_sees_what_differs(attack, undisturbed, tmp_path):
+def test_sigterm_ends_a_wait_for_data(attack, tmp_path):
+    def start(*arguments):
+        return kills.Run(attack.command("waited", *arguments), attack.environment)
 
+    always = [
+        f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry_seconds=1000",
+        "learning_rate_schedule_steps=60", "checkpoint_period=1000000",
+    ]  # fmt: skip
+    run = start(*always, "steps=1000000")
+    assert run.wait_for(lambda: (run.last_step or 0) >= 3)
+    files = sorted((tmp_path / "data").rglob("train/tokens*"))
+    contents = [file.read_bytes() for file in files]
+    for file in files:
+        file.write_bytes(b"")
+    assert run.wait_for(lambda: "could not be read" in run.output), run.output
+    run.send(signal.SIGTERM)
+    assert run.end() == exit_codes.PREEMPTED, run.output
+    assert "Traceback" not in run.output
+    stopped_at = run.last_step
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+
+    again = start(*always, f"steps={stopped_at + 6}")
+    assert again.end() == 0, again.output
+    folder = attack.folder("waited")
+    steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(stopped_at + 6))
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    (resumed,) = [row for row in events if row["event"] == "resume"]
+    assert resumed["step"] == stopped_at + 1
+
+
+def test_the_comparison_sees_what_differs(attack, undisturbed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(undisturbed, folder)
     assert kills.differences(folder, undisturbed) == []

@@ -17,8 +17,10 @@ from etils import epath
 
 from MaxText.configuration.training_sections import Monitoring
 from MaxText.errors import UserError
+from MaxText.monitoring.event_stream import open_stream
 from MaxText.monitoring.events import Event
-from MaxText.monitoring.sinks import weights_and_biases
+from MaxText.monitoring.sinks import background
+from MaxText.monitoring.sinks.background import Background
 from MaxText.monitoring.sinks.event_file import EventFile
 from MaxText.monitoring.sinks.offline_history import RowNumbers, history_steps, records
 from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
@@ -32,7 +34,9 @@ import os, pathlib, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from etils import epath
 from MaxText.configuration.training_sections import Monitoring
+from MaxText.monitoring.event_stream import open_stream
 from MaxText.monitoring.events import Event
+from MaxText.monitoring.sinks.background import Background
 from MaxText.monitoring.sinks.event_file import EventFile
 from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
 
@@ -42,7 +46,8 @@ files = pathlib.Path(folder / "wandb")
 size = lambda: sum(file.stat().st_size for file in files.glob("offline-run-*/*.wandb"))
 before = size()
 config = {"steps": end, "mlp_activations": ("silu", "linear"), "decoder_block": "llama2"}
-sinks = [WeightsAndBiases(monitoring, folder, "tiny", config, first), EventFile(folder, first)]
+wandb = WeightsAndBiases(monitoring, folder, "tiny", config, first)
+sinks = [Background(wandb, "Weights & Biases"), EventFile(folder, first)]
 
 def emit(kind, step, **facts):
     for sink in sinks:
@@ -216,9 +221,22 @@ def server(monkeypatch):
     return server
 
 
+class Kept:
+    """A terminal that nobody looks at."""
+
+    def write(self, event):
+        pass
+
+    def flush(self):
+        pass
+
+    close = flush
+
+
 def sink(folder, first_step=0, **keys):
     monitoring = Monitoring(enable_wandb=True, **keys)
-    return WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+    wandb = WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+    return Background(wandb, "Weights & Biases", remedy=wandb.remedy)
 
 
 def step(number, loss=2.0):
@@ -376,7 +394,7 @@ def test_a_failure_is_one_line_and_the_run_goes_on(tmp_path, server, capsys):
 
 
 def test_the_end_of_a_run_waits_for_so_long_only(tmp_path, server, monkeypatch, capsys):
-    monkeypatch.setattr(weights_and_biases, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(background, "SECONDS_TO_CLOSE", 0.05)
     server.finishing.clear()
     run = sink(tmp_path)
     run.write(Event("stop", 1.8e9, facts={"reason": "completed"}))
@@ -384,7 +402,7 @@ def test_the_end_of_a_run_waits_for_so_long_only(tmp_path, server, monkeypatch, 
     assert "still busy" in capsys.readouterr().err
     server.finishing.set()
     for thread in threading.enumerate():
-        if thread.name == "wandb":
+        if thread.name == "Weights & Biases":
             thread.join()
     assert server.exit_code == 0
 
@@ -401,10 +419,10 @@ def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
         sink(tmp_path)
 
 
-def test_disabled_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])  # not even the package is needed
-    run = sink(tmp_path, wandb_mode="disabled")
-    run.write(step(0))
-    run.flush()
-    run.close()
-    assert not list(tmp_path.iterdir())
+def test_disabled_does_nothing(tmp_path, server):
+    monitoring = Monitoring(enable_wandb=True, wandb_mode="disabled", enable_tensorboard=False)
+    stream = open_stream(tmp_path, monitoring, "tiny", {}, first_step=0, terminal=Kept())
+    stream.emit("stop", reason="completed")
+    stream.close()
+    assert not server.arguments
+    assert not list(tmp_path.glob("wandb*"))

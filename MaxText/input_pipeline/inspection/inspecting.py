@@ -9,6 +9,7 @@ import numpy as np
 from MaxText.configuration.data_sections import Preparation
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
+from MaxText.input_pipeline.batch_iterators import BatchIterator
 from MaxText.input_pipeline.inspection import report as inspection_report
 from MaxText.input_pipeline.inspection.data_statistics import (
     document_lengths,
@@ -17,7 +18,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
     window_origin,
 )
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
-from MaxText.input_pipeline.loader import BatchIterator, train_loader
+from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.rows.batch_plan import plan_batches
 from MaxText.input_pipeline.sources import OpenedSource

@@ -22,16 +22,20 @@ class Background:
     When as many events wait as may, later ones are left out there, which is told once too.
     """
 
-    def __init__(self, sink: Sink, name: str, most_waiting: int = _MOST_WAITING):
+    def __init__(
+        self, sink: Sink, name: str, *, remedy: str = "", most_waiting: int = _MOST_WAITING
+    ):
         """Starts the thread.
 
         Args:
           sink: used by the thread alone.
           name: of it, for messages.
+          remedy: what brings it the events that it did not get, for messages.
           most_waiting: events that may wait for it.
         """
         self._sink = sink
         self._name = name
+        self._remedy = f"; {remedy}" if remedy else ""
         self._most = most_waiting
         self._waiting: collections.deque[Event | str] = collections.deque()
         self._ends = self._given_up = self._left_out = False
@@ -111,5 +115,5 @@ class Background:
         if is_first:
             sys.stderr.write(
                 f"warning: {self._name} gets nothing more: {why.rstrip('.')}. Training and its "
-                "other records go on.\n"
+                f"other records go on{self._remedy}.\n"
             )

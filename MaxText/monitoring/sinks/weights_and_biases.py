@@ -1,7 +1,7 @@
 """Weights & Biases: the numbers of a run under one id, over all its restarts.
 
-W&B is never worth a run: its package is imported, connects and uploads in a thread of its own, and
-what goes wrong there becomes one line on stderr.
+W&B is never worth a run: its package is imported, connects and uploads in the thread of the
+`Background` that the sink stands behind.
 
 events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which row it lacks
 first: the server when online, the files on this machine when offline. Steps from there to the
@@ -14,14 +14,11 @@ configuration, the steps that it does another time are further rows: W&B has bot
 being the valid one (offline_history.RowNumbers).
 """
 
+import functools
 import importlib.util
 import json
 import pathlib
-import queue
 import secrets
-import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +29,6 @@ from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE, Event
 from MaxText.monitoring.json_lines import stream_rows
 from MaxText.monitoring.sinks.offline_history import RowNumbers, next_step
-from MaxText.parallelism import processes
 
 # Where the id stands: {"id": text, "last_step": newest step handed to W&B, or null, "shifts": see
 # RowNumbers, "rewinds": number of the newest rewind that W&B's rows know of}.
@@ -45,14 +41,6 @@ _AXIS = "step"
 
 _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
-# The longest that the end of a run waits. Longer than either, so that W&B can say what is wrong.
-_CLOSE_SECONDS = 60.0
-# Events that may wait, for the connection above all.
-_MOST_WAITING = 10_000
-
-# What the thread is asked to do beside taking events.
-_FLUSH = "flush"
-_CLOSE = "close"
 
 
 class WeightsAndBiases:
@@ -66,7 +54,7 @@ class WeightsAndBiases:
         config_flat: Mapping[str, Any],
         first_step: int,
     ):
-        """Starts the thread; returns at once.
+        """Connects to nothing yet.
 
         Args:
           monitoring: the keys wandb_*.
@@ -78,16 +66,6 @@ class WeightsAndBiases:
         Raises:
           UserError: the package wandb is not installed.
         """
-        self._monitoring = monitoring
-        self._folder = epath.Path(run_folder)
-        self._run_name = run_name
-        self._config = dict(config_flat)
-        self._first_step = first_step
-        self._tasks: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._given_up = self._left_out = False
-        if monitoring.wandb_mode == "disabled":
-            return
         package = importlib.util.find_spec("wandb")
         # A folder named wandb, such as W&B itself makes, looks like a package without an origin.
         if package is None or package.origin is None:
@@ -95,107 +73,93 @@ class WeightsAndBiases:
                 "enable_wandb=true needs the package wandb, which is not installed. Run: "
                 "pip install '.[wandb]'"
             )
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
+        self._monitoring = monitoring
+        self._folder = epath.Path(run_folder)
+        self._run_name = run_name
+        self._config = dict(config_flat)
+        self._first_step = first_step
+        self._exit_code = 1  # unless the run says that it was completed
+
+    @property
+    def remedy(self) -> str:
+        """What brings the numbers to W&B that it did not get."""
+        return (
+            "a restart of the unfinished run sends what W&B lacks, and `wandb sync` what is in "
+            f"{self._local_folder() / 'wandb'}"
+        )
 
     def write(self, event: Event) -> None:
-        """Takes an event, for the thread to send."""
-        self._ask(event)
+        """Sends an event."""
+        run, state = self._run, self._kept
+        if event.kind in ("start", "resume"):
+            run.summary.update(_scalars(event.facts))
+        elif event.kind in _ROWS and event.step is not None:
+            if event.step >= self._numbers.lacking:
+                self._log(event.step, event.facts, event.time)
+                is_first, state["last_step"] = state["last_step"] is None, event.step
+                if is_first:
+                    self._save(state)
+        elif event.kind == "rewind":
+            self._go_back(event.facts)
+        elif event.kind == "config_change":
+            self._numbers.begin_again(self._first_step)
+            self._save(state)
+        elif event.kind == "stop":
+            reason = event.facts.get("reason")
+            run.summary["stop"] = reason
+            self._exit_code = 0 if reason == "completed" else 1
 
     def flush(self) -> None:
-        """Notes in wandb.json how far the run is, without waiting for it."""
-        self._ask(_FLUSH)
-
-    def end(self) -> None:
-        """Asks for the end of the run in W&B, without waiting for it."""
-        self._ask(_CLOSE)
-
-    def wait(self, until: float) -> None:
-        """Waits for the upload after `end`; `until` of time.monotonic."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            began = time.monotonic()
-            thread.join(max(0.0, until - began))
-            if thread.is_alive():
-                processes.leave_behind()
-                self._give_up(
-                    f"still busy {time.monotonic() - began:.0f} s after the end of the run"
-                )
+        """Notes in wandb.json how far the run is."""
+        self._save(self._kept)
 
     def close(self) -> None:
-        """Ends the run in W&B and waits for the upload, a minute at most. Safe to call twice."""
-        self.end()
-        self.wait(time.monotonic() + _CLOSE_SECONDS)
+        """Ends the run in W&B and waits for the upload."""
+        run = self._run
+        self._save(self._kept)
+        run.finish(exit_code=self._exit_code)
 
-    def _ask(self, task: Event | str) -> None:
-        # A thread that has given up takes nothing more, and what waited for it would pile up.
-        if self._thread is None or not self._thread.is_alive():
-            return
-        may_go = isinstance(task, Event) and task.kind in _ROWS
-        if self._tasks.qsize() < _MOST_WAITING or not may_go:
-            self._tasks.put(task)
-        elif not self._left_out:
-            self._left_out = True
-            sys.stderr.write(
-                "warning: Weights & Biases is slower than the run: rows are left out there. "
-                "events.jsonl has all of them.\n"
-            )
+    @functools.cached_property
+    def _kept(self) -> dict[str, Any]:
+        """What wandb.json holds."""
+        return self._state()
 
-    def _work(self) -> None:
-        """The thread, from the import to the end of the upload."""
-        try:
-            self._report()
-        except Exception as error:  # Any failure of W&B ends reporting, none ends the run.
-            self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+    @functools.cached_property
+    def _numbers(self) -> RowNumbers:
+        """Which rows of W&B's are which steps."""
+        if self._monitoring.wandb_mode == "online":
+            next_row = self._connection.starting_step
+        else:
+            next_row = next_step(self._local_folder() / "wandb", self._kept["id"])
+        return RowNumbers(self._kept["shifts"], next_row)
 
-    def _report(self) -> None:
-        state = self._state()
-        run = self._begin(state["id"])
+    @functools.cached_property
+    def _connection(self) -> Any:
+        run = self._begin(self._kept["id"])
         run.define_metric(_AXIS)
         run.define_metric("*", step_metric=_AXIS)
-        if self._monitoring.wandb_mode == "online":
-            next_row = run.starting_step
-        else:
-            next_row = next_step(self._local_folder() / "wandb", state["id"])
-        numbers = RowNumbers(state["shifts"], next_row)
+        return run
 
-        def log(step: int, facts: Mapping[str, Any], at: float) -> None:
-            run.log(_history(step, facts, at), step=numbers.row(step))
-
-        def go_back(rewind: Mapping[str, Any]) -> None:
-            # One without a number is from before they had any, and was dealt with then.
-            if rewind.get("number", 0) > state["rewinds"]:
-                state["rewinds"] = rewind["number"]
-                numbers.begin_again(rewind["to"])
-                self._save(state)
-
+    @functools.cached_property
+    def _run(self) -> Any:
+        """The run in W&B, which has been sent what it lacked of earlier attempts."""
+        run = self._connection
         rewinds = self._rewinds_before_restart()
         for rewind in rewinds:
-            go_back(rewind)
-        for row in self._rows_before_restart(numbers.lacking, rewinds):
-            log(row["step"], row, row["time"])
-        exit_code = 1  # unless the run says that it was completed
-        while (task := self._tasks.get()) is not _CLOSE:
-            if not isinstance(task, Event):
-                self._save(state)
-            elif task.kind in ("start", "resume"):
-                run.summary.update(_scalars(task.facts))
-            elif task.kind in _ROWS and task.step is not None and task.step >= numbers.lacking:
-                log(task.step, task.facts, task.time)
-                first, state["last_step"] = state["last_step"] is None, task.step
-                if first:
-                    self._save(state)
-            elif task.kind == "rewind":
-                go_back(task.facts)
-            elif task.kind == "config_change":
-                numbers.begin_again(self._first_step)
-                self._save(state)
-            elif task.kind == "stop":
-                reason = task.facts.get("reason")
-                run.summary["stop"] = reason
-                exit_code = 0 if reason == "completed" else 1
-        self._save(state)
-        run.finish(exit_code=exit_code)
+            self._go_back(rewind)
+        for row in self._rows_before_restart(self._numbers.lacking, rewinds):
+            self._log(row["step"], row, row["time"])
+        return run
+
+    def _log(self, step: int, facts: Mapping[str, Any], at: float) -> None:
+        self._connection.log(_history(step, facts, at), step=self._numbers.row(step))
+
+    def _go_back(self, rewind: Mapping[str, Any]) -> None:
+        # One without a number is from before they had any, and was dealt with then.
+        if rewind.get("number", 0) > self._kept["rewinds"]:
+            self._kept["rewinds"] = rewind["number"]
+            self._numbers.begin_again(rewind["to"])
+            self._save(self._kept)
 
     def _begin(self, run_id: str) -> Any:
         """Imports W&B and creates or continues the run there."""
@@ -271,16 +235,6 @@ class WeightsAndBiases:
                 )
                 if all(stands):
                     yield row
-
-    def _give_up(self, why: str) -> None:
-        """Says once why W&B gets nothing more."""
-        if not self._given_up:
-            self._given_up = True
-            sys.stderr.write(
-                f"warning: Weights & Biases gets nothing more: {why.rstrip('.')}. Training and its "
-                "other records go on; a restart of the unfinished run sends what W&B lacks, and "
-                f"`wandb sync` what is in {self._local_folder() / 'wandb'}\n"
-            )
 
 
 def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
