@@ -1,6 +1,5 @@
 """Compares configurations under one budget: python MaxText/compare.py A.yml B.yml match=params"""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from MaxText import exit_codes
 from MaxText.comparison import request
 from MaxText.comparison.comparing import compare
 from MaxText.configuration import command_line
-from MaxText.errors import UserError
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -51,17 +49,9 @@ def main() -> int:
     if any(argument in _OPTIONS for argument in arguments):
         # Options are about one configuration: the first.
         command_line.parse("compare.py", [*asked.configs[:1], *asked.keys], USAGE)
-    try:
+    with command_line.ending_well("stopped: the same command goes on where it stood"):
         compare(asked, problems, sys.argv, lambda line: print(line, flush=True))
-    except UserError as error:
-        command_line.fail(error)
-    except BrokenPipeError:
-        # Whoever read the lines (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on where it stood", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
-from MaxText.configuration.config_files import FileProblem
-from MaxText.configuration.problems import ConfigurationError
 from MaxText.conversion import request
-from MaxText.errors import UserError
 
 USAGE = """
 usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
@@ -46,20 +43,13 @@ def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(USAGE.strip())
-        return 0
-    try:
+        return exit_codes.DONE
+    with command_line.ending_well("stopped: nothing was written"):
         asked = request.read(arguments)
         from MaxText.conversion.converting import convert
 
         convert(asked, lambda line: print(line, flush=True))
-    except UserError as error:
-        command_line.fail(error)
-    except FileProblem as error:
-        command_line.fail(ConfigurationError([error.problem]))
-    except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
-from MaxText.errors import UserError
 from MaxText.inference import own_configuration, terminal
 from MaxText.parallelism import start_up
 
@@ -29,16 +28,11 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("decode.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    try:
+    with command_line.ending_well("\nstopped"):
         from MaxText.generation.decoding import decode
 
         decode(loaded, terminal.writer())
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

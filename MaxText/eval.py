@@ -8,7 +8,6 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
-from MaxText.errors import UserError
 from MaxText.inference import own_configuration, terminal
 from MaxText.parallelism import start_up
 
@@ -29,17 +28,12 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=own_configuration.load)
     start_up.choose_platform(loaded.config.run.hardware)
-    try:
+    with command_line.ending_well("stopped: nothing was written"):
         from MaxText.scoring.evaluating import evaluate
 
         write = terminal.writer()
         evaluate(loaded, lambda line: write(line + "\n"))
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

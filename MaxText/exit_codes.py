@@ -13,6 +13,8 @@ PREEMPTED = 75
 STUCK = 76
 # Ctrl-C, as shells report it.
 INTERRUPTED = 130
+# Output went to a program that ended first (head, less), as shells report it.
+NOBODY_READS = 141
 
 # After these the same command may succeed.
 WORTH_A_RESTART = (PREEMPTED, STUCK)

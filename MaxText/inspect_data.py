@@ -1,7 +1,6 @@
 """Shows what a data set holds, and the batch of any step: python MaxText/inspect_data.py DATASET"""
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.configuration.loading import Layer, Loaded
 from MaxText.errors import UserError
@@ -98,17 +98,10 @@ def main() -> int:
     """Exit codes: 0 done, 2 a mistake in the command line, or data that cannot be trained on."""
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with command_line.ending_well():
         options, arguments = own_options(sys.argv[1:])
         inspect(command_line.parse("inspect_data.py", arguments, USAGE), options)
-        sys.stdout.flush()
-    except UserError as error:
-        sys.stdout.flush()
-        command_line.fail(error)
-    except BrokenPipeError:
-        # Whoever read the output (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

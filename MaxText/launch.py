@@ -9,7 +9,6 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import UserError
 from MaxText.launching import slurm, supervision
@@ -45,14 +44,10 @@ def main() -> int:
         position = arguments.index("--")
         arguments, of_train = arguments[:position], arguments[position + 1 :]
     options = _parser().parse_args(arguments)
-    try:
-        return {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where](
-            options, of_train
-        )
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
+    start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where]
+    with command_line.ending_well():
+        code = start(options, of_train)
+    return code
 
 
 def _local(options: argparse.Namespace, of_train: Sequence[str]) -> int:

@@ -39,17 +39,15 @@ def main() -> int:
         command_line.parse("plan.py", arguments, USAGE)
     # Whatever accelerator this machine has is left alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
+    with command_line.ending_well():
         asked = request.read(arguments)
         config = command_line.parse("plan.py", asked.arguments, USAGE).config
-        return _plan(asked, config)
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
+        fits = _plan(asked, config)
+    return exit_codes.DONE if fits else 1
 
 
-def _plan(asked: request.Request, config) -> int:
+def _plan(asked: request.Request, config) -> bool:
+    """Prints what was asked for; False if it does not fit."""
     from MaxText.planning import hardware, report
     from MaxText.planning.fitting import fitting
     from MaxText.planning.planning import make_plan, peak_of
@@ -67,11 +65,11 @@ def _plan(asked: request.Request, config) -> int:
         tokens = tokens or config.run.steps * plan.program.tokens_per_update
         print(report.describe(plan, tokens, asked.price))
     if not asked.fit:
-        return 0 if plan is None or plan.fits else 1
+        return plan is None or plan.fits
     plans = fitting(config, place, peak)
     tokens = tokens or config.run.steps * plans[0].program.tokens_per_update
     print(f"\n{report.proposals(plans, tokens, asked.price)}")
-    return 0
+    return True
 
 
 if __name__ == "__main__":

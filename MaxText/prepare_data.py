@@ -8,7 +8,6 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
-from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.preparing import prepare
 
 USAGE = """
@@ -48,14 +47,9 @@ def main() -> int:
     Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C.
     """
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
-    try:
+    with command_line.ending_well("stopped: the same command goes on where it stood"):
         prepare(config.preparation, config.data.dataset_path)
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on where it stood", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

@@ -131,16 +131,12 @@ def main() -> int:
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         print(USAGE.strip())
-        return 0
-    try:
+        return exit_codes.DONE
+    with command_line.ending_well():
         options = parse(arguments)
         while report(options) and options.watch:
             time.sleep(options.watch)
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

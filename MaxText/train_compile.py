@@ -9,7 +9,6 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from MaxText import exit_codes
 from MaxText.compilation import targets
 from MaxText.configuration import command_line
-from MaxText.errors import UserError
 
 USAGE = """Compiles the train step of a configuration for a named machine, without that machine.
 
@@ -25,18 +24,13 @@ estimate. docs/train_compile.md has the machines and the rules."""
 def main() -> int:
     """Exit codes: 0 done, 2 a mistake of the user or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
-    try:
+    with command_line.ending_well("stopped: nothing was written"):
         target = targets.find(config.run.compile_topology)
         targets.prepare_environment(target)
         from MaxText.compilation.program import compile_ahead
 
         compile_ahead(config, target, lambda line: print(line, flush=True))
-    except UserError as error:
-        command_line.fail(error)
-    except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    return 0
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """What every program does with its command line: help, --show-config, --why, and mistakes."""
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+from MaxText import exit_codes
 from MaxText.configuration import maxtext_report, saved, values
 from MaxText.configuration.catalogue import Key, all_keys, by_section
 from MaxText.configuration.config_files import FileProblem
@@ -61,6 +64,35 @@ def fail(error: UserError) -> NoReturn:
     """Prints a mistake of the user without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(error.exit_code)
+
+
+@contextlib.contextmanager
+def ending_well(stopped: str = "") -> Iterator[None]:
+    """What is done inside ends the program with one line where a user can mend what went wrong.
+
+    Args:
+      stopped: what Ctrl-C left, for stderr.
+
+    Raises:
+      SystemExit: 2 after a mistake of the user, 130 after Ctrl-C, 141 where whoever read the
+        output (head, less) has seen enough.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        sys.stdout.flush()
+        fail(error)
+    except FileProblem as error:
+        fail(ConfigurationError([error.problem]))
+    except BrokenPipeError:
+        # The interpreter would flush it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(exit_codes.NOBODY_READS) from None
+    except KeyboardInterrupt:
+        if stopped:
+            sys.stderr.write(f"{stopped}\n")
+        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:

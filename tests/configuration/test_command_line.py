@@ -141,3 +141,27 @@ def test_a_data_set_without_its_key_is_told_how_to_be_named(capsys, tmp_path):
     assert "is neither key=value nor a config file" in text
     assert f"write:    dataset_path={tmp_path / 'corpus'}, if it is a data set" in text
     assert "write:" not in answer(capsys, "steps=3", str(tmp_path / "none"), code=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("raise UserError('no such thing')", 2, "error: no such thing\n"),
+        ("raise KeyboardInterrupt", 130, "stopped: all is kept\n"),
+        ("raise BrokenPipeError", 141, ""),
+        ("print('done')", 0, ""),
+    ],
+)
+def test_how_programs_end(body, code, said):
+    program = f"""
+import sys
+sys.path.insert(0, {str(config_files.REPOSITORY)!r})
+from MaxText.configuration.command_line import ending_well
+from MaxText.errors import UserError
+with ending_well("stopped: all is kept"):
+    {body}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, said)
