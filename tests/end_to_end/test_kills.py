@@ -71,6 +71,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(attack, undisturbed, step):
     assert kills.differences(attack.folder(run_name), undisturbed) == []
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_wait_for_data(attack, tmp_path):
     def start(*arguments):
         return kills.Run(attack.command("waited", *arguments), attack.environment)

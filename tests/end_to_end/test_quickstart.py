@@ -156,6 +156,7 @@ def test_the_same_command_again_finds_nothing_to_do(whole, run):
     assert "complete" in result.stdout
 
 
+@pytest.mark.slow  # 20 kills of a run of its own are in test_kills.py
 def test_killed_at_any_moment_and_restarted_ends_with_the_same_bits(
     whole, place, users_environment
 ):
@@ -241,7 +242,7 @@ def mistakes(place):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", some_quick(range(10), 2))
+@pytest.mark.parametrize("number", some_quick(range(10), 3))
 def test_mistakes_give_one_message_and_exit_code_2(whole, run, place, number):
     what, (arguments, named) = list(mistakes(place).items())[number]
     result = run("mistake", *arguments)

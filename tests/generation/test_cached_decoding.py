@@ -97,7 +97,7 @@ def whole_logits(model, params, tokens_BT):
     return np.asarray(run(params, jnp.asarray(tokens_BT, jnp.int32)))
 
 
-@pytest.mark.parametrize("name", some_quick(CASES, 6))
+@pytest.mark.parametrize("name", some_quick(CASES, 8))
 def test_cached_decoding_equals_the_whole_forward_pass(name):
     family, keys = CASES[name]
     config = tiny_config(family, max_target_length=WINDOW, **keys)

@@ -156,7 +156,7 @@ def test_logits(case):
     assert relative(run(params, golden.batch), golden.logits) < 1e-5
 
 
-@pytest.mark.parametrize("way", some_quick(WAYS, 2))
+@pytest.mark.parametrize("way", some_quick(WAYS, 3))
 def test_loss_and_gradients(case, way, rounds_table):
     name, golden = case
     rounds_table(name)

@@ -204,7 +204,7 @@ def test_pairs_that_are_left_out_are_refused(refused):
         tiny_config(**keys)
 
 
-@pytest.mark.parametrize("row", some_quick(ROWS, 12), ids=lambda row: "; ".join(row.values()))
+@pytest.mark.parametrize("row", some_quick(ROWS, 16), ids=lambda row: "; ".join(row.values()))
 def test_trains_and_generates(row):
     config = tiny_config(**keys_of(row))
     model = Model(config.model)

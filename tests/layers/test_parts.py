@@ -65,7 +65,7 @@ def test_a_document_never_sees_another_or_its_future(family):
 @pytest.mark.parametrize(
     "options",
     some_quick([{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True},
-     {"causal": False}, {"causal": False, "segments": True}], 2),
+     {"causal": False}, {"causal": False, "segments": True}], 3),
 )  # fmt: skip
 def test_blocks_of_queries_equal_the_full_square(options):
     keys = jax.random.split(jax.random.key(0), 3)

@@ -81,7 +81,7 @@ def assert_same(first, second):
             np.testing.assert_array_equal(values, other[name], err_msg=name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(runs(), st.integers(1, 3), st.integers(0, 30), st.sampled_from([1, 2, 4]))
 def test_hosts_may_change_at_any_step(run, share, stop, hosts):
     plan = BatchPlan.constant(4 * share, run[1])
