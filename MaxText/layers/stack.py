@@ -202,12 +202,13 @@ def walk(
         for place in range(period):
 
             def one_layer(x_BTD, weights, index, place=place):
-                return apply(nnx.merge(graphdef, weights), x_BTD, index, place)
+                # In here, as weights cut out before would be kept for the backward pass.
+                own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)
+                return apply(nnx.merge(graphdef, own), x_BTD, index, place)
 
-            own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)  # noqa: B023
             # A loop of one turn is none to the compiler.
             one_layer = rematerialized(one_layer, policy, in_scan=num_layers > period)
-            x_BTD, found = one_layer(x_BTD, own, first + place)
+            x_BTD, found = one_layer(x_BTD, weights, first + place)
             scalars.append(found)
         return x_BTD, scalars
 
