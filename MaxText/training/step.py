@@ -14,7 +14,7 @@ from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import constrain, platform
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
@@ -49,6 +49,7 @@ def make_train_step(
     num_microbatches: int,
     dropout_seed: int,
     guard: Guard = _NO_GUARD,
+    repeat_update: bool = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step as a pure function of state and batch.
 
@@ -59,6 +60,10 @@ def make_train_step(
       num_microbatches: parts of the batch whose gradients are summed one after another.
       dropout_seed: of the random keys; unused when every dropout rate is 0.
       guard: which updates are left out; the state's guard must have been made of the same.
+      repeat_update: with a guard, whether TPUs make updates once more when they are known to be
+        sound. That spares the memory and traffic of new numbers beside the old ones (docs/plan.md),
+        and costs the operations of the rule, which are few but for muon. CPUs copy what passes a
+        barrier, so that nothing is spared there. No effect on the result.
     """
     objective = model.section.objective
 
@@ -96,20 +101,28 @@ def make_train_step(
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
         means, watched, gradients = compute(state.params, batch, totals, dropout_key)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         loss = jnp.asarray(sum(means.values()))
         learning_rate = jnp.asarray(schedule(state.step))
+        params, opt_state = state.params, state.opt_state
+        updates, new_opt_state = optimizer.update(gradients, opt_state, params)
         norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
         metrics = means | watched | norms
         guard_state = None
-        if state.guard is not None:
+        if state.guard is None:
+            params, opt_state = optax.apply_updates(params, updates), new_opt_state
+        else:
             verdict = spike_guard.judge(
                 guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
             )
-            # Read anyhow by the update, so that choosing costs no traffic.
-            params = _choose(verdict.is_sound, params, state.params)
-            opt_state = _choose(verdict.is_sound, opt_state, state.opt_state)
+            is_sound = verdict.is_sound
+            if repeat_update and platform() == "tpu":
+                # Made behind the verdict, new numbers are written where the old ones are.
+                gradients, opt_state, params, is_sound = jax.lax.optimization_barrier(
+                    (gradients, opt_state, params, is_sound)
+                )
+                updates, new_opt_state = optimizer.update(gradients, opt_state, params)
+            params = _choose(is_sound, optax.apply_updates(params, updates), params)
+            opt_state = _choose(is_sound, new_opt_state, opt_state)
             guard_state = verdict.state
             metrics |= verdict.metrics
         metrics |= {
@@ -138,6 +151,7 @@ def train_step_of(
         num_microbatches=config.batch.gradient_accumulation_steps,
         dropout_seed=model.section.initialization.init_weights_seed,
         guard=config.guard,
+        repeat_update=config.optimizer.opt_type != "muon",
     )
 
 
