@@ -8,6 +8,7 @@ import math
 import re
 
 from MaxText.configuration.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.configuration.context_rules import CONTEXT_RULES
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
 from MaxText.configuration.growth_rules import GROWTH_RULES
 from MaxText.configuration.model_rules import MODEL_RULES
@@ -503,6 +504,7 @@ RULES: tuple[Rule, ...] = (
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
     *GROWTH_RULES,
+    *CONTEXT_RULES,
     *(_mesh_sizes(network) for network in NETWORKS),
     Rule(tuple(size_key("stage", network) for network in NETWORKS), _one_stage),
     _not_zero("evaluation", "eval_interval", "-1 for never"),

@@ -61,6 +61,12 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
+def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
+    """The mesh axes of one dimension; jax gives a single one without its tuple."""
+    found = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return (found,) if isinstance(found, str) else tuple(found or ())
+
+
 def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
     """The mesh in force, and over which of its axes each logical name is split.
 

@@ -257,6 +257,15 @@ BROKEN = [
     ("ici_tensor_parallelism=0", "ici_tensor_parallelism: 0"),
     ("dcn_fsdp_parallelism=-1", "only one of dcn_data_parallelism and dcn_fsdp_parallelism"),
     ("dcn_context_parallelism=0", "dcn_context_parallelism: 0"),
+    ("ici_context_parallelism=3", "max_target_length=2048 is no multiple of 3"),
+    (
+        "ici_context_parallelism=4 sequence_length_stages=[[0,2],[5,2048]]",
+        "a stage of 2 in sequence_length_stages is no multiple of 4",
+    ),
+    (
+        "ici_context_parallelism=2 context_parallel_strategy=ring dropout_rate=0.1",
+        "drops none of them",
+    ),
     ("ici_pipeline_parallelism=2", "pipeline stages are not available yet"),
     ("eval_interval=0", "eval_interval: 0"),
     ("eval_steps=0", "eval_steps: 0"),
