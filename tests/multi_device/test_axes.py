@@ -79,6 +79,50 @@ def test_mixes(family, name, mesh):
     check(family, mesh)
 
 
+# Parts that move along the sequence, which is split in 4.
+SPLIT = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 2, "ici_context_parallelism": 4}
+PARTS = {
+    "windows, linear attention, loss in chunks": {
+        "attention_types": [[["local", "linear"], 1]], "sliding_window_size": 5,
+        "linear_attention_chunk": 6, "num_vocab_tiling": 2,
+    },
+    "memories, static SGU, Head-QK": {
+        "num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4, "head_qk": True,
+        "head_qk_dim": 8,
+    },
+    "ALiBi, everything computed again, capped scores": {
+        "position_embedding": "alibi", "remat_policy": "full", "attn_logits_soft_cap": 5.0,
+        "attention_block_size": 2,
+    },
+    "both directions, learned positions": {
+        "mlm_training": True, "mlm_mask_id": 3, "position_embedding": "learned",
+    },
+    "parallel blocks of another family": {"family": "gpt_neox", "scan_layers": False},
+    "experts without places": {"num_experts": 4, "num_experts_per_tok": 2},
+    "experts for parts of a sequence": {
+        "num_experts": 4, "capacity_factor": 1.0, "eval_capacity_factor": 2.0, "moe_group_size": 8,
+    },
+}  # fmt: skip
+_STRATEGIES = [
+    (name, strategy)
+    for name in PARTS
+    for strategy in ("all_gather", "ring")
+    if strategy != "ring" or "experts" not in name  # which do not attend
+]
+
+
+@functools.cache
+def expected_of_parts(name):
+    return loss_and_gradients(jax.devices()[:1], **PARTS[name])[0]
+
+
+@pytest.mark.parametrize(("name", "strategy"), _STRATEGIES)
+def test_parts_that_move_along_the_sequence(name, strategy):
+    keys = PARTS[name] | SPLIT | {"context_parallel_strategy": strategy}
+    found = loss_and_gradients(jax.devices(), **keys)[0]
+    assert_same(found, expected_of_parts(name), name)
+
+
 def test_where_weights_lie():
     mesh = {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2,
             "ici_context_parallelism": 2}  # fmt: skip
