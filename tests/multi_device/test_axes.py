@@ -1,12 +1,15 @@
 """Every mesh axis alone, and mixes of them, give the losses and gradients of one device."""
 
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from MaxText.configuration.axis_rules import MESH_AXES, size_key
+from MaxText.errors import UserError
+from MaxText.parallelism.mesh import check_length
 from tests.multi_device.same_results import assert_same, built, loss_and_gradients
 from tests.small_models import some_quick
 
@@ -121,6 +124,24 @@ def test_parts_that_move_along_the_sequence(name, strategy):
     keys = PARTS[name] | SPLIT | {"context_parallel_strategy": strategy}
     found = loss_and_gradients(jax.devices(), **keys)[0]
     assert_same(found, expected_of_parts(name), name)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_no_hidden_state_is_whole(strategy):
+    keys = {"context_parallel_strategy": strategy, "base_num_kv_heads": 2, "base_mlp_dim": 96}
+    text = loss_and_gradients(jax.devices(), max_target_length=40, **keys, **SPLIT)[2]
+    assert re.search(r"f32\[4,10,\d+\]", text)
+    assert not re.search(r"f32\[\d+,40,\d+\]", text)
+    gathered = re.search(r"f32\[[\d,]*40[\d,]*\]\S* all-gather", text)
+    assert (gathered is None) == (strategy == "ring")
+
+
+def test_lengths_that_the_mesh_does_not_divide():
+    mesh = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": -1}
+    _, _, layout = built(jax.devices(), **mesh)
+    check_length(16, layout)
+    with pytest.raises(UserError, match=r"(?s)12 is no multiple of 8.*ici_context_parallelism=4"):
+        check_length(12, layout)
 
 
 def test_where_weights_lie():
