@@ -24,7 +24,7 @@ def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], 
     slices = f" in {num_slices} slices" if num_slices > 1 else ""
     show(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
     planned = plan_step(config, devices)
-    show("\n".join([f"mesh {dict(planned.layout.mesh.shape)}", *planned.lines]))
+    show("\n".join([f"mesh: {planned.layout.words}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
     show(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.configuration.axis_rules import MESH_AXES
@@ -18,38 +17,10 @@ from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
 from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
+from MaxText.parallelism.device_mesh import arranged
 
 # Axes that split weights; the others only copy them.
-WEIGHT_AXES = ("fsdp", "expert", "tensor")
-
-
-def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> list[int]:
-    """Sizes of the axes of MESH_AXES over all devices.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices.
-    """
-    sizes = [getattr(section, f"ici_{axis}_parallelism") for axis in MESH_AXES]
-    num_devices = len(devices)
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and num_devices % fixed == 0:
-        sizes[sizes.index(-1)] = num_devices // fixed
-    if math.prod(sizes) != num_devices:
-        asked = " x ".join(
-            f"ici_{axis}_parallelism={getattr(section, f'ici_{axis}_parallelism')}"
-            for axis in MESH_AXES
-        )
-        expert = math.gcd(max(section.ici_expert_parallelism, 1), num_devices)
-        tensor = math.gcd(max(section.ici_tensor_parallelism, 1), num_devices // expert)
-        raise UserError(
-            f"the mesh does not match the devices: {asked} needs "
-            f"{'a multiple of ' if -1 in sizes else ''}{fixed} devices, this machine has "
-            f"{num_devices} ({devices[0].device_kind}).\n"
-            f"  What to do: use ici_data_parallelism=1 ici_fsdp_parallelism=-1 "
-            f"ici_expert_parallelism={expert} ici_tensor_parallelism={tensor}, which fits, or "
-            f"start on {fixed} devices."
-        )
-    return sizes
+WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
@@ -58,30 +29,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     Raises:
       UserError: as mesh_sizes.
     """
-    sizes = mesh_sizes(section, devices)
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(_arranged(sizes, devices), MESH_AXES)
-
-
-def _arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in the form of the mesh, close ones beside each other.
-
-    Slices, which a slower network connects, are divided along the first axis that they divide.
-    """
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    if len(slices) == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
-    across = [1] * len(sizes)
-    divided = [place for place, size in enumerate(sizes) if size % len(slices) == 0]
-    if not divided:
-        raise UserError(
-            f"{len(slices)} slices divide none of the mesh axes "
-            f"{', '.join(f'{axis} {size}' for axis, size in zip(MESH_AXES, sizes, strict=True))}.\n"
-            f"  What to do: set ici_data_parallelism={len(slices)}, which copies weights to each."
-        )
-    across[divided[0]] = len(slices)
-    within = [size // parts for size, parts in zip(sizes, across, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(within, across, devices)
+    return Mesh(arranged(section, devices), MESH_AXES)
 
 
 class Layout:
@@ -102,6 +51,22 @@ class Layout:
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the rows of a batch are split."""
         return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
+
+    @property
+    def words(self) -> str:
+        """Axes that have several devices, and how many: "data 2, fsdp 4"."""
+        sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
+        return ", ".join(sizes) or "one device"
+
+    @property
+    def length_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which sequences are split."""
+        return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
+
+    @property
+    def num_length_parts(self) -> int:
+        """Parts into which sequences are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.length_axes)
 
     @property
     def num_batch_parts(self) -> int:
@@ -176,7 +141,10 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
-        """Rows over the axes of activation_batch."""
+        """Rows over the axes of activation_batch.
+
+        Sequences of ids lie whole: they are small beside the hidden states that are made of them.
+        """
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
@@ -338,6 +306,22 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
     return int(rows)
 
 
+def check_length(length: int, layout: Layout) -> None:
+    """Whether the mesh divides sequences of `length` tokens.
+
+    Raises:
+      UserError: it does not, so that every device would hold them whole.
+    """
+    parts = layout.num_length_parts
+    if length % parts:
+        fits = math.gcd(length, parts)
+        raise UserError(
+            f"max_target_length={length} is no multiple of {parts}, the devices over which "
+            f"sequences are split (mesh axes {', '.join(layout.length_axes)}).\n"
+            f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
+        )
+
+
 def check_sharding(
     parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
 ) -> float:
@@ -360,11 +344,10 @@ def check_sharding(
             f"    {name} {parameters[name].shape}{_undivided(parameters[name], layout)}"
             for name in largest
         ]
-        sizes = ", ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items())
         differ = any(re.search(r"^layers/\d+/mlp/", name) for name in largest)
         raise UserError(
             f"{share:.1%} of the parameters lie whole on every device, more than "
-            f"sharding_tolerance={tolerance:g}. The mesh is {sizes}; the largest:\n"
+            f"sharding_tolerance={tolerance:g}. The mesh is {layout.words}; the largest:\n"
             + "\n".join(lines)
             + "\n  What to do: choose sizes that the mesh divides"
             + (" (widths of dynamic_mlp_dim are multiples of mlp_dim_multiple)" if differ else "")

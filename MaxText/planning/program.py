@@ -5,6 +5,7 @@ Legend: B sequences, T tokens.
 
 import dataclasses
 import functools
+import math
 from typing import Any, get_args
 
 import numpy as np
@@ -17,7 +18,8 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, mesh_sizes, rows_of_batch
+from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
+from MaxText.parallelism.mesh import Layout, check_length, rows_of_batch
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -32,6 +34,7 @@ class AbsentDevice:
     platform: str
     device_kind: str
     process_index: int = 0
+    slice_index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +45,7 @@ class Program:
       config: with the model section's `auto` resolved.
       choices: one line for each `auto`.
       layout: mesh and rules.
+      sizes: of the mesh, inside a slice and across slices.
       model: the whole model.
       rows: B of a microbatch over all devices.
       length: T.
@@ -50,6 +54,7 @@ class Program:
     config: Config
     choices: tuple[str, ...]
     layout: Layout
+    sizes: MeshSizes
     model: Model
     rows: int
     length: int
@@ -98,32 +103,53 @@ class Program:
         """B of a microbatch on one device."""
         return self.rows // self.layout.num_batch_parts
 
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.local_rows * self.length // self.layout.num_length_parts
+
     def local_batch(self) -> Batch:
-        """Shapes of a microbatch on one device."""
-        return batch_shapes(self.local_rows, self.length, with_documents=False)
+        """Shapes of a microbatch on one device.
+
+        A part of each of many sequences costs what as many tokens of whole ones do: attention
+        multiplies as many pairs. Where there are fewer sequences than parts, those are the first
+        tokens, and pairs with the other parts are left out.
+        """
+        parts = self.layout.num_length_parts
+        rows = math.gcd(self.local_rows, parts)
+        sizes = self.local_rows // rows, self.length * rows // parts
+        return batch_shapes(*sizes, with_documents=False)
 
 
-def make_program(config: Config, num_devices: int, platform: str, device_kind: str) -> Program:
+def make_program(
+    config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
+) -> Program:
     """The program of a configuration.
 
     Args:
       num_devices: jax devices.
       platform: "cpu", "gpu" or "tpu".
       device_kind: as jax names it, "TPU v5".
+      num_slices: parts of the devices that only a slow network connects.
 
     Raises:
       UserError: mesh or batch do not fit the devices.
     """
-    devices = [AbsentDevice(number, platform, device_kind) for number in range(num_devices)]
+    devices = [
+        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
+        for number in range(num_devices)
+    ]
     sizes = mesh_sizes(config.mesh, devices)
-    mesh = Mesh(np.array(devices).reshape(sizes), MESH_AXES)
+    # Only sizes matter: where a device lies in a slice is not planned.
+    mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis)
     section, choices = backend_defaults.resolve(config.model, platform)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
     length = section.shape.max_target_length
-    return Program(config, tuple(choices), layout, _model(section), rows, length)
+    check_length(length, layout)
+    return Program(config, tuple(choices), layout, sizes, _model(section), rows, length)
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,10 +166,12 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
     """The section with the sizes that one device computes with."""
 
     def part(name: str, size: int) -> int:
+        # Of activations: what splits weights alone is gathered before it is used.
+        name = f"activation_{name}"
         return layout.sharding((name,), (size,)).shard_shape((size,))[0]
 
     d = section.shape.dimensions
-    heads, kv_heads = part("q_heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
+    heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
     shape = section.shape.model_copy(
         update={
             "global_parameter_scale": 1,

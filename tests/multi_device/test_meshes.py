@@ -84,10 +84,16 @@ def test_the_same_losses_on_eight_devices(family_and_expected, mesh):
     assert sum(x.size for x in moments if x.sharding == kernel.sharding) >= 2 * kernel.size
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "data, fsdp and tensor"])
+SPLIT_SEQUENCES = {
+    "ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_context_parallelism": 2,
+    "context_parallel_strategy": "ring",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [MESHES["fsdp"], MESHES["data, fsdp and tensor"], SPLIT_SEQUENCES])
 def test_accumulation_on_eight_devices(mesh):
     expected, _ = train("llama2", jax.devices()[:1])
-    numbers, _ = train("llama2", jax.devices(), num_microbatches=2, **MESHES[mesh])
+    numbers, _ = train("llama2", jax.devices(), num_microbatches=2, **mesh)
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)
 
 

@@ -60,13 +60,13 @@ def place(tmp_path_factory):
     return folder
 
 
-def start(place, run_name, number, *options, log):
-    """launch.py with four devices over `number` processes."""
+def start(place, run_name, number, *options, log, keys=()):
+    """launch.py with four devices over `number` processes; `keys` are those of the run."""
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("M_")}
     command = [
         sys.executable, str(REPOSITORY / "MaxText/launch.py"), "local", str(number),
         f"--devices={4 // number}", "--grace=40", f"--logs={place}/logs/{run_name}", *options,
-        "--", f"{place}/run.yml", f"run_name={run_name}",
+        "--", f"{place}/run.yml", f"run_name={run_name}", *keys,
     ]  # fmt: skip
     return subprocess.Popen(
         command, cwd=place, env={**inherited, "JAX_PLATFORMS": "cpu"}, stdout=log,
@@ -79,10 +79,10 @@ def launch(place):
     """Starts a run; whatever is left of it is ended after the test."""
     started = []
 
-    def launch(run_name, number, *options):
+    def launch(run_name, number, *options, keys=()):
         path = place / f"{run_name}-{number}.out"
         with path.open("w") as log:
-            process = start(place, run_name, number, *options, log=log)
+            process = start(place, run_name, number, *options, log=log, keys=keys)
         started.append(process)
         return process, path
 
@@ -165,3 +165,13 @@ def test_a_notice_to_one_of_four_saves_all_and_two_go_on(whole, place, launch):
     ]
     assert resumed[0]["lost"]["steps"] == 0
     assert_same_run(place / "out/notice", whole)
+
+
+def test_halves_of_the_sequences_on_each_process(whole, place, launch):
+    # Processes stand for slices; both read all rows, and the ring goes from one to the other.
+    keys = ["dcn_data_parallelism=1", "dcn_context_parallelism=2",
+            "context_parallel_strategy=ring"]  # fmt: skip
+    process, path = launch("halves", 2, keys=keys)
+    assert process.wait(LONGEST_SECONDS) == 0, path.read_text()
+    assert "mesh: fsdp 2, context 2" in path.read_text()
+    assert_same_run(place / "out/halves", whole)
