@@ -180,6 +180,7 @@ def walk(
     num_layers: int,
     period: int,
     policy: RematPolicy,
+    select: Callable[[Any], Any] = lambda weights: weights,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sends `x_BTD` through all layers of a stacked module: a compiled pattern in a loop.
 
@@ -189,6 +190,7 @@ def walk(
       num_layers: how often a layer is applied.
       period: length of the pattern of kinds that layers follow; divides num_layers.
       policy: what each layer's backward pass computes again.
+      select: what is stored for a layer -> its weights; within what is computed again.
 
     Returns:
       The last output, and each scalar summed over layers.
@@ -202,7 +204,7 @@ def walk(
         for place in range(period):
 
             def one_layer(x_BTD, weights, index, place=place):
-                return apply(nnx.merge(graphdef, weights), x_BTD, index, place)
+                return apply(nnx.merge(graphdef, select(weights)), x_BTD, index, place)
 
             own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)  # noqa: B023
             # A loop of one turn is none to the compiler.
@@ -225,16 +227,6 @@ def walk(
     for found in scalars:
         totals |= {name: totals.get(name, 0) + jnp.sum(value) for name, value in found.items()}
     return x_BTD, totals
-
-
-def period_of(kinds: Sequence[Any]) -> int:
-    """Length of the shortest pattern that, repeated, gives these."""
-    for period in range(1, len(kinds) + 1):
-        if len(kinds) % period == 0 and all(
-            kind == kinds[i % period] for i, kind in enumerate(kinds)
-        ):
-            return period
-    raise AssertionError("there are no layers")
 
 
 class Walked(NamedTuple):

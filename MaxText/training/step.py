@@ -14,7 +14,7 @@ from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import split_rows
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
@@ -171,12 +171,3 @@ def make_eval_step(
         return sums.over_targets | counts
 
     return eval_step
-
-
-def split_rows(x: jax.Array, num_parts: int) -> jax.Array:
-    """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
-
-    Rows of a part come from every device's share of the batch, so that no row moves.
-    """
-    x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
-    return constrain(x, None, "activation_batch", *[None] * (x.ndim - 2))
