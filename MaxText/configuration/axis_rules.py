@@ -6,11 +6,19 @@ from MaxText.configuration import values
 from MaxText.configuration.problems import nearest
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+# Outermost first: those with the most communication lie among neighbours.
+MESH_AXES = ("data", "stage", "fsdp", "fsdp_transpose", "context", "expert", "tensor")
+# ici: inside a slice; dcn: across slices.
+NETWORKS = ("ici", "dcn")
 LOGICAL_NAMES = tuple(dict.fromkeys(name for name, _ in LOGICAL_AXIS_RULES))
 KNOWN = f"axes are {', '.join(MESH_AXES)}"
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def size_key(axis: str, network: str = "ici") -> str:
+    """The key that has the size of a mesh axis: stages belong to `*_pipeline_parallelism`."""
+    return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 
 def parse(value: Any) -> Rules:
@@ -52,6 +60,6 @@ def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def merge(base: Rules, given: Rules) -> Rules:
-    """`base` without the names that `given` has, then `given`."""
+    """`given`, then `base` without its names: earlier rules come first to the mesh axes."""
     replaced = {name for name, _ in given}
-    return tuple(rule for rule in base if rule[0] not in replaced) + given
+    return given + tuple(rule for rule in base if rule[0] not in replaced)

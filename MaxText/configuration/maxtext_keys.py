@@ -9,6 +9,7 @@ not here and what to use.
 from typing import Any, NamedTuple
 
 from MaxText.configuration import values
+from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.reference_keys import REFERENCE_KEYS
 
 # Old name -> ours, where both mean exactly the same.
@@ -112,28 +113,16 @@ UNAVAILABLE: dict[str, Absent] = {
     "float32_qk_product": Absent(_FLOAT32),
     "float32_logits": Absent(_FLOAT32),
     # Parallelism
-    "mesh_axes": Absent(
-        "the mesh axes are always data, fsdp, expert and tensor", "logical_axis_rules"
-    ),
+    "mesh_axes": Absent(f"the mesh axes are always {', '.join(MESH_AXES)}", "logical_axis_rules"),
     "data_sharding": Absent("follows from the rule of activation_batch", "logical_axis_rules"),
-    "ici_context_parallelism": Absent("splitting the sequence over devices is not available yet"),
-    "ici_pipeline_parallelism": Absent("pipeline stages are not available yet"),
-    "ici_fsdp_transpose_parallelism": Absent("there is one fsdp axis", "ici_fsdp_parallelism"),
     "ici_tensor_sequence_parallelism": Absent(
-        "splitting the sequence over devices is not available yet", "ici_tensor_parallelism"
+        "sequences are split by an axis of their own", "ici_context_parallelism"
     ),
     "ici_autoregressive_parallelism": Absent(
         "decoding has no mesh axis of its own", "ici_tensor_parallelism"
     ),
-    "dcn_data_parallelism": Absent(
-        "the mesh covers the devices of all hosts by one set of sizes", "ici_data_parallelism"
-    ),
-    "dcn_fsdp_parallelism": Absent(
-        "the mesh covers the devices of all hosts by one set of sizes", "ici_fsdp_parallelism"
-    ),
-    "dcn_pipeline_parallelism": Absent("pipeline stages are not available yet"),
     "num_pipeline_microbatches": Absent("pipeline stages are not available yet"),
-    "num_slices": Absent("not needed: the devices are counted at start"),
+    "num_slices": Absent("not needed: the slices are counted at start", "dcn_data_parallelism"),
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),
     "allow_split_physical_axes": Absent("jax arranges the devices by its own default"),
@@ -201,8 +190,8 @@ _FAMILIES: dict[str, Absent] = {
     "sa_": Absent(_KERNEL, "attention_block_size"),
     "hf_": Absent(_FILES, "grain_train_files"),
     "grain_": Absent("Grain reads by these keys", "grain_worker_count"),
-    "dcn_": Absent("the mesh covers the devices of all hosts by one set of sizes"),
-    "ici_": Absent("the mesh axes are data, fsdp, expert and tensor", "logical_axis_rules"),
+    "dcn_": Absent(f"the mesh axes are {', '.join(MESH_AXES)}", "logical_axis_rules"),
+    "ici_": Absent(f"the mesh axes are {', '.join(MESH_AXES)}", "logical_axis_rules"),
     "lora.": Absent("not available: this program pre-trains"),
     "rl.": Absent("not available: this program pre-trains"),
 }

@@ -394,18 +394,23 @@ def _experts(config: Config) -> str | None:
 
 
 def _expert_axis(config: Config) -> str | None:
-    devices, section = config.mesh.ici_expert_parallelism, config.model.mixture_of_experts
-    if devices in (0, 1):
-        return None
-    if section.num_experts == 1:
-        return "ici_expert_parallelism splits experts, and num_experts=1 has none"
-    if section.num_experts % max(devices, 1):
-        return f"ici_expert_parallelism={devices} does not divide num_experts={section.num_experts}"
-    if section.capacity_factor < 0 or section.eval_capacity_factor < 0:
-        return (
-            "ici_expert_parallelism: experts on several devices need capacity_factor and "
-            "eval_capacity_factor above 0\ncapacity_factor=1.25 eval_capacity_factor=2"
-        )
+    section = config.model.mixture_of_experts
+    # What -1 fills is known where the devices are.
+    devices = 1
+    for name in ("ici_expert_parallelism", "dcn_expert_parallelism"):
+        size = getattr(config.mesh, name)
+        if size in (0, 1):
+            continue
+        devices *= max(size, 1)
+        if section.num_experts == 1:
+            return f"{name} splits experts, and num_experts=1 has none"
+        if section.num_experts % devices:
+            return f"{name}={size} does not divide num_experts={section.num_experts}"
+        if section.capacity_factor < 0 or section.eval_capacity_factor < 0:
+            return (
+                f"{name}: experts on several devices need capacity_factor and "
+                "eval_capacity_factor above 0\ncapacity_factor=1.25 eval_capacity_factor=2"
+            )
     return None
 
 
@@ -462,7 +467,10 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(("use_macaron", "feed_forward_type", "decoder_block"), _macaron_slots),
     Rule(("static_sgu", "base_emb_dim"), _static_sgu),
     Rule((*MixtureOfExperts.model_fields, "feed_forward_type", "mlp_activations"), _experts),
-    Rule(("ici_expert_parallelism", "num_experts", "capacity_factor"), _expert_axis),
+    Rule(
+        ("ici_expert_parallelism", "dcn_expert_parallelism", "num_experts", "capacity_factor"),
+        _expert_axis,
+    ),
     Rule(("head_qk", "causal", "mlm_training"), _head_qk),
     Rule(("dense_dynamic", "dense_static"), _dense_weights),
     Rule(("dense_ways", "mudd_postnorm"), _dense_ways),

@@ -7,6 +7,7 @@ devices (batch sizes, mesh sizes) is checked where the devices are known.
 import math
 import re
 
+from MaxText.configuration.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
 from MaxText.configuration.growth_rules import GROWTH_RULES
 from MaxText.configuration.model_rules import MODEL_RULES
@@ -308,21 +309,30 @@ def _one_start(config: Config) -> str | None:
     return None
 
 
-_MESH_SIZES = (
-    "ici_data_parallelism",
-    "ici_fsdp_parallelism",
-    "ici_expert_parallelism",
-    "ici_tensor_parallelism",
-)
+def _mesh_sizes(network: str) -> Rule:
+    names = tuple(size_key(axis, network) for axis in MESH_AXES)
+
+    def check(config: Config) -> str | None:
+        sizes = {name: getattr(config.mesh, name) for name in names}
+        if zero := [name for name, size in sizes.items() if size == 0]:
+            return f"{zero[0]}: 0 is not possible; use 1 or more, or -1 to fill"
+        filling = [name for name, size in sizes.items() if size == -1]
+        if len(filling) > 1:
+            things = "devices" if network == "ici" else "slices"
+            return f"only one of {' and '.join(filling)} can be -1 (fill the remaining {things})"
+        return None
+
+    return Rule(names, check)
 
 
-def _mesh(config: Config) -> str | None:
-    sizes = {name: getattr(config.mesh, name) for name in _MESH_SIZES}
-    if zero := [name for name, size in sizes.items() if size == 0]:
-        return f"{zero[0]}: 0 is not possible; use 1 or more, or -1 to fill"
-    filling = [name for name, size in sizes.items() if size == -1]
-    if len(filling) > 1:
-        return f"only one of {' and '.join(filling)} can be -1 (fill the remaining devices)"
+def _one_stage(config: Config) -> str | None:
+    for network in NETWORKS:
+        name = size_key("stage", network)
+        if getattr(config.mesh, name) not in (0, 1):
+            return (
+                f"{name}: pipeline stages are not available yet\n"
+                f"ici_fsdp_parallelism=-1, which splits the weights of every layer"
+            )
     return None
 
 
@@ -493,7 +503,8 @@ RULES: tuple[Rule, ...] = (
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
     *GROWTH_RULES,
-    Rule(_MESH_SIZES, _mesh),
+    *(_mesh_sizes(network) for network in NETWORKS),
+    Rule(tuple(size_key("stage", network) for network in NETWORKS), _one_stage),
     _not_zero("evaluation", "eval_interval", "-1 for never"),
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
     Rule(("target_eval_loss", "eval_interval"), _target_loss),

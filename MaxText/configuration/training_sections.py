@@ -209,27 +209,30 @@ class Schedule(Section):
         return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
 
 
-# Base rules: logical name -> mesh axes. Weights first, then activations. A name may appear again:
-# the later entry is used where a mesh axis of the earlier one is already taken in that array.
+# Base rules: logical name -> mesh axes. Of an array's dimensions, that of an earlier rule comes
+# first to its mesh axes; a later rule of a name is used where axes of the earlier one are taken.
 LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("activation_batch", ("data", "fsdp", "expert")),
-    ("activation_groups", ("data", "fsdp")),
+    ("activation_batch", ("data", "fsdp", "fsdp_transpose", "expert")),
+    ("activation_groups", ("data", "fsdp", "fsdp_transpose")),
     ("activation_exp", ("expert",)),
     ("activation_heads", ("tensor",)),
     ("activation_kv_heads", ("tensor",)),
     ("activation_mlp", ("tensor",)),
     ("activation_slots", ("tensor",)),
     ("activation_vocab", ("tensor",)),
-    ("activation_length", ()),
+    ("activation_length", ("context",)),
+    ("activation_kv_length", ()),
     ("activation_embed", ()),
     ("activation_kv", ()),
-    ("vocab", ("tensor",)),
-    ("embed", ("fsdp",)),
     ("exp", ("expert",)),
-    ("mlp", ("tensor",)),
-    ("slots", ("tensor",)),
+    ("mlp", ("fsdp_transpose", "tensor")),
+    ("slots", ("fsdp_transpose", "tensor")),
+    ("vocab", ("tensor",)),
     ("q_heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
+    # What no other dimension is split over; sequences and weights share the axis context.
+    ("embed", ("fsdp", "fsdp_transpose", "context")),
+    ("embed", ("fsdp", "context")),
     ("kv", ()),
     ("norm", ()),
     ("position", ()),
@@ -237,19 +240,44 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-class Mesh(Section):
-    """How devices are arranged and what is split over them."""
+def _size(default: int, doc: str) -> Any:
+    return key(default, doc, ge=-1)
 
-    ici_data_parallelism: int = key(1, "Copies of the model; -1 fills.", ge=-1)
-    ici_fsdp_parallelism: int = key(
-        -1, "Devices over which weights and batch are split; -1 fills.", ge=-1
+
+class Mesh(Section):
+    """How devices are arranged and what is split over them.
+
+    Sizes `ici_*` are inside a slice and multiply to its devices; sizes `dcn_*` are across slices
+    and multiply to their number. One of each may be -1, which fills (docs/meshes.md).
+    """
+
+    ici_data_parallelism: int = _size(1, "Copies of the model inside a slice.")
+    ici_pipeline_parallelism: int = _size(1, "Stages of the layers inside a slice.")
+    ici_fsdp_parallelism: int = _size(
+        -1, "Devices of a slice over which weights and batch are split."
     )
-    ici_expert_parallelism: int = key(
-        1, "Devices over which experts, and the batch outside of them, are split.", ge=-1
+    ici_fsdp_transpose_parallelism: int = _size(
+        1,
+        "Devices of a slice over which the batch and the other dimension of MLP weights are split.",
     )
-    ici_tensor_parallelism: int = key(
-        1, "Devices over which heads, MLP and slots are split.", ge=-1
+    ici_context_parallelism: int = _size(
+        1, "Devices of a slice over which sequences, and weights like fsdp, are split."
     )
+    ici_expert_parallelism: int = _size(
+        1, "Devices of a slice over which experts, and the batch outside of them, are split."
+    )
+    ici_tensor_parallelism: int = _size(
+        1, "Devices of a slice over which heads, MLP and slots are split."
+    )
+    dcn_data_parallelism: int = _size(-1, "Copies of the model across slices.")
+    dcn_pipeline_parallelism: int = _size(1, "As ici_pipeline_parallelism, across slices.")
+    dcn_fsdp_parallelism: int = _size(1, "As ici_fsdp_parallelism, across slices.")
+    dcn_fsdp_transpose_parallelism: int = _size(
+        1, "As ici_fsdp_transpose_parallelism, across slices."
+    )
+    dcn_context_parallelism: int = _size(1, "As ici_context_parallelism, across slices.")
+    dcn_expert_parallelism: int = _size(1, "As ici_expert_parallelism, across slices.")
+    dcn_tensor_parallelism: int = _size(1, "As ici_tensor_parallelism, across slices.")
     shard_optimizer_over_data: bool = key(
         False,
         "Split moments over the copies of the model (ici_data_parallelism) as well, so that each "

@@ -35,26 +35,30 @@ def partition_spec(
 ) -> PartitionSpec:
     """The mesh axes of each dimension of an array whose dimensions carry logical `names`.
 
-    A name may stand in several rules: the first is taken whose mesh axes no other dimension of
-    this array uses yet. A dimension that its mesh axes do not divide stays whole.
+    Rules are gone through in their order: each gives its mesh axes to the first dimension of its
+    name that has none yet, unless another dimension of this array has one of them. So a name may
+    stand in several rules, and an earlier rule comes first to an axis that two ask for. A dimension
+    that its mesh axes do not divide stays whole.
 
     Raises:
       KeyError: a name stands in no rule (a bug in a part, or a rule that was removed).
     """
-    taken: set[str] = set()
-    spec: list[tuple[str, ...] | None] = []
-    for name, size in zip(names, shape, strict=True):
-        candidates = [axes for rule_name, axes in rules if rule_name == name]
-        if name is not None and not candidates:
+    known = {name for name, _ in rules}
+    for name in names:
+        if name is not None and name not in known:
             raise KeyError(f"logical axis {name!r} has no entry in logical_axis_rules")
-        chosen: tuple[str, ...] = ()
-        for candidate in candidates:
-            axes = tuple(axis for axis in candidate if mesh.shape[axis] > 1)
-            if not taken.intersection(axes):
-                chosen = axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
-                break
-        taken.update(chosen)
-        spec.append(chosen or None)
+    spec: list[tuple[str, ...] | None] = [None] * len(names)
+    undecided = [dim for dim, name in enumerate(names) if name is not None]
+    taken: set[str] = set()
+    for rule_name, rule_axes in rules:
+        axes = tuple(axis for axis in rule_axes if mesh.shape[axis] > 1)
+        dim = next((dim for dim in undecided if names[dim] == rule_name), None)
+        if dim is None or taken.intersection(axes):
+            continue
+        undecided.remove(dim)
+        if axes and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            spec[dim] = axes
+            taken.update(axes)
     return PartitionSpec(*spec)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.configuration.axis_rules import MESH_AXES
@@ -18,38 +17,10 @@ from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
 from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
+from MaxText.parallelism.device_mesh import arranged
 
 # Axes that split weights; the others only copy them.
-WEIGHT_AXES = ("fsdp", "expert", "tensor")
-
-
-def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> list[int]:
-    """Sizes of the axes of MESH_AXES over all devices.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices.
-    """
-    sizes = [getattr(section, f"ici_{axis}_parallelism") for axis in MESH_AXES]
-    num_devices = len(devices)
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and num_devices % fixed == 0:
-        sizes[sizes.index(-1)] = num_devices // fixed
-    if math.prod(sizes) != num_devices:
-        asked = " x ".join(
-            f"ici_{axis}_parallelism={getattr(section, f'ici_{axis}_parallelism')}"
-            for axis in MESH_AXES
-        )
-        expert = math.gcd(max(section.ici_expert_parallelism, 1), num_devices)
-        tensor = math.gcd(max(section.ici_tensor_parallelism, 1), num_devices // expert)
-        raise UserError(
-            f"the mesh does not match the devices: {asked} needs "
-            f"{'a multiple of ' if -1 in sizes else ''}{fixed} devices, this machine has "
-            f"{num_devices} ({devices[0].device_kind}).\n"
-            f"  What to do: use ici_data_parallelism=1 ici_fsdp_parallelism=-1 "
-            f"ici_expert_parallelism={expert} ici_tensor_parallelism={tensor}, which fits, or "
-            f"start on {fixed} devices."
-        )
-    return sizes
+WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
@@ -58,30 +29,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     Raises:
       UserError: as mesh_sizes.
     """
-    sizes = mesh_sizes(section, devices)
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
-    return Mesh(_arranged(sizes, devices), MESH_AXES)
-
-
-def _arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in the form of the mesh, close ones beside each other.
-
-    Slices, which a slower network connects, are divided along the first axis that they divide.
-    """
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    if len(slices) == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
-    across = [1] * len(sizes)
-    divided = [place for place, size in enumerate(sizes) if size % len(slices) == 0]
-    if not divided:
-        raise UserError(
-            f"{len(slices)} slices divide none of the mesh axes "
-            f"{', '.join(f'{axis} {size}' for axis, size in zip(MESH_AXES, sizes, strict=True))}.\n"
-            f"  What to do: set ici_data_parallelism={len(slices)}, which copies weights to each."
-        )
-    across[divided[0]] = len(slices)
-    within = [size // parts for size, parts in zip(sizes, across, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(within, across, devices)
+    return Mesh(arranged(section, devices), MESH_AXES)
 
 
 class Layout:

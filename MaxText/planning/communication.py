@@ -148,23 +148,21 @@ def _rows(program: Program) -> float:
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     """Bytes per second that a device receives over one axis.
 
-    Axes lie in the order of MESH_AXES, the last among neighbours. On a torus, an axis that is alone
-    uses the links of all dimensions; of several, those inside get one dimension each.
+    On a torus, an axis that is alone uses the links of all dimensions; of several, those inside get
+    one dimension each. Across slices, what the devices of a slice along the axis exchange among
+    themselves first need not be sent again: each sends its part.
     """
     chip = hardware.chip
     if chip is None:
         return math.inf
-    mesh = program.layout.mesh
     place = MESH_AXES.index(axis)
-    stride = math.prod(mesh.shape[name] for name in MESH_AXES[place + 1 :])
-    several = [name for name in MESH_AXES if mesh.shape[name] > 1]
+    within, across = program.sizes.within[place], program.sizes.across[place]
+    several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]
     links = chip.links / chip.devices
-    if chip.torus:
+    if chip.torus and axis in several:
         inside = len(several) - 1
         dimensions = max(chip.torus - inside, 1) if axis == several[0] else 1
         links *= dimensions / chip.torus
-    reach = hardware.reach
-    if stride * mesh.shape[axis] <= reach:
+    if across == 1:
         return links
-    together = max(reach // stride, 1)
-    return min(links, chip.network / chip.devices * together)
+    return min(links, chip.network / chip.devices * within)

@@ -21,8 +21,8 @@ POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 LARGEST_TENSOR = 8
 CHANGED = (
     "ici_data_parallelism", "ici_fsdp_parallelism", "ici_expert_parallelism",
-    "ici_tensor_parallelism", "per_device_batch_size", "gradient_accumulation_steps",
-    "remat_policy",
+    "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism",
+    "per_device_batch_size", "gradient_accumulation_steps", "remat_policy",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
     """
     found: list[Plan] = []
     smallest: Plan | None = None
-    for mesh, policy in itertools.product(_meshes(config, hardware.num_devices), POLICIES):
+    for mesh, policy in itertools.product(_meshes(config, hardware), POLICIES):
         for batch in _microbatches(config, hardware.num_devices):
             plan = _tried(config, mesh | batch | {"remat_policy": policy}, hardware, peak)
             if plan is None:
@@ -63,7 +63,9 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
 def words(plan: Plan) -> str:
     """The keys that make a plan what it is, to be typed."""
     keys = flat(plan.program.config)
-    return " ".join(f"{name}={_value(keys[name])}" for name in CHANGED)
+    slices = plan.hardware.num_slices > 1
+    names = [name for name in CHANGED if slices or not name.startswith("dcn_")]
+    return " ".join(f"{name}={_value(keys[name])}" for name in names)
 
 
 def _value(value: Any) -> str:
@@ -80,8 +82,13 @@ def _tried(
         return None
 
 
-def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of mesh axes: weights split over all devices, over a half of them, or copied."""
+def _meshes(config: Config, hardware: Hardware) -> Iterator[dict[str, int]]:
+    """Sizes of mesh axes.
+
+    Weights are split over all devices of a slice, over a half of them, or copied; and across slices
+    split or copied.
+    """
+    num_devices = hardware.num_devices // hardware.num_slices
     experts = config.model.mixture_of_experts
     parts = [1]
     if experts.num_experts > 1 and experts.capacity_factor > 0:
@@ -91,9 +98,12 @@ def _meshes(config: Config, num_devices: int) -> Iterator[dict[str, int]]:
             continue
         rest = num_devices // (expert * tensor)
         for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
-            if rest % fsdp == 0:
-                sizes = (rest // fsdp, fsdp, expert, tensor)
-                yield dict(zip(CHANGED[:4], sizes, strict=True))
+            if rest % fsdp:
+                continue
+            for across in dict.fromkeys((1, hardware.num_slices)):
+                copies = hardware.num_slices // across
+                sizes = (rest // fsdp, fsdp, expert, tensor, copies, across)
+                yield dict(zip(CHANGED[:6], sizes, strict=True))
 
 
 def _microbatches(config: Config, num_devices: int) -> Iterator[dict[str, float]]:

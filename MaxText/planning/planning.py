@@ -58,7 +58,11 @@ def make_plan(
     """
     try:
         program = make_program(
-            config, hardware.num_devices, hardware.platform, hardware.device_kind
+            config,
+            hardware.num_devices,
+            hardware.platform,
+            hardware.device_kind,
+            hardware.num_slices,
         )
         check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
     except UserError as error:

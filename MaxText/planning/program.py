@@ -17,7 +17,8 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, mesh_sizes, rows_of_batch
+from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
+from MaxText.parallelism.mesh import Layout, rows_of_batch
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -32,6 +33,7 @@ class AbsentDevice:
     platform: str
     device_kind: str
     process_index: int = 0
+    slice_index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Program:
       config: with the model section's `auto` resolved.
       choices: one line for each `auto`.
       layout: mesh and rules.
+      sizes: of the mesh, inside a slice and across slices.
       model: the whole model.
       rows: B of a microbatch over all devices.
       length: T.
@@ -50,6 +53,7 @@ class Program:
     config: Config
     choices: tuple[str, ...]
     layout: Layout
+    sizes: MeshSizes
     model: Model
     rows: int
     length: int
@@ -103,27 +107,34 @@ class Program:
         return batch_shapes(self.local_rows, self.length, with_documents=False)
 
 
-def make_program(config: Config, num_devices: int, platform: str, device_kind: str) -> Program:
+def make_program(
+    config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
+) -> Program:
     """The program of a configuration.
 
     Args:
       num_devices: jax devices.
       platform: "cpu", "gpu" or "tpu".
       device_kind: as jax names it, "TPU v5".
+      num_slices: parts of the devices that only a slow network connects.
 
     Raises:
       UserError: mesh or batch do not fit the devices.
     """
-    devices = [AbsentDevice(number, platform, device_kind) for number in range(num_devices)]
+    devices = [
+        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
+        for number in range(num_devices)
+    ]
     sizes = mesh_sizes(config.mesh, devices)
-    mesh = Mesh(np.array(devices).reshape(sizes), MESH_AXES)
+    # Only sizes matter: where a device lies in a slice is not planned.
+    mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis)
     section, choices = backend_defaults.resolve(config.model, platform)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
     length = section.shape.max_target_length
-    return Program(config, tuple(choices), layout, _model(section), rows, length)
+    return Program(config, tuple(choices), layout, sizes, _model(section), rows, length)
 
 
 @functools.lru_cache(maxsize=64)

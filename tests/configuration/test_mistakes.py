@@ -209,6 +209,11 @@ BROKEN = [
     ("ici_expert_parallelism=2", "num_experts=1 has none"),
     ("ici_expert_parallelism=2 num_experts=3", "does not divide num_experts=3"),
     ("ici_expert_parallelism=2 num_experts=4", "need capacity_factor"),
+    (
+        "ici_expert_parallelism=2 dcn_expert_parallelism=3 num_experts=4 capacity_factor=1 "
+        "eval_capacity_factor=1",
+        "dcn_expert_parallelism=3 does not divide",
+    ),
     ("num_vocab_tiling=8 sequence_length_stages=[[0,4],[5,2048]]", "does not divide 4"),
     (
         "num_experts=2 moe_group_size=8 sequence_length_stages=[[0,4],[5,2048]]",
@@ -250,6 +255,9 @@ BROKEN = [
     ),
     ("ici_data_parallelism=-1", "only one of ici_data_parallelism and ici_fsdp_parallelism"),
     ("ici_tensor_parallelism=0", "ici_tensor_parallelism: 0"),
+    ("dcn_fsdp_parallelism=-1", "only one of dcn_data_parallelism and dcn_fsdp_parallelism"),
+    ("dcn_context_parallelism=0", "dcn_context_parallelism: 0"),
+    ("ici_pipeline_parallelism=2", "pipeline stages are not available yet"),
     ("eval_interval=0", "eval_interval: 0"),
     ("eval_steps=0", "eval_steps: 0"),
     ("target_eval_loss=2", "can never be seen"),

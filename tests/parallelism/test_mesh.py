@@ -1,5 +1,7 @@
 """Meshes and partition specs that need no second device."""
 
+import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -7,45 +9,104 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from MaxText.configuration import axis_rules
+from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
-from MaxText.parallelism import mesh as mesh_module
 from MaxText.parallelism.constraints import constrain, partition_spec
+from MaxText.parallelism.device_mesh import arranged, mesh_sizes
 from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
 from tests.small_models import tiny_config
 
 
-def spec(names, shape, data=1, fsdp=1, tensor=1, rules=LOGICAL_AXIS_RULES):
-    sizes = {"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor}
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)
+def spec(names, shape, rules=LOGICAL_AXIS_RULES, **sizes):
+    every = dict.fromkeys(MESH_AXES, 1) | sizes
+    mesh = AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
     return partition_spec(names, shape, rules, mesh)
 
 
 def slices(number, per_slice):
     """Devices of several slices, one of each in turn."""
-    return [
-        SimpleNamespace(
-            id=index, slice_index=index % number, process_index=0, platform="gpu",
-            device_kind="a kind without coordinates",
-        )
-        for index in range(number * per_slice)
-    ]  # fmt: skip
+    return [device(index, slice_index=index % number) for index in range(number * per_slice)]
 
 
-def test_slices_are_divided_along_the_first_axis_that_they_divide():
+def device(index, **attributes):
+    kind = "a kind without coordinates"
+    return SimpleNamespace(
+        **{"id": index, "process_index": 0, "platform": "gpu", "device_kind": kind} | attributes
+    )
+
+
+def lies(section, devices, *axes):
+    """The array of devices without the axes that are not named, which have one place."""
     # A mesh takes no devices but jax's own.
-    arranged = mesh_module._arranged([2, 4, 1, 1], slices(2, 4))
-    of = [[device.slice_index for device in row] for row in arranged[:, :, 0, 0]]
-    assert of == [[0] * 4, [1] * 4]
-    arranged = mesh_module._arranged([1, 6, 1, 1], slices(2, 3))
-    assert [device.slice_index for device in arranged.flat] == [0, 0, 0, 1, 1, 1]
+    found = arranged(section, devices)
+    shape = dict(zip(MESH_AXES, found.shape, strict=True))
+    assert math.prod(shape[axis] for axis in axes) == found.size
+    return found.reshape([shape[axis] for axis in axes])
 
 
-def test_slices_that_divide_no_axis():
-    section = Mesh(ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
-    with pytest.raises(UserError, match=r"(?s)4 slices divide none.*ici_data_parallelism=4"):
-        make_mesh(section, slices(4, 2))
+def test_slices_lie_along_data_by_default():
+    found = lies(Mesh(), slices(2, 4), "data", "fsdp")
+    assert [[device.slice_index for device in row] for row in found] == [[0] * 4, [1] * 4]
+
+
+def test_an_axis_inside_slices_and_across_them():
+    section = Mesh(
+        ici_data_parallelism=2, ici_fsdp_parallelism=2, dcn_data_parallelism=1,
+        dcn_fsdp_parallelism=-1,
+    )  # fmt: skip
+    found = lies(section, slices(3, 4), "data", "fsdp")
+    # Places inside of a slice lie together.
+    assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2
+    assert len({device.id for device in found.flat}) == 12
+
+
+@pytest.mark.parametrize("asked", [{"dcn_fsdp_parallelism": 3}, {"dcn_data_parallelism": 4}])
+def test_sizes_across_slices_that_do_not_fit(asked):
+    section = Mesh(**asked)
+    with pytest.raises(UserError) as error:
+        mesh_sizes(section, slices(2, 4))
+    assert "there are 2" in str(error.value)
+    fits = dict(re.findall(r"(dcn_\w+)=(-?\d+)", str(error.value).partition("What to do")[2]))
+    sizes = mesh_sizes(Mesh(**{name: int(size) for name, size in fits.items()}), slices(2, 4))
+    assert math.prod(sizes.across) == 2
+
+
+def test_slices_of_different_sizes():
+    with pytest.raises(UserError, match="slices have 3 and 4 devices"):
+        mesh_sizes(Mesh(), slices(2, 4)[:-1])
+
+
+def test_processes_stand_for_slices_where_jax_knows_of_none():
+    devices = [device(index, process_index=index // 2, slice_index=0) for index in range(8)]
+    found = lies(Mesh(), devices, "fsdp")
+    assert [device.id for device in found] == list(range(8))  # nothing asked: one slice
+    found = lies(Mesh(dcn_data_parallelism=2), devices[::-1], "data", "fsdp")
+    assert [[device.process_index for device in row] for row in found] == [
+        [0, 0, 1, 1], [2, 2, 3, 3]
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"dcn_data_parallelism=3 needs 3 equal parts"):
+        mesh_sizes(Mesh(dcn_data_parallelism=3), devices)
+
+
+def test_two_axes_split_the_two_dimensions_of_an_mlp():
+    both = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
+    mlp = ("fsdp_transpose", "tensor")
+    assert spec(("embed", "mlp"), (8, 8), **both) == PartitionSpec(("fsdp",), mlp)
+    assert spec(("mlp", "embed"), (8, 8), **both) == PartitionSpec(mlp, ("fsdp",))
+    # Where there is no MLP dimension, the second axis splits embed with the first.
+    assert spec(("embed", "q_heads", "kv"), (8, 8, 8), **both) == PartitionSpec(
+        ("fsdp", "fsdp_transpose"), ("tensor",), None
+    )
+
+
+def test_rules_of_a_user_come_before_base_rules():
+    rules = axis_rules.merge(LOGICAL_AXIS_RULES, (("embed", ("fsdp_transpose",)),))
+    assert spec(("embed", "mlp"), (8, 8), rules=rules, fsdp_transpose=2) == PartitionSpec(
+        ("fsdp_transpose",), None
+    )
 
 
 def test_names_become_the_mesh_axes_of_the_rules():

@@ -1,0 +1,142 @@
+"""Devices in the form of the mesh: sizes inside a slice, sizes across slices, and who lies where.
+
+A slice is what a fast network connects: a TPU slice, or the GPUs of a server (jax tells them apart
+by `slice_index`). Where jax knows of one slice only and `dcn_*` sizes ask for several, the devices
+are cut into that many equal parts in the order of their processes: the processes of a group of
+machines then stand for slices.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from MaxText.configuration.axis_rules import MESH_AXES, size_key
+from MaxText.configuration.training_sections import Mesh as MeshSection
+from MaxText.errors import UserError
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the axes of MESH_AXES.
+
+    Attributes:
+      within: inside a slice.
+      across: slices.
+    """
+
+    within: tuple[int, ...]
+    across: tuple[int, ...]
+
+    @property
+    def total(self) -> list[int]:
+        """Over all devices."""
+        return [inner * outer for inner, outer in zip(*self, strict=True)]
+
+
+def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
+    """What the keys ask for, with -1 filled.
+
+    Raises:
+      UserError: sizes inside a slice do not multiply to its devices, or those across to the slices.
+    """
+    num_slices = len(_slices(section, devices))
+    across = _filled(section, "dcn", num_slices)
+    if across is None:
+        raise _misfit(section, "dcn", num_slices, f"there are {num_slices}", "slices")
+    per_slice = len(devices) // num_slices
+    within = _filled(section, "ici", per_slice)
+    if within is None:
+        whose = "this machine has" if num_slices == 1 else f"each of {num_slices} slices has"
+        kind = f"{whose} {per_slice} ({devices[0].device_kind})"
+        raise _misfit(section, "ici", per_slice, kind, "devices")
+    return MeshSizes(within, across)
+
+
+def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the form of the mesh, close ones beside each other.
+
+    Along each axis the parts of a slice lie together: an axis of 2 slices and 4 devices inside of
+    each has the first slice at places 0 to 3.
+
+    Raises:
+      UserError: as mesh_sizes.
+    """
+    sizes = mesh_sizes(section, devices)
+    slices = [
+        mesh_utils.create_device_mesh(sizes.within, part) for part in _slices(section, devices)
+    ]
+    blocks = np.stack(slices).reshape(*sizes.across, *sizes.within)
+    rank = len(MESH_AXES)
+    order = [dim for axis in range(rank) for dim in (axis, rank + axis)]
+    return blocks.transpose(order).reshape(sizes.total)
+
+
+def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each slice, all of one size.
+
+    Raises:
+      UserError: they cannot be of one size.
+    """
+    known: dict[int, list[Any]] = {}
+    for device in devices:
+        known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    asked = math.prod(max(size, 1) for size in _sizes(section, "dcn"))
+    if len(known) == 1 and asked > 1:
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        per_slice, rest = divmod(len(ordered), asked)
+        if rest or not per_slice:
+            raise _misfit(
+                section, "dcn", 1, f"{len(ordered)} devices make none such", "equal parts"
+            )
+        return [ordered[i : i + per_slice] for i in range(0, len(ordered), per_slice)]
+    numbers = sorted({len(part) for part in known.values()})
+    if len(numbers) > 1:
+        raise UserError(
+            f"slices have {' and '.join(map(str, numbers))} devices, and a mesh needs as many of "
+            "each.\n  What to do: start on slices of one size."
+        )
+    return [known[index] for index in sorted(known)]
+
+
+def _sizes(section: MeshSection, network: str) -> list[int]:
+    return [getattr(section, size_key(axis, network)) for axis in MESH_AXES]
+
+
+def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
+    """The sizes with -1 filled; None where they do not multiply to `number`."""
+    sizes = _sizes(section, network)
+    fixed = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and number % fixed == 0:
+        sizes[sizes.index(-1)] = number // fixed
+    return tuple(sizes) if math.prod(sizes) == number else None
+
+
+def _misfit(
+    section: MeshSection, network: str, number: int, present: str, things: str
+) -> UserError:
+    """What is wrong with the sizes, and sizes that fit."""
+    sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    several = "a multiple of " if -1 in sizes.values() else ""
+    filling = "fsdp" if network == "ici" else "data"
+    asked = {axis: size for axis, size in sizes.items() if size != 1} or {filling: 1}
+    proposal = {filling: -1} if network == "dcn" else {"data": 1, filling: -1}
+    rest = number
+    # What is hardest to do without comes first.
+    for axis in ("expert", *reversed(MESH_AXES)):
+        if axis not in proposal and sizes[axis] != 1:
+            proposal[axis] = math.gcd(max(sizes[axis], 1), rest)
+            rest //= proposal[axis]
+    return UserError(
+        f"the mesh does not match the devices: {_words(asked, network, ' x ')} needs {several}"
+        f"{fixed} {things}, {present}.\n"
+        f"  What to do: use {_words(proposal, network, ' ')}, which fits, or start on {several}"
+        f"{fixed} {things}."
+    )
+
+
+def _words(sizes: dict[str, int], network: str, between: str) -> str:
+    ordered = [axis for axis in MESH_AXES if axis in sizes]
+    return between.join(f"{size_key(axis, network)}={sizes[axis]}" for axis in ordered)
