@@ -121,7 +121,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "ici_autoregressive_parallelism": Absent(
         "decoding has no mesh axis of its own", "ici_tensor_parallelism"
     ),
-    "num_pipeline_microbatches": Absent("pipeline stages are not available yet"),
     "num_slices": Absent("not needed: the slices are counted at start", "dcn_data_parallelism"),
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),

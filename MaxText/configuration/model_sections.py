@@ -23,6 +23,10 @@ RematPolicy = Literal[
 ]  # fmt: skip
 
 
+# What to set where layers cannot be cut into stages, as a line of a message.
+NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
+
+
 class Shape(Section):
     """Sizes of the model."""
 
@@ -273,6 +277,12 @@ class Pipeline(Section):
         ge=-1,
     )
 
+    def microbatches(self, num_stages: int) -> int:
+        """Microbatches that flow through so many stages."""
+        if self.num_pipeline_microbatches == -1:
+            return num_stages
+        return self.num_pipeline_microbatches
+
 
 class Model(Section):
     """Everything about the model."""
@@ -347,7 +357,7 @@ class Model(Section):
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
         unlike = self._unfit_for_stages()
         if unlike:
-            raise ValueError(f"{unlike}\n{_NO_STAGES}")
+            raise ValueError(f"{unlike}\n{NO_STAGES}")
         period, per_stage = self.attention_period, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
@@ -366,9 +376,7 @@ class Model(Section):
                 f"the {period} kinds of attention that layers repeat: all stages run the same "
                 f"program\n" + self._fitting_stages(num_stages)
             )
-        microbatches = asked.num_pipeline_microbatches
-        if microbatches == -1:
-            microbatches = num_stages
+        microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
             raise ValueError(
                 f"num_pipeline_microbatches={microbatches} is below the {num_stages} stages, so "
@@ -399,7 +407,4 @@ class Model(Section):
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
         if rest == 0 and per_repeat % self.attention_period == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
-        return _NO_STAGES
-
-
-_NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1 (no stages)"
+        return NO_STAGES

@@ -213,6 +213,9 @@ class Schedule(Section):
 # first to its mesh axes; a later rule of a name is used where axes of the earlier one are taken.
 LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_batch", ("data", "fsdp", "fsdp_transpose", "expert")),
+    # The head's rows: over the stages of a pipeline, too, which would all compute the same.
+    ("activation_embed_and_logits_batch", ("data", "fsdp", "fsdp_transpose", "expert", "stage")),
+    ("activation_stage", ("stage",)),
     ("activation_groups", ("data", "fsdp", "fsdp_transpose")),
     ("activation_exp", ("expert",)),
     ("activation_heads", ("tensor",)),
@@ -236,7 +239,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kv", ()),
     ("norm", ()),
     ("position", ()),
-    ("layers", ()),
+    ("layers", ("stage",)),
 )
 
 
@@ -252,7 +255,9 @@ class Mesh(Section):
     """
 
     ici_data_parallelism: int = _size(1, "Copies of the model inside a slice.")
-    ici_pipeline_parallelism: int = _size(1, "Stages of the layers inside a slice.")
+    ici_pipeline_parallelism: int = key(
+        1, "Stages of a pipeline, inside a slice, over which layers are split.", ge=1
+    )
     ici_fsdp_parallelism: int = _size(
         -1, "Devices of a slice over which weights and batch are split."
     )
@@ -270,7 +275,7 @@ class Mesh(Section):
         1, "Devices of a slice over which heads, MLP and slots are split."
     )
     dcn_data_parallelism: int = _size(-1, "Copies of the model across slices.")
-    dcn_pipeline_parallelism: int = _size(1, "As ici_pipeline_parallelism, across slices.")
+    dcn_pipeline_parallelism: int = key(1, "As ici_pipeline_parallelism, across slices.", ge=1)
     dcn_fsdp_parallelism: int = _size(1, "As ici_fsdp_parallelism, across slices.")
     dcn_fsdp_transpose_parallelism: int = _size(
         1, "As ici_fsdp_transpose_parallelism, across slices."
@@ -291,6 +296,11 @@ class Mesh(Section):
     sharding_tolerance: float = key(
         0.02, "Share of the parameters that may stay whole on every device.", ge=0, le=1
     )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 is none."""
+        return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 
 class Checkpoint(Section):

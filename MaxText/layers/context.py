@@ -61,10 +61,11 @@ class Context:
         per_row = jax.tree.map(cut, (self.segments_BT, self.rotary))
 
         def part(number: jax.Array) -> Context:
-            segments_BT, rotary = jax.tree.map(
-                lambda x: x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, number, 0, False),
-                per_row,
-            )
+            def own(x: jax.Array) -> jax.Array:
+                place = 0 if x.shape[0] == 1 else number
+                return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+            segments_BT, rotary = jax.tree.map(own, per_row)
             key = self.dropout_key
             if key is not None:
                 key = jax.random.fold_in(key, number)

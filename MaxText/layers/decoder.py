@@ -31,6 +31,9 @@ from MaxText.parallelism.constraints import constrain, num_stages_in_force
 
 States = tuple[Any, ...]  # of the mixers, one per layer
 
+# Axes of rows and tokens after the last layer.
+_OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
+
 
 class Decoder(nnx.Module):
     """A causal language model composed of the parts that the configuration names."""
@@ -138,7 +141,8 @@ class Decoder(nnx.Module):
                 period=period,
                 policy=memory.remat_policy,
             )
-            return self._normalized(x_BTD), scalars
+            # Norm and head have rows on all stages.
+            return self._normalized(constrain(x_BTD, *_OF_HEAD, "activation_embed")), scalars
         if memory.scan_layers is True:
             x_BTD, scalars = walk(
                 self.layers,
@@ -293,7 +297,7 @@ class Decoder(nnx.Module):
             if places_BT is None:
                 places_BT = _places(h_BTD)
             logits_BTV = self.head_qk(logits_BTV, h_BTD, pointers, places_BT)
-        return constrain(logits_BTV, "activation_batch", "activation_length", "activation_vocab")
+        return constrain(logits_BTV, *_OF_HEAD, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.model_sections import Pipeline
 from MaxText.configuration.training_sections import Batch as BatchSection
 from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
@@ -39,12 +40,20 @@ class Layout:
     Args:
       optimizer_state_axis: mesh axis over which the optimizer's state is split besides, where it
         would lie whole on every device of that axis; empty for none.
+      pipeline: how rows are cut to flow through stages.
     """
 
-    def __init__(self, mesh: Mesh, rules: Rules, optimizer_state_axis: str = ""):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: Rules,
+        optimizer_state_axis: str = "",
+        pipeline: Pipeline | None = None,
+    ):
         self.mesh = mesh
         self.rules = rules
         self.optimizer_state_axis = optimizer_state_axis
+        self.pipeline = pipeline or Pipeline()
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
     @property
@@ -56,6 +65,16 @@ class Layout:
     def num_batch_parts(self) -> int:
         """Parts into which the rows of a batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a batch have to be a multiple of.
+
+        Each of the parts is cut into microbatches of a pipeline, and outside of its stages over
+        their devices.
+        """
+        num_stages = self.mesh.shape["stage"]
+        return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """Of an array whose dimensions carry logical `names`."""
@@ -236,14 +255,19 @@ def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tup
     return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
 
-def make_layout(section: MeshSection, devices: Sequence[Any]) -> Layout:
+def make_layout(
+    section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
+) -> Layout:
     """The layout that the keys about the mesh ask for.
+
+    Args:
+      pipeline: of the model that is trained, where the mesh may have stages.
 
     Raises:
       UserError: as make_mesh.
     """
     axis = "data" if section.shard_optimizer_over_data else ""
-    return Layout(make_mesh(section, devices), section.logical_axis_rules, axis)
+    return Layout(make_mesh(section, devices), section.logical_axis_rules, axis, pipeline)
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
@@ -276,12 +300,15 @@ def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0
 def _rows(layout: Layout, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
-    axes, parts = layout.batch_axes, layout.num_batch_parts
-    if rows != int(rows) or int(rows) % parts:
-        better = max(parts, round(rows / parts) * parts) / num_devices
+    parts, multiple = layout.num_batch_parts, layout.row_multiple
+    if rows != int(rows) or int(rows) % multiple:
+        better = max(multiple, round(rows / multiple) * multiple) / num_devices
+        stages, microbatches = layout.mesh.shape["stage"], multiple // parts
+        cut = f", and {microbatches} ways more for {stages} stages" if stages > 1 else ""
         raise UserError(
             f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = {rows:g} "
-            f"sequences, to be split over {parts} devices (mesh axes {', '.join(axes)}).\n"
+            f"sequences, to be split over {parts} devices (mesh axes "
+            f"{', '.join(layout.batch_axes)}){cut}.\n"
             f"  What to do: set {key}={better:g}."
         )
     return int(rows)

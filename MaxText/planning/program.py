@@ -129,7 +129,7 @@ def make_program(
     # Only sizes matter: where a device lies in a slice is not planned.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
-    layout = Layout(mesh, config.mesh.logical_axis_rules, axis)
+    layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve(config.model, platform)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
