@@ -288,6 +288,11 @@ class Mesh(Section):
         "Split moments over the copies of the model (ici_data_parallelism) as well, so that each "
         "device keeps and updates a part (ZeRO-1). The result is the same.",
     )
+    optimizer_memory_host_offload: bool = key(
+        False,
+        "Keep moments in the memory of the host, and on the device only while an update is made. "
+        "The result is the same.",
+    )
     logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
         LOGICAL_AXIS_RULES,
         "Pairs [logical name, mesh axes]. Names given replace the base rules of those names.",

@@ -20,6 +20,8 @@ from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
 from MaxText.parallelism.device_mesh import arranged
 
+# Of the host, where devices can fetch from it.
+HOST_MEMORY = "pinned_host"
 # Axes that split weights; the others only copy them.
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
@@ -41,6 +43,7 @@ class Layout:
       optimizer_state_axis: mesh axis over which the optimizer's state is split besides, where it
         would lie whole on every device of that axis; empty for none.
       pipeline: how rows are cut to flow through stages.
+      offloads_optimizer: whether the arrays of the optimizer's state lie in the host's memory.
     """
 
     def __init__(
@@ -49,11 +52,14 @@ class Layout:
         rules: Rules,
         optimizer_state_axis: str = "",
         pipeline: Pipeline | None = None,
+        *,
+        offloads_optimizer: bool = False,
     ):
         self.mesh = mesh
         self.rules = rules
         self.optimizer_state_axis = optimizer_state_axis
         self.pipeline = pipeline or Pipeline()
+        self.offloads_optimizer = offloads_optimizer
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
     @property
@@ -107,7 +113,8 @@ class Layout:
         That covers parameters, moments and momenta of every update rule; the rest (counters,
         factored moments) is small and lies whole on every device. With `optimizer_state_axis` all
         of the optimizer's state is split over that axis, too, as far as it can be: stage 1 of ZeRO
-        (Rajbhandari et al. 2020, section 5.1).
+        (Rajbhandari et al. 2020, section 5.1). With `offloads_optimizer` its arrays lie in the
+        host's memory, from where the train step has to fetch them.
         """
         shardings = self.parameter_shardings(parameters)
 
@@ -119,8 +126,12 @@ class Layout:
                 if info is not None and info.shape == leaf.shape:
                     found = shardings["/".join(names[start:])]
                     break
-            is_optimizers = any(getattr(entry, "name", "") == "opt_state" for entry in path)
-            return self._split_besides(found, leaf.shape) if is_optimizers else found
+            if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
+                return found
+            found = self._split_besides(found, leaf.shape)
+            # Counters are not worth the way.
+            offloads = self.offloads_optimizer and leaf.ndim > 0
+            return found.with_memory_kind(HOST_MEMORY) if offloads else found
 
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
@@ -264,10 +275,32 @@ def make_layout(
       pipeline: of the model that is trained, where the mesh may have stages.
 
     Raises:
-      UserError: as make_mesh.
+      UserError: as make_mesh; or moments shall lie where these devices have no memory.
     """
+    offloads = section.optimizer_memory_host_offload
+    if offloads:
+        _check_host_memory(devices[0])
     axis = "data" if section.shard_optimizer_over_data else ""
-    return Layout(make_mesh(section, devices), section.logical_axis_rules, axis, pipeline)
+    return Layout(
+        make_mesh(section, devices),
+        section.logical_axis_rules,
+        axis,
+        pipeline,
+        offloads_optimizer=offloads,
+    )
+
+
+def _check_host_memory(device: Any) -> None:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise UserError(
+            "optimizer_memory_host_offload=true needs memory of the host that devices "
+            f"({device.device_kind}) can fetch from, {HOST_MEMORY}; jax {jax.__version__} has "
+            f"{', '.join(kinds)} for them.\n"
+            "  What to do: set optimizer_memory_host_offload=false; "
+            "shard_optimizer_over_data=true or a larger ici_fsdp_parallelism splits moments over "
+            "devices instead."
+        )
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:

@@ -49,6 +49,7 @@ def make_train_step(
     num_microbatches: int,
     dropout_seed: int,
     guard: Guard = _NO_GUARD,
+    fetches_moments: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step as a pure function of state and batch.
 
@@ -59,6 +60,8 @@ def make_train_step(
       num_microbatches: parts of the batch whose gradients are summed one after another.
       dropout_seed: of the random keys; unused when every dropout rate is 0.
       guard: which updates are left out; the state's guard must have been made of the same.
+      fetches_moments: whether the optimizer's state lies in the host's memory. It comes back on the
+        device; where it goes is what the step is compiled for (Layout.compile_step).
     """
     objective = model.section.objective
 
@@ -96,7 +99,12 @@ def make_train_step(
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
         means, watched, gradients = compute(state.params, batch, totals, dropout_key)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        old_opt_state = state.opt_state
+        if fetches_moments:
+            # Not before the gradients are there, when activations have left the device.
+            gradients, old_opt_state = jax.lax.optimization_barrier((gradients, old_opt_state))
+            old_opt_state = jax.device_put(old_opt_state, jax.memory.Space.Device)
+        updates, opt_state = optimizer.update(gradients, old_opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         loss = jnp.asarray(sum(means.values()))
         learning_rate = jnp.asarray(schedule(state.step))
@@ -109,7 +117,7 @@ def make_train_step(
             )
             # Read anyhow by the update, so that choosing costs no traffic.
             params = _choose(verdict.is_sound, params, state.params)
-            opt_state = _choose(verdict.is_sound, opt_state, state.opt_state)
+            opt_state = _choose(verdict.is_sound, opt_state, old_opt_state)
             guard_state = verdict.state
             metrics |= verdict.metrics
         metrics |= {
@@ -138,6 +146,7 @@ def train_step_of(
         num_microbatches=config.batch.gradient_accumulation_steps,
         dropout_seed=model.section.initialization.init_weights_seed,
         guard=config.guard,
+        fetches_moments=config.mesh.optimizer_memory_host_offload,
     )
 
 
