@@ -85,7 +85,7 @@ def train(config, stop: StopSignal) -> int:
     start_up.check_alike(flat(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
-    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh {dict(layout.mesh.shape)}")
+    print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
@@ -109,6 +109,7 @@ def train(config, stop: StopSignal) -> int:
     )
     initialize = steps.make_initialize(model, optimizer, guard)
     abstract_state = layout.abstract_state(initialize, model.parameters)
+    mesh.check_length(model_section.shape.max_target_length, layout)
     whole = mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     print(parameter_table(model.parameters, layout.describe(model.parameters)))
     print("\n".join([f"parameters that lie whole: {whole:.2%}", *choices, *settled.lines]))

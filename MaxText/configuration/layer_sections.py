@@ -197,6 +197,18 @@ class Attention(Section):
         128, "Query rows of a block.", unit="tokens", ge=1,
         only_if={"attention": ["autoselected", "blocked"]},
     )  # fmt: skip
+    context_parallel_strategy: Literal["all_gather", "ring"] = key(
+        "all_gather",
+        "How queries meet keys of other devices where *_context_parallelism splits sequences. "
+        "all_gather: every device gathers all keys and values of its sequences. ring: they go from "
+        "device to device, and each keeps one part at a time (docs/meshes.md).",
+    )
+    context_parallel_load_balance: bool = key(
+        True,
+        "Give each device of the ring tokens from both ends of the sequence, which evens out "
+        "causal attention and halves its time. No effect on the result.",
+        only_if={"context_parallel_strategy": ["ring"]},
+    )
     causal: bool = key(
         True,
         "Attend to earlier tokens only. mlm_training=true switches it off.",

@@ -125,7 +125,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),
     "allow_split_physical_axes": Absent("jax arranges the devices by its own default"),
-    "context_parallel_strategy": Absent("splitting the sequence over devices is not available yet"),
     "shardy": Absent("jax's default partitioner is used"),
     # Batch, data, tokenizer
     "dataset_name": Absent(_NO_DOWNLOAD, "dataset_path"),
@@ -204,6 +203,8 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
     ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
     ("hardware", "gpu_multiprocess"): "processes are started by a launcher (docs/launch.md)",
     ("profiler", "nsys"): "start the program under nsys itself",
+    ("context_parallel_strategy", "ulysses"): "all_gather and ring keep heads where they are",
+    ("context_parallel_strategy", "usp"): "all_gather and ring keep heads where they are",
     ("remat_policy", "custom"): "choose one of the named policies",
 }
 

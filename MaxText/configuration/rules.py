@@ -9,6 +9,7 @@ import operator
 import re
 
 from MaxText.configuration.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.configuration.context_rules import CONTEXT_RULES
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
 from MaxText.configuration.growth_rules import GROWTH_RULES
 from MaxText.configuration.model_rules import MODEL_RULES
@@ -533,6 +534,7 @@ RULES: tuple[Rule, ...] = (
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
     *GROWTH_RULES,
+    *CONTEXT_RULES,
     *(_mesh_sizes(network) for network in NETWORKS),
     *(_not_zero("model.pipeline", name, "-1 to derive it") for name in Pipeline.model_fields),
     Rule((*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types"), _stages),

@@ -210,7 +210,8 @@ class Schedule(Section):
 
 
 # Base rules: logical name -> mesh axes. Of an array's dimensions, that of an earlier rule comes
-# first to its mesh axes; a later rule of a name is used where axes of the earlier one are taken.
+# first to its mesh axes; a later rule of a name is used where axes of the earlier one are taken or
+# do not divide the dimension.
 LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_batch", ("data", "fsdp", "fsdp_transpose", "expert")),
     # The head's rows: over the stages of a pipeline, too, which would all compute the same.
@@ -229,13 +230,16 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_kv", ()),
     ("exp", ("expert",)),
     ("mlp", ("fsdp_transpose", "tensor")),
+    ("mlp", ("tensor",)),
     ("slots", ("fsdp_transpose", "tensor")),
+    ("slots", ("tensor",)),
     ("vocab", ("tensor",)),
     ("q_heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     # What no other dimension is split over; sequences and weights share the axis context.
     ("embed", ("fsdp", "fsdp_transpose", "context")),
     ("embed", ("fsdp", "context")),
+    ("embed", ("fsdp",)),
     ("kv", ()),
     ("norm", ()),
     ("position", ()),

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from MaxText.configuration.layer_sections import Attention as AttentionSection
 from MaxText.configuration.layer_sections import AttentionKind, SlotPlace
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
-from MaxText.layers.attention_core import Scoring, softmax_attention
+from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
@@ -22,11 +22,16 @@ from MaxText.layers.linear_attention import (
 )
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.pattention import PattentionProjection
+from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import rotate
 from MaxText.layers.weights import Initializer, Shape, weight
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
 
 Scalars = dict[str, jax.Array]
+# Names of the dimensions of queries and of keys and values.
+_OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+_OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+
 State = KeyValueCache | WindowCache | LinearState
 
 
@@ -111,12 +116,10 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, context.rotary), rotate(k_BTKH, context.rotary)
-        batch, length = "activation_batch", "activation_length"
-        q_BTNH = constrain(q_BTNH, batch, length, "activation_heads", "activation_kv")
-        k_BTKH = constrain(k_BTKH, batch, length, "activation_kv_heads", "activation_kv")
-        v_BTKH = constrain(v_BTKH, batch, length, "activation_kv_heads", "activation_kv")
+        q_BTNH = constrain(q_BTNH, *_OF_QUERIES)
+        k_BTKH, v_BTKH = constrain(k_BTKH, *_OF_KEYS), constrain(v_BTKH, *_OF_KEYS)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = constrain(o_BTNH, batch, length, "activation_heads", "activation_kv")
+        o_BTNH = constrain(o_BTNH, *_OF_QUERIES)
         o_BTNH = checkpoint_name(o_BTNH, "context")
         return checkpoint_name(self.out(o_BTNH), "out_proj"), {}, state
 
@@ -153,18 +156,7 @@ class Attention(nnx.Module):
         if self.memory_key is not None and self.memory_value is not None:
             memory = (self.memory_key[...], self.memory_value[...])
             memory = jax.tree.map(lambda kept: kept.astype(k_BTKH.dtype), memory)
-        blocked = section.attention != "dot_product"
-        o_BTNH = softmax_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            scoring,
-            segments_BT=context.segments_BT,
-            memory=memory,
-            block_size=section.attention_block_size if blocked else None,
-            dropout_rate=self.dropout_rate,
-            dropout_key=context.key_for(0),
-        )
+        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, scoring, memory, context)
         if context.capacity is None:
             return o_BTNH, None
         if window is not None:
@@ -173,6 +165,38 @@ class Attention(nnx.Module):
             slots = min(window, self.max_length)
             return o_BTNH, WindowCache.of_prompt(k_BTKH, v_BTKH, context.lengths_B, slots)
         return o_BTNH, KeyValueCache.of_prompt(k_BTKH, v_BTKH, context.capacity, memory)
+
+    def _softmax(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        scoring: Scoring,
+        memory: Memory | None,
+        context: Context,
+    ) -> jax.Array:
+        """Tokens of a batch among themselves, in the form that suits where they lie."""
+        section = self.section
+        blocked = section.attention != "dot_product"
+        given = {
+            "segments_BT": context.segments_BT,
+            "memory": memory,
+            "block_size": section.attention_block_size if blocked else None,
+        }
+        dropout = {"dropout_rate": self.dropout_rate, "dropout_key": context.key_for(0)}
+        of_queries = sharding_in_force(_OF_QUERIES, q_BTNH.shape)
+        of_keys = sharding_in_force(_OF_KEYS, k_BTKH.shape)
+        if of_queries is None or of_keys is None or not split_axes(of_queries, 1):
+            return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scoring, **given, **dropout)
+        if section.context_parallel_strategy == "ring":
+            balanced = section.context_parallel_load_balance
+            return ring_attention(
+                q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys, balanced=balanced, **given
+            )
+        whole = (_OF_KEYS[0], "activation_kv_length", *_OF_KEYS[2:])
+        k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+        parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
+        return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scoring, parts=parts, **given, **dropout)
 
     def _linear(
         self,

@@ -56,6 +56,7 @@ def softmax_attention(
     segments_BT: jax.Array | None = None,
     memory: Memory | None = None,
     block_size: int | None = None,
+    parts: int = 1,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -70,12 +71,19 @@ def softmax_attention(
         so that about half the products of the full square are skipped. None is one block, as is
         attention that is not causal. With a window, blocks are about as long as it is, and the
         products of a token are 2 W (3 W if not causal) however long the text.
+      parts: equal parts of T that lie on different devices, while keys and values are whole. A
+        block then has rows of each part, and multiplies all keys.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
     rate = {"dropout_rate": dropout_rate}
+    if parts > 1:
+        return _in_parts(
+            q_BTNH, k_BSKH, v_BSKH, scoring, parts, segments_BT, memory, block_size,
+            dropout_key=dropout_key, **rate,
+        )  # fmt: skip
     if window is not None:
         rows = window_blocks(window, length, causal=causal)
         if rows is not None:
@@ -110,6 +118,53 @@ def softmax_attention(
         )
         outputs.append(o_BTNH)
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def _in_parts(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    scoring: Scoring,
+    parts: int,
+    segments_BT: jax.Array | None,
+    memory: Memory | None,
+    block_size: int | None,
+    *,
+    dropout_rate: float,
+    dropout_key: jax.Array | None,
+) -> jax.Array:
+    """Queries that devices hold in parts: blocks are taken inside of every part at once."""
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    own = length // parts
+    block = own if block_size is None else min(own, max(block_size, -(-own // MAX_BLOCKS)))
+    places = jnp.arange(length)
+    outputs = []
+    for start in range(0, own, block):
+        rows = min(block, own - start)
+
+        def of_block(x: jax.Array, axis: int, start: int = start, rows: int = rows) -> jax.Array:
+            x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
+            x = jax.lax.slice_in_dim(x, start, start + rows, axis=axis + 1)
+            return x.reshape(*x.shape[:axis], parts * rows, *x.shape[axis + 2 :])
+
+        distance_1TS = (of_block(places, 0)[:, None] - places)[None]
+        mask = scoring.sees(distance_1TS)
+        if segments_BT is not None:
+            mask = mask & (of_block(segments_BT, 1)[:, :, None] == segments_BT[:, None])
+        o = _attend(
+            of_block(q_BTNH, 1),
+            k_BKSH,
+            v_BKSH,
+            mask,
+            distance_1TS,
+            scoring,
+            memory=memory,
+            dropout_rate=dropout_rate,
+            dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
+        )
+        outputs.append(o.reshape(batch, parts, rows, num_heads, head_dim))
+    return jnp.concatenate(outputs, axis=2).reshape(q_BTNH.shape)
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:

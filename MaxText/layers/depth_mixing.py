@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from MaxText.parallelism.constraints import platform, sharding_in_force
+from MaxText.parallelism.constraints import platform, sharding_in_force, split_axes
 
 # With fewer tokens (a step of text generation) a tile of a kernel is not full.
 KERNEL_TOKENS = 16
@@ -411,8 +411,8 @@ def _on_each_device(
     sharding = sharding_in_force(_STATE, sources[0].shape)
     if sharding is None:
         return run(_Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
-    batch, length, dims = state = sharding.spec
-    axes = _Axes((*(batch or ()), *(length or ())), dims or ())
+    batch, length, dims = (split_axes(sharding, dim) for dim in range(3))
+    state, axes = sharding.spec, _Axes((*batch, *length), dims)
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
     return jax.shard_map(
         functools.partial(run, axes),

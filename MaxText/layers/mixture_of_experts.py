@@ -209,8 +209,9 @@ class MixtureOfExperts(nnx.Module):
 
         filled = jax.vmap(fill)(x, slots).reshape(num_groups, num_experts, capacity, width)
         # From devices that hold groups to those that hold experts, and back.
-        by_group = ("activation_batch", None, None, "activation_embed")
-        by_expert = ("activation_groups", "activation_exp", None, "activation_embed")
+        # Places of an expert are divided like tokens of a sequence.
+        by_group = ("activation_batch", None, "activation_length", "activation_embed")
+        by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
         filled = constrain(constrain(filled, *by_group), *by_expert)
         einsum = lambda spec, *operands: jnp.einsum(  # noqa: E731
             spec, *operands, precision=experts.precision
@@ -219,9 +220,7 @@ class MixtureOfExperts(nnx.Module):
             checkpoint_name(einsum("gecd,edf->gecf", filled, kernel), "mlpwi")
             for kernel in experts.inputs()
         ]
-        hidden = constrain(
-            experts.gated(branches), "activation_groups", "activation_exp", None, "activation_mlp"
-        )
+        hidden = constrain(experts.gated(branches), *by_expert[:3], "activation_mlp")
         out = checkpoint_name(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
         out = constrain(constrain(out, *by_expert), *by_group)
         out = out.reshape(num_groups, num_experts * capacity, width)
@@ -260,13 +259,18 @@ class MixtureOfExperts(nnx.Module):
             return y.reshape(x.shape)
 
         given = (x, gates, choices, kept, experts.inputs(), experts.outputs())
-        found = batch_axes_in_force("activation_batch", "activation_mlp")
+        found = batch_axes_in_force("activation_batch", "activation_length", "activation_mlp")
         if found is None:
             return on_one_device(*given)
-        mesh, (batch_axes, tensor_axes) = found
+        mesh, (batch_axes, length_axes, tensor_axes) = found
+        if x.shape[1] % math.prod(mesh.shape[axis] for axis in length_axes):
+            length_axes = ()
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
             tensor_axes = ()  # matrices that an axis does not divide lie whole
-        rows, columns = PartitionSpec(batch_axes), PartitionSpec(None, None, tensor_axes)
+        rows, columns = (
+            PartitionSpec(batch_axes, length_axes),
+            PartitionSpec(None, None, tensor_axes),
+        )
         return jax.shard_map(
             lambda *given: on_one_device(*given, tensor_axes=tensor_axes),
             mesh=mesh,

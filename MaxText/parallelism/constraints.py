@@ -36,9 +36,9 @@ def partition_spec(
     """The mesh axes of each dimension of an array whose dimensions carry logical `names`.
 
     Rules are gone through in their order: each gives its mesh axes to the first dimension of its
-    name that has none yet, unless another dimension of this array has one of them. So a name may
-    stand in several rules, and an earlier rule comes first to an axis that two ask for. A dimension
-    that its mesh axes do not divide stays whole.
+    name that has none yet, unless another dimension of this array has one of them or they do not
+    divide this one. So a name may stand in several rules, and an earlier rule comes first to an
+    axis that two ask for. A dimension that no rule of its name fits stays whole.
 
     Raises:
       KeyError: a name stands in no rule (a bug in a part, or a rule that was removed).
@@ -55,11 +55,17 @@ def partition_spec(
         dim = next((dim for dim in undecided if names[dim] == rule_name), None)
         if dim is None or taken.intersection(axes):
             continue
-        undecided.remove(dim)
-        if axes and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            spec[dim] = axes
+        if shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            undecided.remove(dim)
+            spec[dim] = axes or None
             taken.update(axes)
     return PartitionSpec(*spec)
+
+
+def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
+    """The mesh axes of one dimension; jax gives a single one without its tuple."""
+    found = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return (found,) if isinstance(found, str) else tuple(found or ())
 
 
 def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:

@@ -68,6 +68,22 @@ class Layout:
         return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
 
     @property
+    def words(self) -> str:
+        """Axes that have several devices, and how many: "data 2, fsdp 4"."""
+        sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
+        return ", ".join(sizes) or "one device"
+
+    @property
+    def length_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which sequences are split."""
+        return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
+
+    @property
+    def num_length_parts(self) -> int:
+        """Parts into which sequences are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.length_axes)
+
+    @property
     def num_batch_parts(self) -> int:
         """Parts into which the rows of a batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
@@ -155,7 +171,10 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
-        """Rows over the axes of activation_batch."""
+        """Rows over the axes of activation_batch.
+
+        Sequences of ids lie whole: they are small beside the hidden states that are made of them.
+        """
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
@@ -347,6 +366,22 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
     return int(rows)
 
 
+def check_length(length: int, layout: Layout) -> None:
+    """Whether the mesh divides sequences of `length` tokens.
+
+    Raises:
+      UserError: it does not, so that every device would hold them whole.
+    """
+    parts = layout.num_length_parts
+    if length % parts:
+        fits = math.gcd(length, parts)
+        raise UserError(
+            f"max_target_length={length} is no multiple of {parts}, the devices over which "
+            f"sequences are split (mesh axes {', '.join(layout.length_axes)}).\n"
+            f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
+        )
+
+
 def check_sharding(
     parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
 ) -> float:
@@ -369,11 +404,10 @@ def check_sharding(
             f"    {name} {parameters[name].shape}{_undivided(parameters[name], layout)}"
             for name in largest
         ]
-        sizes = ", ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items())
         differ = any(re.search(r"^layers/\d+/mlp/", name) for name in largest)
         raise UserError(
             f"{share:.1%} of the parameters lie whole on every device, more than "
-            f"sharding_tolerance={tolerance:g}. The mesh is {sizes}; the largest:\n"
+            f"sharding_tolerance={tolerance:g}. The mesh is {layout.words}; the largest:\n"
             + "\n".join(lines)
             + "\n  What to do: choose sizes that the mesh divides"
             + (" (widths of dynamic_mlp_dim are multiples of mlp_dim_multiple)" if differ else "")

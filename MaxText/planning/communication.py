@@ -9,6 +9,9 @@ Counted is what a device receives:
     tensor                          sums of hidden states after products that contract what it
                                     splits, forward and backward, and those computed again; 2 times
                                     their bytes
+    context                         keys and values of the other parts of a sequence: gathered for
+                                    both passes and their gradients scattered; or around the ring
+                                    in both, the second time with gradients in float32
     expert                          rows to their experts and back, forward, backward and again
 
 Of n devices each exchanges (n - 1) / n of an array with the others.
@@ -59,7 +62,12 @@ def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
     if not bytes_of:
         return []
     _add_weights(program, bytes_of)
-    for axis, amount in (("tensor", _hidden_states(program)), ("expert", _rows(program))):
+    amounts = (
+        ("tensor", _hidden_states(program)),
+        ("expert", _rows(program)),
+        ("context", _keys_and_values(program)),
+    )
+    for axis, amount in amounts:
         if axis in bytes_of:
             bytes_of[axis] += amount * program.num_microbatches
     return [
@@ -73,7 +81,7 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
     layout, parameters = program.layout, program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
     shape = layout.mesh.shape
-    batch = [axis for axis in layout.batch_axes if shape[axis] > 1]
+    batch = [axis for axis in (*layout.batch_axes, *layout.length_axes) if shape[axis] > 1]
     for name, sharding in layout.parameter_shardings(parameters).items():
         info = parameters[name]
         num_bytes = info.size * width
@@ -85,7 +93,8 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
                 else:
                     num_bytes /= shape[axis]  # computed with where it lies
         lies = "exp" in info.logical_axes and "expert" in batch
-        for axis in batch:
+        # Gradients are scattered before the parts are added up.
+        for axis in sorted(batch, key=lambda axis: axis not in split):
             if axis in split:
                 per_microbatch = 3.0
             elif axis == "expert" and lies:
@@ -123,10 +132,10 @@ def _hidden_states(program: Program) -> float:
 
 
 def _state_bytes(program: Program) -> float:
-    """Of one hidden state of a device's rows."""
+    """Of one hidden state of a device's tokens."""
     section = program.config.model
     width = np.dtype(section.numerics.dtype).itemsize
-    return program.local_rows * program.length * section.shape.dimensions.emb_dim * width
+    return program.local_tokens * section.shape.dimensions.emb_dim * width
 
 
 def _rows(program: Program) -> float:
@@ -143,6 +152,20 @@ def _rows(program: Program) -> float:
     passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
     n = program.layout.mesh.shape["expert"]
     return 2 * passes * layers * filled * _state_bytes(program) * (n - 1) / n
+
+
+def _keys_and_values(program: Program) -> float:
+    """Bytes over the context axis in a microbatch."""
+    section = program.config.model
+    attention, d = section.attention, program.local_model.section.shape.dimensions
+    width = np.dtype(section.numerics.dtype).itemsize
+    part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
+    layers = sum(kind in ("global", "local") for kind in section.attention_kinds)
+    others = program.layout.mesh.shape["context"] - 1
+    forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
+    if attention.context_parallel_strategy == "ring":
+        return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
+    return layers * part * others * (forward + 1)
 
 
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:

@@ -5,6 +5,7 @@ Legend: B sequences, T tokens.
 
 import dataclasses
 import functools
+import math
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
-from MaxText.parallelism.mesh import Layout, rows_of_batch
+from MaxText.parallelism.mesh import Layout, check_length, rows_of_batch
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -102,9 +103,22 @@ class Program:
         """B of a microbatch on one device."""
         return self.rows // self.layout.num_batch_parts
 
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.local_rows * self.length // self.layout.num_length_parts
+
     def local_batch(self) -> Batch:
-        """Shapes of a microbatch on one device."""
-        return batch_shapes(self.local_rows, self.length, with_documents=False)
+        """Shapes of a microbatch on one device.
+
+        A part of each of many sequences costs what as many tokens of whole ones do: attention
+        multiplies as many pairs. Where there are fewer sequences than parts, those are the first
+        tokens, and pairs with the other parts are left out.
+        """
+        parts = self.layout.num_length_parts
+        rows = math.gcd(self.local_rows, parts)
+        sizes = self.local_rows // rows, self.length * rows // parts
+        return batch_shapes(*sizes, with_documents=False)
 
 
 def make_program(
@@ -134,6 +148,7 @@ def make_program(
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
     length = section.shape.max_target_length
+    check_length(length, layout)
     return Program(config, tuple(choices), layout, sizes, _model(section), rows, length)
 
 
@@ -151,10 +166,12 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
     """The section with the sizes that one device computes with."""
 
     def part(name: str, size: int) -> int:
+        # Of activations: what splits weights alone is gathered before it is used.
+        name = f"activation_{name}"
         return layout.sharding((name,), (size,)).shard_shape((size,))[0]
 
     d = section.shape.dimensions
-    heads, kv_heads = part("q_heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
+    heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
     shape = section.shape.model_copy(
         update={
             "global_parameter_scale": 1,

@@ -21,12 +21,11 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
       price: of a chip or GPU for an hour; None leaves money out.
     """
     program = plan.program
-    mesh = ", ".join(f"{axis} {size}" for axis, size in program.layout.mesh.shape.items())
     section = program.config.model
     lines = [
         f"hardware: {plan.hardware.describe()}, {plan.hardware.memory / _GB:.1f} GB per device, "
         f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
-        f"model: {program.model.num_parameters:,} parameters; mesh: {mesh}; "
+        f"model: {program.model.num_parameters:,} parameters; mesh: {program.layout.words}; "
         f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
         f"update: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
@@ -150,7 +149,7 @@ def proposals(plans: Sequence[Plan], tokens: float, price: float | None) -> str:
     Args:
       tokens, price: as of describe.
     """
-    header = ["mesh d x f x e x t", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
+    header = ["mesh", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
     if price is not None:
         header.append("cost")
     rows = []
@@ -159,7 +158,7 @@ def proposals(plans: Sequence[Plan], tokens: float, price: float | None) -> str:
         days = tokens / plan.program.tokens_per_update * seconds / 86400
         rows.append(
             [
-                " x ".join(map(str, plan.program.layout.mesh.shape.values())),
+                plan.program.layout.words,
                 f"{plan.program.num_microbatches} x {config.batch.per_device_batch_size:g}",
                 config.model.memory.remat_policy,
                 f"{plan.memory.total / _GB:.1f}",

@@ -94,14 +94,14 @@ def test_show_config_can_be_fed_back(capsys, write):
 def test_from_maxtext(capsys, write):
     path = write(
         "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: false\ndataset_type: tfds\n"
-        "stepz: 1\nlogical_axis_rules: [[embed, fsdp_transpose]]\ndropout_rate: 3\n"
+        "stepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\ndropout_rate: 3\n"
     )
     text = answer(capsys, "--from-maxtext", path)
     understood, changed, refused, ignored, unknown = text.split("\n\n")[1:]
     assert "  steps: 5" in understood
     assert "  max_num_checkpoints_to_keep: max_to_keep: 2" in changed
     assert "dataset_type: 'tfds'" in refused
-    assert "fsdp_transpose" in refused
+    assert "tensor_sequence" in refused
     assert "dropout_rate: 3 is not" in refused
     assert "gcs_metrics: metrics.jsonl always lies" in ignored
     assert "stepz: nearest: steps" in unknown

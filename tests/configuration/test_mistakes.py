@@ -280,6 +280,15 @@ BROKEN = [
         "ici_pipeline_parallelism=2 num_experts=4 moe_layers=[0,2]",
         "weights of different shapes",
     ),
+    ("ici_context_parallelism=3", "max_target_length=2048 is no multiple of 3"),
+    (
+        "ici_context_parallelism=4 sequence_length_stages=[[0,2],[5,2048]]",
+        "a stage of 2 in sequence_length_stages is no multiple of 4",
+    ),
+    (
+        "ici_context_parallelism=2 context_parallel_strategy=ring dropout_rate=0.1",
+        "drops none of them",
+    ),
     ("eval_interval=0", "eval_interval: 0"),
     ("eval_steps=0", "eval_steps: 0"),
     ("target_eval_loss=2", "can never be seen"),

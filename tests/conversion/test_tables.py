@@ -87,7 +87,8 @@ def test_names_without_the_prefix_and_buffers_are_read(tmp_path):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_of_the_model_is_decided(model_type):
     # A new key that a family neither fixes nor writes would be lost on export.
-    only_how = {"attention", "attention_block_size", "dense_kept_sums", "dense_mixing",
+    only_how = {"attention", "attention_block_size", "context_parallel_load_balance",
+                "context_parallel_strategy", "dense_kept_sums", "dense_mixing",
                 "logits_dot_in_fp32", "linear_attention_chunk"}  # fmt: skip
     only_training = {"capacity_factor", "moe_group_size", "moe_second_policy",
                      "moe_second_threshold", "router_z_loss_weight"}  # fmt: skip

@@ -19,6 +19,8 @@ LENGTH = 16
 MESHES = {
     "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
     "fsdp": {"ici_fsdp_parallelism": 8},
+    "context": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 1,
+                "ici_context_parallelism": 4},
     "data, fsdp and tensor": {
         "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2
     },

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, check_sharding, make_mesh
-from MaxText.training.objective import loss_sums, num_tokens
-from tests.small_models import random_batch, tiny_config
+from MaxText.parallelism.mesh import check_sharding
+from tests.multi_device.same_results import ROWS, assert_same, built, loss_and_gradients
 
 pytestmark = pytest.mark.multi_device
 
-ROWS = 8
 MESHES = {
     "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
     "all": {
@@ -66,39 +63,6 @@ CASES = {
 }  # fmt: skip
 
 
-def built(devices, **keys):
-    """(configuration, model, layout) of two layers."""
-    given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
-    config = tiny_config("llama2", **given)
-    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
-    return config, Model(config.model), layout
-
-
-def loss_and_gradients(devices, **keys):
-    """Every loss, the gradients, and the text of the compiled program."""
-    config, model, layout = built(devices, **keys)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * generator.normal(size=x.shape).astype("f"), params)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = jax.device_put(jax.tree.map(np.asarray, params), shardings)
-    batch = random_batch(config, ROWS, documents=True)
-    batch = layout.place(jax.tree.map(np.asarray, batch), ROWS)
-
-    def run(params, batch):
-        def loss(params):
-            sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            means = sums.means(batch.weights_BT.sum(), num_tokens(batch))
-            return sum(means.values()), means
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    compiled = layout.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
-    gradients, losses = jax.block_until_ready(compiled(params, batch))
-    return jax.tree.map(np.asarray, (losses, gradients)), gradients, compiled.as_text()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equal_losses_and_gradients(name):
     keys, meshes = CASES[name]
@@ -106,12 +70,7 @@ def test_equal_losses_and_gradients(name):
     for mesh_name, mesh in meshes.items():
         found, gradients, text = loss_and_gradients(jax.devices(), **keys, **mesh)
 
-        def compare(path, ours, theirs, mesh_name=mesh_name):
-            place = f"{mesh_name} {jax.tree_util.keystr(path)}"
-            largest = np.abs(theirs).max() or 1.0
-            np.testing.assert_allclose(ours / largest, theirs / largest, atol=1e-5, err_msg=place)
-
-        jax.tree_util.tree_map_with_path(compare, found, expected)
+        assert_same(found, expected, mesh_name)
         on_experts = mesh.get("ici_expert_parallelism", 1)
         assert ("all-to-all" in text) == (on_experts > 1), mesh_name
         if on_experts > 1:

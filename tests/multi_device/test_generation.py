@@ -16,8 +16,20 @@ MESHES = {
     "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
     "fsdp": {},
     "tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
+    "fsdp_transpose": {"ici_fsdp_parallelism": 1, "ici_fsdp_transpose_parallelism": 8},
+    "context": {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 4},
+    "context, ring": {
+        "ici_fsdp_parallelism": 4, "ici_context_parallelism": 2,
+        "context_parallel_strategy": "ring",
+    },
     "all": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
-}
+}  # fmt: skip
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in ("fsdp_transpose", "context, ring")
+    else name
+    for name in MESHES
+]
 KEYS = TINY | {
     "decoder_block": "llama2",
     "base_num_query_heads": 8,
@@ -61,7 +73,7 @@ def kind_and_expected(request):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_text_does_not_depend_on_the_mesh(kind_and_expected, name):
     keys, expected = kind_and_expected
     devices = jax.devices()

@@ -102,6 +102,12 @@ def test_two_axes_split_the_two_dimensions_of_an_mlp():
     )
 
 
+def test_a_later_rule_serves_what_the_first_does_not_divide():
+    assert spec(("embed",), (12,), fsdp=4, context=8) == PartitionSpec(("fsdp",))
+    assert spec(("mlp",), (6,), fsdp_transpose=4, tensor=2) == PartitionSpec(("tensor",))
+    assert spec(("mlp",), (7,), fsdp_transpose=4, tensor=2) == PartitionSpec(None)
+
+
 def test_rules_of_a_user_come_before_base_rules():
     rules = axis_rules.merge(LOGICAL_AXIS_RULES, (("embed", ("fsdp_transpose",)),))
     assert spec(("embed", "mlp"), (8, 8), rules=rules, fsdp_transpose=2) == PartitionSpec(

@@ -103,6 +103,34 @@ def test_tensor_parallelism_cuts_activations_and_exchanges_them():
     assert plan.exchanged[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
 
 
+def test_a_second_fsdp_axis_splits_weights_and_no_products():
+    keys: dict[str, Any] = {"ici_fsdp_parallelism": 2, "dtype": "bfloat16"}
+    two, one = plan_of("4xH100", ici_fsdp_transpose_parallelism=2, **keys), plan_of("4xH100")
+    assert two.time.operations == one.time.operations
+    assert two.memory.parameters == pytest.approx(one.memory.parameters, rel=0.02)
+    assert [found.axis for found in two.exchanged] == ["fsdp", "fsdp_transpose"]
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_parts_of_sequences(strategy):
+    keys: dict[str, Any] = {"per_device_batch_size": 1, "dtype": "bfloat16"}
+    plan = plan_of(
+        "4xH100", ici_fsdp_parallelism=1, ici_context_parallelism=4,
+        context_parallel_strategy=strategy, **keys,
+    )  # fmt: skip
+    alone = plan_of("1xH100", **keys)
+    assert plan.program.local_tokens == alone.program.local_tokens
+    assert plan.time.operations == alone.time.operations
+    assert plan.memory.parameters < alone.memory.parameters / 3
+    (found,) = plan.exchanged
+    assert (found.axis, found.size) == ("context", 4)
+    weights = 3 * 2 * plan.program.model.num_parameters * 3 / 4
+    shape = plan.program.config.model.shape.dimensions
+    part = 2 * 2 * plan.program.local_tokens * shape.num_kv_heads * shape.head_dim
+    times = {"all_gather": 3 * 3, "ring": 3 * 3 + 4 * 2}[strategy]
+    assert found.num_bytes == pytest.approx(weights + 3 * times * part, rel=0.01)
+
+
 def test_experts_lie_on_their_own_devices():
     mesh: dict[str, Any] = {"ici_expert_parallelism": 4, "ici_fsdp_parallelism": 1}
     plan = plan_of("4xH100", sharding_tolerance=1.0, **EXPERTS, **mesh)
@@ -112,11 +140,16 @@ def test_experts_lie_on_their_own_devices():
 
 
 def test_a_slow_network_between_servers_counts():
-    near, far = (plan_of(name).exchanged[0] for name in ("8xH100", "16xH100"))
-    assert near.bandwidth == 450e9
-    assert far.bandwidth == 8 * 50e9
+    (near,) = plan_of("8xH100").exchanged
+    assert (near.axis, near.bandwidth) == ("fsdp", 450e9)
+    # Copies: each device sends its own part.
+    copies, inside = plan_of("16xH100").exchanged
+    assert (copies.axis, copies.size, copies.bandwidth) == ("data", 2, 50e9)
+    assert (inside.axis, inside.size, inside.bandwidth) == ("fsdp", 8, 450e9)
+    (split,) = plan_of("16xH100", dcn_data_parallelism=1, dcn_fsdp_parallelism=2).exchanged
+    assert (split.size, split.bandwidth) == (16, 8 * 50e9)
     slices = plan_of("2xv5p-8").exchanged[0]
-    assert slices.bandwidth == 4 * 6e9
+    assert (slices.axis, slices.bandwidth) == ("data", 6e9)
 
 
 def test_the_interval_holds_its_middle_and_mfu_falls_with_time():

@@ -1,0 +1,497 @@
+"""Ring attention: each device keeps its part of the queries, and keys and values go around.
+
+Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers". Every device adds up
+what its queries see of the part that it holds, with a running maximum and sum, and hands the part
+on. The backward pass goes around once more and computes probabilities again from the logarithms of
+the sums (Dao et al. 2022, algorithm 4), so that one part and one block of scores are kept at most.
+
+In causal attention the device of the first tokens would wait for that of the last ones. Balanced,
+each has two pieces of the sequence, one counted from its beginning and one from its end: then all
+have the same work in every step, half of that of the full square. Pieces are exchanged before and
+after, so that nothing outside of attention knows of them.
+
+Legend: B sequences, L queries of a device, S keys, K key/value heads, G query heads for each of
+them, N = K * G, H head_dim, M memories, P blocks of R = L / P queries, C devices of the ring.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from MaxText.layers.attention_core import Memory, Scoring
+from MaxText.parallelism.constraints import split_axes
+
+Axes = tuple[str, ...]
+
+# Below every score; finite, so that differences are numbers where nothing is seen yet.
+_LOWEST = -1e30
+
+
+def ring_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    scoring: Scoring,
+    of_queries: NamedSharding,
+    of_keys: NamedSharding,
+    *,
+    segments_BT: jax.Array | None = None,
+    memory: Memory | None = None,
+    block_size: int | None = None,
+    balanced: bool = True,
+) -> jax.Array:
+    """What softmax_attention computes, without dropout.
+
+    Args:
+      of_queries: how `q_BTNH` is split; T over the axes of the ring, which divide it.
+      of_keys: how `k_BTKH` and `v_BTKH` are split; T over the same axes.
+      segments_BT: tokens attend only to tokens with the same number; None is one segment.
+      memory: keys and values that every query sees, besides those of tokens.
+      block_size: query rows whose scores are in memory at once; None is all of a device.
+      balanced: whether causal work without a window is divided evenly.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
+    """
+    mesh = of_queries.mesh
+    batch, ring, heads = (split_axes(of_queries, dim) for dim in range(3))
+    assert ring == split_axes(of_keys, 1), (of_queries, of_keys)
+    if split_axes(of_keys, 2) != heads:
+        # The mesh divides no heads of keys: with copies it does.
+        copies = _copies(k_BTKH.shape[2], q_BTNH.shape[2], _size(mesh, heads))
+        k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+        if memory is not None:
+            memory = (jnp.repeat(memory[0], copies, axis=1), jnp.repeat(memory[1], copies, axis=1))
+    ring_of_devices = _Ring(
+        scoring=dataclasses.replace(scoring, slopes_N=None),
+        axes=ring,
+        num_parts=_size(mesh, ring),
+        length=q_BTNH.shape[1] // _size(mesh, ring),
+        asks_for_balance=balanced,
+        block_size=block_size,
+    )
+    by_head = PartitionSpec(batch, ring, heads)
+    of_memory = PartitionSpec(None, heads)
+    specs = (
+        by_head,
+        by_head,
+        by_head,
+        None if segments_BT is None else PartitionSpec(batch, ring),
+        None if scoring.slopes_N is None else PartitionSpec(heads),
+        None if memory is None else (of_memory, of_memory),
+    )
+    return jax.shard_map(
+        ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, scoring.slopes_N, memory)
+
+
+def _size(mesh: Any, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _copies(num_kv_heads: int, num_heads: int, parts: int) -> int:
+    """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
+    group = num_heads // num_kv_heads
+    return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
+
+
+class _Rows(NamedTuple):
+    """Queries, or blocks of them with a first dimension P."""
+
+    q_BRKGH: jax.Array
+    places_R: jax.Array
+    segments_BR: jax.Array | None
+
+
+class _Keys(NamedTuple):
+    """Keys and values; memories have no places."""
+
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    places_S: jax.Array | None
+    segments_BS: jax.Array | None
+
+
+# (rows, keys, state of the rows, state of the keys) -> the two states
+_Fold = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What one device does.
+
+    Attributes:
+      scoring: without slopes.
+      axes: of the mesh, along which the ring goes.
+      num_parts: C.
+      length: L.
+      asks_for_balance: whether causal work shall be divided evenly.
+      block_size: largest R; None is L.
+    """
+
+    scoring: Scoring
+    axes: Axes
+    num_parts: int
+    length: int
+    asks_for_balance: bool
+    block_size: int | None
+
+    @property
+    def balanced(self) -> bool:
+        """Whether each device has a piece from both ends."""
+        halves = self.scoring.causal and self.scoring.window is None and self.length % 2 == 0
+        return self.asks_for_balance and halves
+
+    @property
+    def num_blocks(self) -> int:
+        """P: as many in each piece."""
+        pieces = 2 if self.balanced else 1
+        piece = self.length // pieces
+        fits = self.block_size is not None and piece % self.block_size == 0
+        return self.length // self.block_size if fits and self.block_size else pieces
+
+    @property
+    def steps(self) -> range:
+        """How many devices before this one the part comes from that is looked at, in turn.
+
+        A window needs the parts that it reaches only.
+        """
+        window, last = self.scoring.window, self.num_parts - 1
+        if window is None:
+            return range(self.num_parts)
+        reach = min(-(-(window - 1) // self.length), last)
+        if self.scoring.causal:
+            return range(reach + 1)
+        return range(-reach, reach + 1) if 2 * reach <= last else range(self.num_parts)
+
+    def run(
+        self,
+        q_BLNH: jax.Array,
+        k_BLKH: jax.Array,
+        v_BLKH: jax.Array,
+        segments_BL: jax.Array | None,
+        slopes_N: jax.Array | None,
+        memory: Memory | None,
+    ) -> jax.Array:
+        """Attention of this device's queries, o_BLNH."""
+        tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
+        if self.balanced:
+            tokens = jax.tree.map(self._in_pieces, tokens)
+
+        @jax.custom_vjp
+        def attend(*given):
+            return self._forward(*given)[0]
+
+        def forward(*given):
+            o_BLNH, log_sums = self._forward(*given)
+            return o_BLNH, (given, o_BLNH, log_sums)
+
+        def backward(kept, do_BLNH):
+            given, o_BLNH, log_sums = kept
+            return self._backward(given, o_BLNH, log_sums, do_BLNH)
+
+        attend.defvjp(forward, backward)
+        o_BLNH = attend(*tokens, slopes_N, memory)
+        return self._in_order(o_BLNH) if self.balanced else o_BLNH
+
+    # The two passes
+
+    def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory):
+        """o_BLNH, and the logarithms of the sums of exponentials, float32 [P, B, K, G, R]."""
+        rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
+        num_blocks, batch, block, kv_heads, group, head_dim = rows.q_BRKGH.shape
+        slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
+        shape = (num_blocks, batch, kv_heads, group, block)
+        state = (
+            jnp.full(shape, _LOWEST, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, head_dim), jnp.float32),
+        )
+
+        def of_block(rows: _Rows, keys: _Keys, state, _):
+            largest, sums, o_BKGRH = state
+            scores, seen, _ = self._scores(rows, keys, slopes_KG)
+            new_largest = jnp.maximum(largest, jnp.where(seen, scores, _LOWEST).max(-1))
+            kept = jnp.exp(largest - new_largest)
+            p = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
+            more = self._product("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
+            o_BKGRH = o_BKGRH * kept[..., None] + more
+            return (new_largest, sums * kept + p.sum(-1), o_BKGRH), ()
+
+        fold = _over_blocks(of_block)
+        if memory is not None:
+            state, _ = fold(rows, _of_memory(memory, batch), state, ())
+        keys = _Keys(k_BLKH, v_BLKH, None, segments_BL)
+        (largest, sums, o), _, _ = self._around(fold, rows, keys, state, ())
+        o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
+        return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
+
+    def _backward(self, given, o_BLNH, log_sums, do_BLNH):
+        """Gradients of what the forward pass was given."""
+        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory = given
+        rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
+        _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
+        slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
+        # sum_s p_s dp_s, by which the gradient of each score is lowered.
+        lowered = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
+        of_rows = (
+            self._by_head(do_BLNH, kv_heads),
+            self._by_head(lowered, kv_heads),
+            log_sums,
+            jnp.zeros(rows.q_BRKGH.shape, jnp.float32),
+        )
+
+        def of_block(rows: _Rows, keys: _Keys, state, of_keys):
+            do_BKGRH, lowered, log_sums, dq = state
+            dk, dv = of_keys
+            k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
+            scores, seen, slope = self._scores(rows, keys, slopes_KG)
+            p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
+            dp = self._product("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
+            ds = (p * (dp - lowered[..., None]) * slope).astype(k_BSKH.dtype)
+            dv = dv + self._product("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
+            dk = dk + self._product("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
+            dq = dq + self._product("bkgrs,bskh->brkgh", ds, k_BSKH)
+            return (do_BKGRH, lowered, log_sums, dq), (dk, dv)
+
+        fold = _over_blocks(of_block)
+        d_memory = None
+        if memory is not None:
+            kept = _of_memory(memory, batch)
+            of_keys = _zeros_like(kept.k_BSKH), _zeros_like(kept.v_BSKH)
+            of_rows, of_keys = fold(rows, kept, of_rows, of_keys)
+            d_memory = tuple(
+                x.sum(0).astype(own.dtype) for x, own in zip(of_keys, memory, strict=True)
+            )
+        keys = _Keys(k_BLKH, v_BLKH, None, segments_BL)
+        of_keys = _zeros_like(k_BLKH), _zeros_like(v_BLKH)
+        of_rows, of_keys, came = self._around(fold, rows, keys, of_rows, of_keys)
+        dk, dv = self._handed_on(of_keys, -came)
+        dq_BLNH = jnp.moveaxis(of_rows[-1], 0, 1).reshape(q_BLNH.shape)
+        return (
+            dq_BLNH.astype(q_BLNH.dtype),
+            dk.astype(k_BLKH.dtype),
+            dv.astype(v_BLKH.dtype),
+            None,
+            None if slopes_N is None else jnp.zeros_like(slopes_N),
+            d_memory,
+        )
+
+    def _around(
+        self, fold: _Fold, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
+    ) -> tuple[Any, Any, int]:
+        """Folds every part that queries see: the states, and how far those of keys have come."""
+        steps = self.steps
+        keys, of_keys = self._handed_on((keys, of_keys), steps.start)
+        own = jax.lax.axis_index(self.axes)
+
+        def meet(keys: _Keys, states: Any, step: Any) -> Any:
+            part = (own - step) % self.num_parts
+            keys = keys._replace(places_S=self._places(part))
+            return self._meet(fold, rows, keys, states, own, part)
+
+        if steps.start == 0:
+            states = self._meet_own(
+                fold, rows, keys._replace(places_S=self._places(own)), (of_rows, of_keys)
+            )
+        else:
+            states = meet(keys, (of_rows, of_keys), steps.start)
+
+        def body(carried, step):
+            keys, (of_rows, of_keys) = carried
+            keys, of_keys = self._handed_on((keys, of_keys), 1)
+            return (keys, meet(keys, (of_rows, of_keys), step)), None
+
+        if len(steps) > 1:
+            rest = jnp.arange(steps.start + 1, steps.stop)
+            (_, states), _ = jax.lax.scan(body, (keys, states), rest)
+        return *states, steps[-1]
+
+    def _meet(
+        self, fold: _Fold, rows: _Rows, keys: _Keys, states: Any, own: jax.Array, part: jax.Array
+    ) -> Any:
+        """Folds the part of another device, or what is seen of it."""
+        if self.balanced:
+            # Of a part before: its early piece, by all queries. Of one behind: both its pieces, by
+            # the queries of the late piece. The same number of products.
+            return jax.lax.cond(
+                part < own,
+                lambda states: _of_early_keys(fold, rows, keys, states),
+                lambda states: _of_late_rows(fold, rows, keys, states),
+                states,
+            )
+        whole = lambda states: fold(rows, keys, *states)  # noqa: E731
+        if not self.scoring.causal and self.scoring.window is None:
+            return whole(states)
+        nearest = (own - part) * self.length - (self.length - 1)
+        farthest = (own - part) * self.length + (self.length - 1)
+        seen = farthest >= 0 if self.scoring.causal else True
+        if (window := self.scoring.window) is not None:
+            seen = seen & (nearest < window) & (farthest > -window)
+        return jax.lax.cond(seen, whole, lambda states: states, states)
+
+    def _meet_own(self, fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
+        if not self.balanced:
+            return fold(rows, keys, *states)
+        states = _of_early_rows_and_keys(fold, rows, keys, states)
+        return _of_late_rows(fold, rows, keys, states)
+
+    # Parts of them
+
+    def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
+        """Scores [B, K, G, R, S], which of them count, and their slope over products q k."""
+        scoring, head_dim = self.scoring, rows.q_BRKGH.shape[-1]
+        scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+        scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
+        slope: Any = scale
+        if cap := scoring.soft_cap:
+            bent = jnp.tanh(scores / cap)
+            scores, slope = cap * bent, scale * (1 - bent * bent)
+        if keys.places_S is None:
+            return scores, jnp.ones((), bool), slope
+        distance_RS = rows.places_R[:, None] - keys.places_S
+        if slopes_KG is not None:
+            far_RS = jnp.abs(distance_RS).astype(jnp.float32)
+            scores = scores - slopes_KG[..., None, None] * far_RS
+        seen = scoring.sees(distance_RS)
+        if rows.segments_BR is not None and keys.segments_BS is not None:
+            same_BRS = rows.segments_BR[:, :, None] == keys.segments_BS[:, None]
+            seen = seen & same_BRS[:, None, None]
+        return scores, seen, slope
+
+    def _product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        precision = self.scoring.precision
+        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
+
+    def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _Rows:
+        """This device's queries in blocks."""
+        batch, length, _, head_dim = q_BLNH.shape
+        places_L = self._places(jax.lax.axis_index(self.axes))
+        return _Rows(
+            self._blocks(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim)),
+            places_L.reshape(self.num_blocks, -1),
+            None if segments_BL is None else self._blocks(segments_BL),
+        )
+
+    def _blocks(self, x: jax.Array) -> jax.Array:
+        """[B, L, ...] -> [P, B, R, ...]."""
+        return jnp.moveaxis(x.reshape(x.shape[0], self.num_blocks, -1, *x.shape[2:]), 1, 0)
+
+    def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
+        """[B, L, N, ...] -> [P, B, K, G, R, ...]."""
+        x = self._blocks(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]))
+        return jnp.moveaxis(x, 2, 4)
+
+    # Where tokens are
+
+    def _places(self, part: jax.Array) -> jax.Array:
+        """Places in the sequence of the tokens of a part, int32 [L]."""
+        if not self.balanced:
+            return part * self.length + jnp.arange(self.length)
+        within = jnp.arange(self.length // 2)
+        late = 2 * self.num_parts - 1 - part
+        return jnp.concatenate([number * (self.length // 2) + within for number in (part, late)])
+
+    def _handed_on(self, tree: Any, by: int) -> Any:
+        """What the device `by` places before this one holds."""
+        if by % self.num_parts == 0:
+            return tree
+        pairs = [(i, (i + by) % self.num_parts) for i in range(self.num_parts)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+
+    def _in_pieces(self, x: jax.Array) -> jax.Array:
+        """From pieces 2 i and 2 i + 1 of 2 C to pieces i and 2 C - 1 - i on device i."""
+        early, late = jnp.split(x, 2, axis=1)
+        even = jax.lax.ppermute(early, self.axes, self._owners(0))
+        odd = jax.lax.ppermute(late, self.axes, self._owners(1))
+        is_even = jax.lax.axis_index(self.axes) % 2 == 0
+        return jnp.concatenate(
+            [jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1
+        )
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        """The reverse of `_in_pieces`."""
+        first, second = jnp.split(x, 2, axis=1)
+        is_even = jax.lax.axis_index(self.axes) % 2 == 0
+        even, odd = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
+        halves = [
+            jax.lax.ppermute(half, self.axes, [(owner, i) for i, owner in self._owners(parity)])
+            for parity, half in enumerate((even, odd))
+        ]
+        return jnp.concatenate(halves, axis=1)
+
+    def _owners(self, parity: int) -> list[tuple[int, int]]:
+        """(i, the device that piece 2 i + parity goes to)."""
+        last = 2 * self.num_parts - 1
+        return [(i, min(2 * i + parity, last - 2 * i - parity)) for i in range(self.num_parts)]
+
+
+def _over_blocks(of_block: _Fold) -> _Fold:
+    """A function of rows made one of blocks of rows, one after the other."""
+
+    def fold(rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any) -> tuple[Any, Any]:
+        if rows.places_R.shape[0] == 1:
+            block, of_block_rows = jax.tree.map(lambda x: x[0], (rows, of_rows))
+            of_block_rows, of_keys = of_block(block, keys, of_block_rows, of_keys)
+            return jax.tree.map(lambda x: x[None], of_block_rows), of_keys
+
+        def body(of_keys, given):
+            of_block_rows, of_keys = of_block(given[0], keys, given[1], of_keys)
+            return of_keys, of_block_rows
+
+        of_keys, of_rows = jax.lax.scan(body, of_keys, (rows, of_rows))
+        return of_rows, of_keys
+
+    return fold
+
+
+def _of_memory(memory: Memory, batch: int) -> _Keys:
+    k_BMKH, v_BMKH = (jnp.broadcast_to(x, (batch, *x.shape)) for x in memory)
+    return _Keys(k_BMKH, v_BMKH, None, None)
+
+
+def _zeros_like(x: jax.Array) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.float32)
+
+
+def _early(tree: Any, axis: int) -> Any:
+    return jax.tree.map(lambda x: jnp.split(x, 2, axis)[0], tree)
+
+
+def _late(tree: Any, axis: int) -> Any:
+    return jax.tree.map(lambda x: jnp.split(x, 2, axis)[1], tree)
+
+
+def _joined(early: Any, late: Any, axis: int) -> Any:
+    return jax.tree.map(lambda *halves: jnp.concatenate(halves, axis), early, late)
+
+
+def _early_keys(keys: _Keys) -> _Keys:
+    assert keys.places_S is not None
+    k_BSKH, v_BSKH, segments_BS = _early((keys.k_BSKH, keys.v_BSKH, keys.segments_BS), 1)
+    return _Keys(k_BSKH, v_BSKH, _early(keys.places_S, 0), segments_BS)
+
+
+def _of_early_keys(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
+    of_rows, of_keys = states
+    of_rows, early = fold(rows, _early_keys(keys), of_rows, _early(of_keys, 1))
+    return of_rows, _joined(early, _late(of_keys, 1), 1)
+
+
+def _of_late_rows(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
+    of_rows, of_keys = states
+    late, of_keys = fold(_late(rows, 0), keys, _late(of_rows, 0), of_keys)
+    return _joined(_early(of_rows, 0), late, 0), of_keys
+
+
+def _of_early_rows_and_keys(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
+    of_rows, of_keys = states
+    early, early_keys = fold(
+        _early(rows, 0), _early_keys(keys), _early(of_rows, 0), _early(of_keys, 1)
+    )
+    return _joined(early, _late(of_rows, 0), 0), _joined(early_keys, _late(of_keys, 1), 1)

@@ -1,0 +1,105 @@
+"""Ring attention and attention in parts equal softmax attention over whole sequences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from MaxText.layers.attention_core import Scoring, softmax_attention
+from MaxText.layers.ring_attention import ring_attention
+
+pytestmark = pytest.mark.multi_device
+
+B, T, N, H = 2, 32, 4, 8
+SLOPES = jnp.asarray([0.5, 0.25, 0.1, 0.05], jnp.float32)
+# name -> (key/value heads, scoring, other arguments)
+CASES = {
+    "causal": (2, {}, {}),
+    "causal, not balanced": (2, {}, {"balanced": False}),
+    "causal, documents, ALiBi, cap, blocks": (
+        2, {"slopes_N": SLOPES, "soft_cap": 3.0}, {"documents": True, "block_size": 2}
+    ),
+    "causal, memories, one key head, blocks": (1, {}, {"memories": 3, "block_size": 4}),
+    "bidirectional": (4, {}, {"causal": False}),
+    "bidirectional, documents, ALiBi, memories": (
+        2, {"slopes_N": SLOPES, "scale": 1.0},
+        {"causal": False, "documents": True, "memories": 2, "block_size": 4},
+    ),
+    "a window of less than a part": (2, {"window": 5}, {}),
+    "a window of some parts": (2, {"window": 11}, {"documents": True}),
+    "a window of more than all parts": (2, {"window": 40}, {"block_size": 4}),
+    "a window to both sides": (2, {"window": 5}, {"causal": False}),
+    "a wide window to both sides": (2, {"window": 15}, {"causal": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_outputs_and_gradients(name):
+    num_kv_heads, scores, other = CASES[name]
+    other = {"causal": True, "documents": False, "memories": 0, "balanced": True} | other
+    generator = np.random.default_rng(0)
+    drawn = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
+    q_BTNH, k_BTKH, v_BTKH = (drawn(B, T, heads, H) for heads in (N, num_kv_heads, num_kv_heads))
+    scoring = Scoring(causal=other["causal"], **scores)
+    segments_BT = memory = None
+    if other["documents"]:
+        segments_BT = jnp.asarray(np.sort(generator.integers(0, 4, (B, T)), axis=1))
+    if count := other["memories"]:
+        memory = (drawn(count, num_kv_heads, H), drawn(count, num_kv_heads, H))
+    weights_BTNH = drawn(B, T, N, H)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("context", "tensor"))
+    heads = PartitionSpec(None, "context", "tensor", None)
+    of_queries = NamedSharding(mesh, heads)
+    whole = PartitionSpec(None, "context", None, None)
+    of_keys = NamedSharding(mesh, heads if num_kv_heads % 2 == 0 else whole)
+    given = {"segments_BT": segments_BT, "block_size": other.get("block_size")}
+
+    def ring(q, k, v, memory):
+        balanced = other["balanced"]
+        return ring_attention(
+            q, k, v, scoring, of_queries, of_keys, memory=memory, balanced=balanced, **given
+        )
+
+    def in_parts(q, k, v, memory):
+        q = jax.lax.with_sharding_constraint(q, of_queries)
+        return softmax_attention(q, k, v, scoring, memory=memory, parts=4, **given)
+
+    def whole_sequences(q, k, v, memory):
+        return softmax_attention(q, k, v, scoring, memory=memory, segments_BT=segments_BT)
+
+    def numbers(function):
+        def weighted(*arrays):
+            o_BTNH = function(*arrays)
+            return (o_BTNH * weights_BTNH).sum(), o_BTNH
+
+        graded = jax.jit(jax.grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))
+        return jax.block_until_ready(graded(q_BTNH, k_BTKH, v_BTKH, memory))
+
+    expected = numbers(whole_sequences)
+    for function in (ring, in_parts):
+        found = numbers(function)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "length", "copies"),
+    [({}, 32, 3), ({"window": 5}, 32, 1), ({"window": 9}, 32, 1), ({"window": 10}, 32, 2)],
+)
+def test_a_window_needs_the_parts_that_it_reaches_only(scores, length, copies):
+    from MaxText.layers.ring_attention import _Ring
+
+    ring = _Ring(Scoring(**scores), ("context",), 4, length // 4, True, None)
+    assert len(ring.steps) == copies + 1
+
+
+def test_bfloat16_adds_up_in_float32():
+    mesh = Mesh(np.array(jax.devices()), ("context",))
+    split = NamedSharding(mesh, PartitionSpec(None, "context", None, None))
+    generator = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(generator.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))
+    found = jax.jit(lambda *given: ring_attention(*given, Scoring(), split, split))(q, k, v)
+    exact = softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)), Scoring())
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(np.float32), exact, atol=0.02)

@@ -1,0 +1,74 @@
+"""How the meshes of MESHES split the parameters of every shipped preset.
+
+tests/parallelism/shardings/<name>.txt has a line for each parameter: its name, with * for numbers
+of layers, its logical axes, and the mesh axes of each dimension under every mesh.
+`UPDATE_SHARDINGS=1 python -m pytest tests/parallelism/test_preset_shardings.py` writes them anew;
+read the diff.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from MaxText.configuration import config_files
+from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.loading import configure
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import Layout
+from MaxText.training import backend_defaults
+
+RECORDED = Path(__file__).parent / "shardings"
+PRESETS = {name: {"model_name": name} for name in config_files.preset_names(config_files.MODELS)}
+EXPERTS = {"gpt3_small_moe_8": "gpt_neo/gpt3_small_moe_8.yml"}
+MESHES = [
+    {"fsdp": 64},
+    {"fsdp": 8, "tensor": 8},
+    {"fsdp": 4, "fsdp_transpose": 4, "tensor": 4},
+    {"fsdp": 8, "context": 8},
+]
+OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
+
+
+def shardings(config, meshes) -> str:
+    model = Model(backend_defaults.resolve(config.model, "tpu")[0])
+    layouts = []
+    for sizes in meshes:
+        every = dict.fromkeys(MESH_AXES, 1) | sizes
+        mesh = AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+        layouts.append(Layout(mesh, config.mesh.logical_axis_rules))
+    described = [layout.describe(model.parameters) for layout in layouts]
+    rows: dict[str, list[str]] = {}
+    for name, info in model.parameters.items():
+        axes = ",".join(axis or "-" for axis in info.logical_axes)
+        row = " | ".join([axes, *(words(name) for words in described if words is not None)])
+        found = rows.setdefault(re.sub(r"\b\d+\b", "*", name), [])
+        if row not in found:
+            found.append(row)
+    title = " | ".join(layout.words.replace(", ", " x ") for layout in layouts)
+    lines = [f"{name}: {row}" for name, found in rows.items() for row in found]
+    return "\n".join([f"meshes: {title}", *lines, ""])
+
+
+def check(name, text):
+    path = RECORDED / f"{name}.txt"
+    if os.environ.get("UPDATE_SHARDINGS"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    check(name, shardings(configure(**PRESETS[name], run_name="r"), MESHES))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name):
+    config = configure(EXPERTS[name], run_name="r")
+    check(name, shardings(config, [*MESHES, OF_EXPERTS]))
+
+
+def test_nothing_recorded_is_stale():
+    assert {path.stem for path in RECORDED.glob("*.txt")} == {*PRESETS, *EXPERTS}
