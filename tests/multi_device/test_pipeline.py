@@ -46,13 +46,20 @@ CASES = {
     }),
 }  # fmt: skip
 SLOW = {
+    "sequences split": ("llama2", {}, TWO | {
+        "ici_context_parallelism": 2, "ici_tensor_parallelism": 2,
+    }),
+    "ring attention": ("llama2", {}, TWO | {
+        "ici_context_parallelism": 2, "ici_fsdp_parallelism": 2,
+        "context_parallel_strategy": "ring",
+    }),
     "four stages, two repeats": ("llama2", {"base_num_decoder_layers": 8}, FOUR | {
         "num_pipeline_microbatches": 6, "remat_policy": "full",
     }),
     "four stages of two layers, twice": ("llama2", {"base_num_decoder_layers": 16}, FOUR | {
         "num_layers_per_pipeline_stage": 2, "ici_tensor_parallelism": 2,
     }),
-    "stages across slices": ("gpt2", {}, {
+    "stages across slices": ("llama2", {}, {
         "dcn_pipeline_parallelism": 2, "dcn_data_parallelism": 1, "ici_fsdp_parallelism": 4,
     }),
     "TokenFormer on four stages": ("tokenformer", {}, FOUR | {"ici_data_parallelism": 2}),
