@@ -83,7 +83,7 @@ def train(config, stop: StopSignal) -> int:
     devices = start_up.find_devices(run.hardware)
     print(compilation_cache.use(run, devices[0].platform))
     start_up.check_alike(flat(config))
-    layout = mesh.make_layout(config.mesh, devices)
+    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {layout.words}")
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)

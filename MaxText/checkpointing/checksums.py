@@ -48,7 +48,10 @@ def array_checksums(tree: Any) -> dict[str, str]:
     """
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     # All are started before the first is waited for.
-    sums = [None if _is_small(array) else _program(_mesh_of(array))(array) for _, array in paths]
+    sums = [
+        None if _is_small(array) else _program(_mesh_of(array), array.sharding.memory_kind)(array)
+        for _, array in paths
+    ]
     return {
         path_name(path): host_checksum(np.asarray(array))
         if pair is None
@@ -113,11 +116,17 @@ def _mesh_of(array: jax.Array) -> Mesh | None:
 
 
 @functools.cache
-def _program(mesh: Mesh | None) -> Any:
+def _program(mesh: Mesh | None, memory_kind: str | None) -> Any:
+    def sums(array: jax.Array) -> jax.Array:
+        # What lies in the host's memory has to be fetched.
+        if memory_kind == "pinned_host":
+            array = jax.device_put(array, jax.memory.Space.Device)
+        return _sums(array)
+
     if mesh is None:
-        return jax.jit(_sums)
+        return jax.jit(sums)
     # Whole on every device, so that every process can read it.
-    return jax.jit(_sums, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(sums, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _sums(array: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     Raises:
       UserError: the mesh, the batch or the sharding does not fit the devices.
     """
-    layout = mesh.make_layout(config.mesh, devices)
+    layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     settled = settle(config, [])
     config = settled.config
     section, choices = backend_defaults.resolve(config.model, devices[0].platform)

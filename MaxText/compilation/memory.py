@@ -13,6 +13,7 @@ from MaxText.compilation.hlo import LargeArray, Program
 from MaxText.compilation.targets import Target
 from MaxText.errors import UserError
 from MaxText.parallelism.compiled_steps import memory_of
+from MaxText.parallelism.mesh import HOST_MEMORY
 
 _GIB = 2**30
 _SHOWN = 8  # large arrays
@@ -65,10 +66,14 @@ class Memory(NamedTuple):
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes of jax.ShapeDtypeStructs with shardings, or arrays, on one device."""
+    """Bytes of jax.ShapeDtypeStructs with shardings, or arrays, on one device.
+
+    What lies in the memory of its host is not on it.
+    """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )
 
 

@@ -46,7 +46,6 @@ _FLOAT32 = "always on: attention scores and softmax accumulate in float32"
 _TIERS = "checkpoints of several tiers are not available yet"
 _GOODPUT = "goodput upload is not available; the time of every step is in metrics.jsonl"
 _QUANTIZE = "quantized training is not available yet"
-_OFFLOAD = "offloading to host memory is not available yet"
 _DCFORMER = "DCFormer's composition of heads is not available yet"
 _SUMS = "how the sums are computed changes no result"
 _ONE_SUM = "one sum, for all inputs, follows the last layer"
@@ -105,8 +104,9 @@ UNAVAILABLE: dict[str, Absent] = {
     "quantization": Absent(_QUANTIZE),
     "use_qwix_quantization": Absent(_QUANTIZE),
     "param_scan_axis": Absent("layers are always stacked on axis 0 on disk"),
-    "optimizer_memory_host_offload": Absent(_OFFLOAD),
-    "parameter_memory_host_offload": Absent(_OFFLOAD),
+    "parameter_memory_host_offload": Absent(
+        "parameters are read all through the step, unlike moments", "ici_fsdp_parallelism"
+    ),
     "attention_type": Absent("kinds of attention go by layer", "attention_types"),
     "sa_block_q": Absent(_KERNEL, "attention_block_size"),
     "use_tokamax_splash": Absent(_KERNEL, "attention"),
@@ -121,7 +121,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "ici_autoregressive_parallelism": Absent(
         "decoding has no mesh axis of its own", "ici_tensor_parallelism"
     ),
-    "num_pipeline_microbatches": Absent("pipeline stages are not available yet"),
     "num_slices": Absent("not needed: the slices are counted at start", "dcn_data_parallelism"),
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),

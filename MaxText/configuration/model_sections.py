@@ -14,12 +14,17 @@ from MaxText.configuration.layer_sections import (
     Pattention,
     Position,
 )
+from MaxText.configuration.pipeline_schedule import PipelineSchedule
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
     "save_dot_except_mlp", "save_dot_except_mlpwi", "save_qkv_proj", "save_out_proj",
     "qkv_proj_offloaded",
 ]  # fmt: skip
+
+
+# What to set where layers cannot be cut into stages, as a line of a message.
+NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 
 
 class Shape(Section):
@@ -250,6 +255,35 @@ class Memory(Section):
     )
 
 
+class Pipeline(Section):
+    """How layers and rows are cut where a mesh has several stages. No effect on the result."""
+
+    num_pipeline_microbatches: int = key(
+        -1,
+        "Parts into which the rows of a microbatch are cut once more, to flow through the stages; "
+        "-1: as many as stages. More leave stages idle for less of the time.",
+        ge=-1,
+    )
+    num_pipeline_repeats: int = key(
+        -1,
+        "How often a row passes through all stages (circular schedule); -1: what "
+        "num_layers_per_pipeline_stage leaves. More leave stages idle for less of the time.",
+        ge=-1,
+    )
+    num_layers_per_pipeline_stage: int = key(
+        -1,
+        "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
+        "leaves, and if that is -1, too, one of each kind.",
+        ge=-1,
+    )
+
+    def microbatches(self, num_stages: int) -> int:
+        """Microbatches that flow through so many stages."""
+        if self.num_pipeline_microbatches == -1:
+            return num_stages
+        return self.num_pipeline_microbatches
+
+
 class Model(Section):
     """Everything about the model."""
 
@@ -268,11 +302,23 @@ class Model(Section):
     initialization: Initialization = Initialization()
     numerics: Numerics = Numerics()
     memory: Memory = Memory()
+    pipeline: Pipeline = Pipeline()
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kind of attention of each layer."""
         return self.attention.kinds(self.shape.dimensions.num_layers)
+
+    @property
+    def attention_period(self) -> int:
+        """Length of the shortest pattern of kinds that layers repeat."""
+        kinds = self.attention_kinds
+        for period in range(1, len(kinds) + 1):
+            if len(kinds) % period == 0 and all(
+                kind == kinds[i % period] for i, kind in enumerate(kinds)
+            ):
+                return period
+        raise AssertionError("there are no layers")
 
     @property
     def is_random(self) -> bool:
@@ -301,3 +347,64 @@ class Model(Section):
             return False
         widths = set(self.feed_forward.mlp_dims(d))
         return len(widths) == 1 and not one_norm_first
+
+    def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
+        """How the layers pass through the stages of a mesh.
+
+        Raises:
+          ValueError: the layers cannot be cut like that; further lines say what to try instead.
+        """
+        asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
+        unlike = self._unfit_for_stages()
+        if unlike:
+            raise ValueError(f"{unlike}\n{NO_STAGES}")
+        period, per_stage = self.attention_period, asked.num_layers_per_pipeline_stage
+        repeats = asked.num_pipeline_repeats
+        if per_stage == -1:
+            per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
+        if repeats == -1:
+            repeats = max(num_layers // (num_stages * per_stage), 1)
+        if num_stages * repeats * per_stage != num_layers:
+            raise ValueError(
+                f"{num_layers} layers are not {num_stages} stages x {repeats} repeats "
+                f"(num_pipeline_repeats) x {per_stage} layers (num_layers_per_pipeline_stage)\n"
+                + self._fitting_stages(num_stages)
+            )
+        if per_stage % period:
+            raise ValueError(
+                f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are no multiple of "
+                f"the {period} kinds of attention that layers repeat: all stages run the same "
+                f"program\n" + self._fitting_stages(num_stages)
+            )
+        microbatches = asked.microbatches(num_stages)
+        if repeats > 1 and microbatches < num_stages:
+            raise ValueError(
+                f"num_pipeline_microbatches={microbatches} is below the {num_stages} stages, so "
+                f"that a row would be back at the first stage before its turn comes again "
+                f"(num_pipeline_repeats={repeats})\n"
+                f"num_pipeline_microbatches={num_stages}, or more\nnum_pipeline_repeats=1"
+            )
+        return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
+
+    def _unfit_for_stages(self) -> str:
+        """Why layers cannot be cut into stages at all; empty if they can."""
+        if self.dense_connections.dense_conn:
+            return (
+                "dense_conn=true: each layer reads the outputs of all earlier ones, and has a "
+                "number of weights of its own for them, so that stages cannot run one program"
+            )
+        if self.block.share_parameters:
+            return "share_parameters=true: there is one layer, and nothing to cut into stages"
+        if not self.layers_are_alike:
+            return (
+                "layers have weights of different shapes (dynamic_mlp_dim, experts or attention "
+                "in some layers only), so that stages cannot run one program"
+            )
+        return ""
+
+    def _fitting_stages(self, num_stages: int) -> str:
+        """What to set instead, as a further line of a message."""
+        per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
+        if rest == 0 and per_repeat % self.attention_period == 0:
+            return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
+        return NO_STAGES

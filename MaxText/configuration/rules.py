@@ -5,6 +5,7 @@ devices (batch sizes, mesh sizes) is checked where the devices are known.
 """
 
 import math
+import operator
 import re
 
 from MaxText.configuration.axis_rules import MESH_AXES, NETWORKS, size_key
@@ -12,6 +13,7 @@ from MaxText.configuration.context_rules import CONTEXT_RULES
 from MaxText.configuration.data_sections import SAMPLINGS, mix_part
 from MaxText.configuration.growth_rules import GROWTH_RULES
 from MaxText.configuration.model_rules import MODEL_RULES
+from MaxText.configuration.model_sections import NO_STAGES, Pipeline
 from MaxText.configuration.rule import Rule
 from MaxText.configuration.schema import Config
 
@@ -20,7 +22,7 @@ def _not_zero(section: str, name: str, otherwise: str) -> Rule:
     """-1 has a meaning and 1 upwards are counts, which a lower bound alone cannot say."""
 
     def check(config: Config) -> str | None:
-        if getattr(getattr(config, section), name) == 0:
+        if getattr(operator.attrgetter(section)(config), name) == 0:
             return f"{name}: 0 is not possible; use 1 or more, or {otherwise}"
         return None
 
@@ -310,6 +312,9 @@ def _one_start(config: Config) -> str | None:
     return None
 
 
+_STAGES = tuple(size_key("stage", network) for network in NETWORKS)
+
+
 def _mesh_sizes(network: str) -> Rule:
     names = tuple(size_key(axis, network) for axis in MESH_AXES)
 
@@ -326,15 +331,40 @@ def _mesh_sizes(network: str) -> Rule:
     return Rule(names, check)
 
 
-def _one_stage(config: Config) -> str | None:
-    for network in NETWORKS:
-        name = size_key("stage", network)
-        if getattr(config.mesh, name) not in (0, 1):
-            return (
-                f"{name}: pipeline stages are not available yet\n"
-                f"ici_fsdp_parallelism=-1, which splits the weights of every layer"
-            )
+def _stages(config: Config) -> str | None:
+    if config.mesh.num_stages == 1:
+        return None
+    try:
+        config.model.pipeline_schedule(config.mesh.num_stages)
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def _no_stages(config: Config) -> str | None:
+    if config.mesh.num_stages == 1:
+        return None
+    return (
+        "weights are run one batch after another, so that stages of a pipeline would wait for each "
+        f"other\n{NO_STAGES} ici_fsdp_parallelism=-1"
+    )
+
+
+def _stages_and_sample(config: Config) -> str | None:
+    if config.mesh.num_stages == 1 or not config.decoding.sample_tokens:
+        return None
+    return (
+        "sample_tokens generates text, which a mesh with stages of a pipeline cannot\n"
+        "sample_tokens=0, and decode.py after the run"
+    )
+
+
+def _nothing_to_pipeline(config: Config) -> str | None:
+    given = config.model.pipeline
+    asked = [name for name in Pipeline.model_fields if getattr(given, name) not in (0, -1)]
+    if config.mesh.num_stages > 1 or not asked:
+        return None
+    return f"{asked[0]}: has no effect without stages\nici_pipeline_parallelism=2, or more"
 
 
 def _prompt(config: Config) -> str | None:
@@ -506,7 +536,11 @@ RULES: tuple[Rule, ...] = (
     *GROWTH_RULES,
     *CONTEXT_RULES,
     *(_mesh_sizes(network) for network in NETWORKS),
-    Rule(tuple(size_key("stage", network) for network in NETWORKS), _one_stage),
+    *(_not_zero("model.pipeline", name, "-1 to derive it") for name in Pipeline.model_fields),
+    Rule((*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types"), _stages),
+    Rule((*Pipeline.model_fields, *_STAGES), _nothing_to_pipeline, ("train", "train_compile")),
+    Rule(_STAGES, _no_stages, ("decode", "eval")),
+    Rule(("sample_tokens", *_STAGES), _stages_and_sample, ("train",)),
     _not_zero("evaluation", "eval_interval", "-1 for never"),
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
     Rule(("target_eval_loss", "eval_interval"), _target_loss),

@@ -214,6 +214,9 @@ class Schedule(Section):
 # do not divide the dimension.
 LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activation_batch", ("data", "fsdp", "fsdp_transpose", "expert")),
+    # The head's rows: over the stages of a pipeline, too, which would all compute the same.
+    ("activation_embed_and_logits_batch", ("data", "fsdp", "fsdp_transpose", "expert", "stage")),
+    ("activation_stage", ("stage",)),
     ("activation_groups", ("data", "fsdp", "fsdp_transpose")),
     ("activation_exp", ("expert",)),
     ("activation_heads", ("tensor",)),
@@ -240,7 +243,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kv", ()),
     ("norm", ()),
     ("position", ()),
-    ("layers", ()),
+    ("layers", ("stage",)),
 )
 
 
@@ -256,7 +259,9 @@ class Mesh(Section):
     """
 
     ici_data_parallelism: int = _size(1, "Copies of the model inside a slice.")
-    ici_pipeline_parallelism: int = _size(1, "Stages of the layers inside a slice.")
+    ici_pipeline_parallelism: int = key(
+        1, "Stages of a pipeline, inside a slice, over which layers are split.", ge=1
+    )
     ici_fsdp_parallelism: int = _size(
         -1, "Devices of a slice over which weights and batch are split."
     )
@@ -274,7 +279,7 @@ class Mesh(Section):
         1, "Devices of a slice over which heads, MLP and slots are split."
     )
     dcn_data_parallelism: int = _size(-1, "Copies of the model across slices.")
-    dcn_pipeline_parallelism: int = _size(1, "As ici_pipeline_parallelism, across slices.")
+    dcn_pipeline_parallelism: int = key(1, "As ici_pipeline_parallelism, across slices.", ge=1)
     dcn_fsdp_parallelism: int = _size(1, "As ici_fsdp_parallelism, across slices.")
     dcn_fsdp_transpose_parallelism: int = _size(
         1, "As ici_fsdp_transpose_parallelism, across slices."
@@ -287,6 +292,11 @@ class Mesh(Section):
         "Split moments over the copies of the model (ici_data_parallelism) as well, so that each "
         "device keeps and updates a part (ZeRO-1). The result is the same.",
     )
+    optimizer_memory_host_offload: bool = key(
+        False,
+        "Keep moments in the memory of the host, and on the device only while an update is made. "
+        "The result is the same.",
+    )
     logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
         LOGICAL_AXIS_RULES,
         "Pairs [logical name, mesh axes]. Names given replace the base rules of those names.",
@@ -295,6 +305,11 @@ class Mesh(Section):
     sharding_tolerance: float = key(
         0.02, "Share of the parameters that may stay whole on every device.", ge=0, le=1
     )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 is none."""
+        return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 
 class Checkpoint(Section):

@@ -4,10 +4,12 @@ Legend: B sequences, T tokens, R turned dimensions of a head.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
 from MaxText.configuration.layer_sections import AttentionKind
+from MaxText.parallelism.constraints import split_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,34 @@ class Context:
     def generates(self) -> bool:
         """Whether text is being generated: states are kept, or read."""
         return self.capacity is not None or self.positions_BT is not None
+
+    def in_parts(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
+        """The contexts of parts of the rows, cut as by `split_rows`, by their numbers.
+
+        Each draws other random numbers. For training and scoring, which keep no state.
+        """
+        assert not self.generates, "states of mixers belong to whole batches"
+
+        def cut(x: jax.Array) -> jax.Array:
+            # One row stands for all.
+            return x[None] if x.shape[0] == 1 else split_rows(x, num_parts)
+
+        per_row = jax.tree.map(cut, (self.segments_BT, self.rotary))
+
+        def part(number: jax.Array) -> Context:
+            def own(x: jax.Array) -> jax.Array:
+                place = 0 if x.shape[0] == 1 else number
+                return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+            segments_BT, rotary = jax.tree.map(own, per_row)
+            key = self.dropout_key
+            if key is not None:
+                key = jax.random.fold_in(key, number)
+            return dataclasses.replace(
+                self, segments_BT=segments_BT, rotary=rotary, dropout_key=key
+            )
+
+        return part
 
     def for_layer(
         self, index: jax.Array | int, attention_kind: AttentionKind = "global"

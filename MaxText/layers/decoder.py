@@ -23,12 +23,16 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import AxialEmbedding, Embedding
 from MaxText.layers.head_qk import HeadQK, Pointers
 from MaxText.layers.normalization import normalization
+from MaxText.layers.pipeline import pipelined
 from MaxText.layers.rotary import rotary_table
-from MaxText.layers.stack import Walked, period_of, rematerialized, stack, walk, walk_written_out
+from MaxText.layers.stack import Walked, rematerialized, stack, walk, walk_written_out
 from MaxText.layers.weights import initializers
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import constrain, num_stages_in_force
 
 States = tuple[Any, ...]  # of the mixers, one per layer
+
+# Axes of rows and tokens after the last layer.
+_OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 
 
 class Decoder(nnx.Module):
@@ -121,16 +125,31 @@ class Decoder(nnx.Module):
             training=training,
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
-        kinds = self.section.attention_kinds
+        kinds, period = self.section.attention_kinds, self.section.attention_period
+        num_stages = num_stages_in_force()
+
+        def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array, place: int):
+            return layer(Inputs.all(x_BTD), context.for_layer(index, kinds[place]))[:2]
+
+        if num_stages > 1:
+            x_BTD, scalars = pipelined(
+                self.layers,
+                x_BTD,
+                context,
+                apply,
+                schedule=self.section.pipeline_schedule(num_stages),
+                period=period,
+                policy=memory.remat_policy,
+            )
+            # Norm and head have rows on all stages.
+            return self._normalized(constrain(x_BTD, *_OF_HEAD, "activation_embed")), scalars
         if memory.scan_layers is True:
             x_BTD, scalars = walk(
                 self.layers,
                 x_BTD,
-                lambda layer, x_BTD, index, place: layer(
-                    Inputs.all(x_BTD), context.for_layer(index, kinds[place])
-                )[:2],
+                lambda layer, x_BTD, index, place: apply(layer, x_BTD, context, index, place),
                 num_layers=len(kinds),
-                period=period_of(kinds),
+                period=period,
                 policy=memory.remat_policy,
             )
             return self._normalized(x_BTD), scalars
@@ -278,7 +297,7 @@ class Decoder(nnx.Module):
             if places_BT is None:
                 places_BT = _places(h_BTD)
             logits_BTV = self.head_qk(logits_BTV, h_BTD, pointers, places_BT)
-        return constrain(logits_BTV, "activation_batch", "activation_length", "activation_vocab")
+        return constrain(logits_BTV, *_OF_HEAD, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)

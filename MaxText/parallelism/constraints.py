@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, Sequence[str]]]
@@ -98,6 +99,29 @@ def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> Name
         return None
     mesh, rules = in_force
     return NamedSharding(mesh, partition_spec(names, shape, rules, mesh))
+
+
+def num_stages_in_force() -> int:
+    """Stages of the pipeline that the mesh in force has; 1 without one."""
+    in_force = _in_force.get()
+    return 1 if in_force is None else in_force[0].shape["stage"]
+
+
+def split_rows(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
+    """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
+
+    Rows of a part come from every device's share of the batch, so that no row moves.
+
+    Args:
+      names: logical names of the dimensions after the rows; by default these are whole.
+    """
+    x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+    return constrain(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
+
+
+def joined_rows(x: jax.Array) -> jax.Array:
+    """[A, B/A, ...] -> [B, ...], the inverse of `split_rows`."""
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def platform() -> str:

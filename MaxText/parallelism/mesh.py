@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.model_sections import Pipeline
 from MaxText.configuration.training_sections import Batch as BatchSection
 from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
@@ -19,6 +20,8 @@ from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
 from MaxText.parallelism.device_mesh import arranged
 
+# Of the host, where devices can fetch from it.
+HOST_MEMORY = "pinned_host"
 # Axes that split weights; the others only copy them.
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
@@ -39,12 +42,24 @@ class Layout:
     Args:
       optimizer_state_axis: mesh axis over which the optimizer's state is split besides, where it
         would lie whole on every device of that axis; empty for none.
+      pipeline: how rows are cut to flow through stages.
+      offloads_optimizer: whether the arrays of the optimizer's state lie in the host's memory.
     """
 
-    def __init__(self, mesh: Mesh, rules: Rules, optimizer_state_axis: str = ""):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: Rules,
+        optimizer_state_axis: str = "",
+        pipeline: Pipeline | None = None,
+        *,
+        offloads_optimizer: bool = False,
+    ):
         self.mesh = mesh
         self.rules = rules
         self.optimizer_state_axis = optimizer_state_axis
+        self.pipeline = pipeline or Pipeline()
+        self.offloads_optimizer = offloads_optimizer
         self.replicated = NamedSharding(mesh, PartitionSpec())
 
     @property
@@ -72,6 +87,16 @@ class Layout:
     def num_batch_parts(self) -> int:
         """Parts into which the rows of a batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a batch have to be a multiple of.
+
+        Each of the parts is cut into microbatches of a pipeline, and outside of its stages over
+        their devices.
+        """
+        num_stages = self.mesh.shape["stage"]
+        return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """Of an array whose dimensions carry logical `names`."""
@@ -104,7 +129,8 @@ class Layout:
         That covers parameters, moments and momenta of every update rule; the rest (counters,
         factored moments) is small and lies whole on every device. With `optimizer_state_axis` all
         of the optimizer's state is split over that axis, too, as far as it can be: stage 1 of ZeRO
-        (Rajbhandari et al. 2020, section 5.1).
+        (Rajbhandari et al. 2020, section 5.1). With `offloads_optimizer` its arrays lie in the
+        host's memory, from where the train step has to fetch them.
         """
         shardings = self.parameter_shardings(parameters)
 
@@ -116,8 +142,12 @@ class Layout:
                 if info is not None and info.shape == leaf.shape:
                     found = shardings["/".join(names[start:])]
                     break
-            is_optimizers = any(getattr(entry, "name", "") == "opt_state" for entry in path)
-            return self._split_besides(found, leaf.shape) if is_optimizers else found
+            if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
+                return found
+            found = self._split_besides(found, leaf.shape)
+            # Counters are not worth the way.
+            offloads = self.offloads_optimizer and leaf.ndim > 0
+            return found.with_memory_kind(HOST_MEMORY) if offloads else found
 
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
@@ -255,14 +285,41 @@ def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tup
     return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
 
-def make_layout(section: MeshSection, devices: Sequence[Any]) -> Layout:
+def make_layout(
+    section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
+) -> Layout:
     """The layout that the keys about the mesh ask for.
 
+    Args:
+      pipeline: of the model that is trained, where the mesh may have stages.
+
     Raises:
-      UserError: as make_mesh.
+      UserError: as make_mesh; or moments shall lie where these devices have no memory.
     """
+    offloads = section.optimizer_memory_host_offload
+    if offloads:
+        _check_host_memory(devices[0])
     axis = "data" if section.shard_optimizer_over_data else ""
-    return Layout(make_mesh(section, devices), section.logical_axis_rules, axis)
+    return Layout(
+        make_mesh(section, devices),
+        section.logical_axis_rules,
+        axis,
+        pipeline,
+        offloads_optimizer=offloads,
+    )
+
+
+def _check_host_memory(device: Any) -> None:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise UserError(
+            "optimizer_memory_host_offload=true needs memory of the host that devices "
+            f"({device.device_kind}) can fetch from, {HOST_MEMORY}; jax {jax.__version__} has "
+            f"{', '.join(kinds)} for them.\n"
+            "  What to do: set optimizer_memory_host_offload=false; "
+            "shard_optimizer_over_data=true or a larger ici_fsdp_parallelism splits moments over "
+            "devices instead."
+        )
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
@@ -295,12 +352,15 @@ def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0
 def _rows(layout: Layout, per_device: float, key: str) -> int:
     num_devices = layout.mesh.size
     rows = per_device * num_devices
-    axes, parts = layout.batch_axes, layout.num_batch_parts
-    if rows != int(rows) or int(rows) % parts:
-        better = max(parts, round(rows / parts) * parts) / num_devices
+    parts, multiple = layout.num_batch_parts, layout.row_multiple
+    if rows != int(rows) or int(rows) % multiple:
+        better = max(multiple, round(rows / multiple) * multiple) / num_devices
+        stages, microbatches = layout.mesh.shape["stage"], multiple // parts
+        cut = f", and {microbatches} ways more for {stages} stages" if stages > 1 else ""
         raise UserError(
             f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = {rows:g} "
-            f"sequences, to be split over {parts} devices (mesh axes {', '.join(axes)}).\n"
+            f"sequences, to be split over {parts} devices (mesh axes "
+            f"{', '.join(layout.batch_axes)}){cut}.\n"
             f"  What to do: set {key}={better:g}."
         )
     return int(rows)

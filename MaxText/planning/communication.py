@@ -6,6 +6,10 @@ Counted is what a device receives:
                                     every microbatch, in the format of products; their gradients
                                     scattered, once per microbatch
     weights that an axis copies     gradients added up, 2 times their bytes
+    weights of a pipeline's stages  gathered, and gradients scattered, in every turn that uses them;
+                                    between stages where they have several runs of layers
+    stage                           hidden states of a microbatch in every turn, forward and
+                                    backward, and all rows from the last stage to the head and back
     tensor                          sums of hidden states after products that contract what it
                                     splits, forward and backward, and those computed again; 2 times
                                     their bytes
@@ -66,6 +70,7 @@ def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
         ("tensor", _hidden_states(program)),
         ("expert", _rows(program)),
         ("context", _keys_and_values(program)),
+        ("stage", _handed_on(program)),
     )
     for axis, amount in amounts:
         if axis in bytes_of:
@@ -81,10 +86,23 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
     layout, parameters = program.layout, program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
     shape = layout.mesh.shape
+    schedule = program.schedule
     batch = [axis for axis in (*layout.batch_axes, *layout.length_axes) if shape[axis] > 1]
     for name, sharding in layout.parameter_shardings(parameters).items():
         info = parameters[name]
         num_bytes = info.size * width
+        turns = 1.0  # in which they are gathered, for each time that all of them are used
+        if schedule is not None and "layers" in info.logical_axes:
+            turns = schedule.num_turns / schedule.num_repeats
+            if schedule.num_repeats > 1:
+                share = (schedule.num_stages - 1) / schedule.num_stages
+                shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+                bytes_of["stage"] += 2 * program.num_microbatches * shard * share
+        elif schedule is not None:
+            # Each stage's rows of embedding and head have a gradient of their own.
+            share = (schedule.num_stages - 1) / schedule.num_stages
+            shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+            bytes_of["stage"] += 2 * program.num_microbatches * shard * share
         split: list[str] = []
         for logical, axes in zip(info.logical_axes, sharding.spec, strict=False):
             for axis in (axes,) if isinstance(axes, str) else axes or ():
@@ -96,11 +114,11 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
         # Gradients are scattered before the parts are added up.
         for axis in sorted(batch, key=lambda axis: axis not in split):
             if axis in split:
-                per_microbatch = 3.0
+                per_microbatch = 3.0 * turns
             elif axis == "expert" and lies:
                 continue
             else:
-                per_microbatch = 2.0
+                per_microbatch = 2.0 * turns
             share = (shape[axis] - 1) / shape[axis]
             bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
             if axis in split:
@@ -129,6 +147,15 @@ def _hidden_states(program: Program) -> float:
     number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
     n = layout.mesh.shape["tensor"]
     return 2 * number * _state_bytes(program) * (n - 1) / n
+
+
+def _handed_on(program: Program) -> float:
+    """Bytes over the stage axis in a microbatch, besides those of weights."""
+    schedule = program.schedule
+    if schedule is None:
+        return 0.0
+    turns = schedule.num_turns / schedule.num_microbatches
+    return 2 * (turns + 1) * _state_bytes(program)
 
 
 def _state_bytes(program: Program) -> float:

@@ -30,7 +30,9 @@ class Memory:
 
     Attributes:
       parameters: in weight_dtype.
-      optimizer: the optimizer's state, with the guard's and the step counter.
+      optimizer: the optimizer's state, with the guard's and the step counter; of what lies in the
+        host's memory, nothing.
+      fetched: of the optimizer's state, what is there only while the update is made.
       batch: ids and weights of all microbatches.
       gradients: one for every parameter; of several microbatches their sum as well.
       need: what loss and gradients of a microbatch need besides what they are given, gradients
@@ -42,6 +44,7 @@ class Memory:
 
     parameters: float
     optimizer: float
+    fetched: float
     batch: float
     gradients: float
     need: Need
@@ -63,7 +66,7 @@ class Memory:
         """What the step needs besides what it is given."""
         sums = self.gradients - self.parameters  # of several microbatches
         passes = self.need.size + self.converted + sums
-        return max(passes, self.gradients + self.update)
+        return max(passes, self.gradients + self.fetched + self.update)
 
 
 def memory_of(program: Program) -> Memory:
@@ -73,10 +76,14 @@ def memory_of(program: Program) -> Memory:
     gradients = parameters = _bytes(state.params, size_of)
     if program.num_microbatches > 1:
         gradients *= 2
+    in_host = program.config.mesh.optimizer_memory_host_offload
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
+    fetched = _bytes(moments, size_of)
     kept = [None, *(_bytes(leaf, size_of) for leaf in jax.tree.leaves(state.params))]
     return Memory(
         parameters=parameters,
-        optimizer=_bytes(state, size_of) - parameters,
+        optimizer=_bytes(state, size_of) - parameters - fetched,
+        fetched=fetched,
         batch=12.0 * program.local_rows * program.num_microbatches * program.length,
         gradients=gradients,
         need=memory_need(trace(program), kept),

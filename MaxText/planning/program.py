@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
@@ -95,6 +96,7 @@ class Program:
     def local_model(self) -> Model:
         """The model of which each device computes its rows of a batch, by tensor parallelism cut
         to its heads, MLP columns, slots and ids; other weights are gathered before they are used.
+        Of a pipeline's stage, its layers between embedding and head.
         """
         return Model(_local(self.model.section, self.layout))
 
@@ -102,6 +104,17 @@ class Program:
     def local_rows(self) -> int:
         """B of a microbatch on one device."""
         return self.rows // self.layout.num_batch_parts
+
+    @property
+    def schedule(self) -> PipelineSchedule | None:
+        """How microbatches pass through the stages of a pipeline; None without one."""
+        num_stages = self.layout.mesh.shape["stage"]
+        return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which a stage has nothing to do."""
+        return 0.0 if self.schedule is None else self.schedule.bubble
 
     @property
     def local_tokens(self) -> int:
@@ -143,7 +156,8 @@ def make_program(
     # Only sizes matter: where a device lies in a slice is not planned.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
-    layout = Layout(mesh, config.mesh.logical_axis_rules, axis)
+    # Absent devices have no memories to choose from: memory.py knows what lies in the host.
+    layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
     section, choices = backend_defaults.resolve(config.model, platform)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
@@ -171,6 +185,7 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
         return layout.sharding((name,), (size,)).shard_shape((size,))[0]
 
     d = section.shape.dimensions
+    num_layers = d.num_layers // layout.mesh.shape["stage"]
     heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
     shape = section.shape.model_copy(
         update={
@@ -181,7 +196,7 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
             "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
             "head_dim": d.head_dim,
             "base_mlp_dim": part("mlp", d.mlp_dim),
-            "base_num_decoder_layers": d.num_layers,
+            "base_num_decoder_layers": num_layers,
             "vocab_size": part("vocab", d.vocab_size),
         }
     )

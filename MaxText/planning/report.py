@@ -8,6 +8,7 @@ from MaxText.monitoring.report.wording import short_count
 from MaxText.monitoring.tables import WIDTH, ruled_table
 from MaxText.planning.fitting import words
 from MaxText.planning.planning import FULL, Plan
+from MaxText.planning.program import Program
 
 _GB = 1e9
 MOST_PROPOSED = 8
@@ -29,6 +30,7 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
         f"remat_policy={section.memory.remat_policy}, scan_layers={section.memory.scan_layers}",
         f"update: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
+        *_stages(program),
         *program.choices,
         "",
         _memory(plan),
@@ -40,11 +42,25 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
     return "\n".join(lines)
 
 
+def _stages(program: Program) -> list[str]:
+    """What a pipeline does, in a line; nothing without one."""
+    schedule = program.schedule
+    if schedule is None:
+        return []
+    return [
+        f"pipeline: {schedule.num_stages} stages x {schedule.num_repeats} repeats x "
+        f"{schedule.layers_per_stage} layers, {schedule.num_microbatches} microbatches; stages are "
+        f"idle for {schedule.bubble:.1%} of the time "
+        f"({schedule.num_stages - 1} of {schedule.num_turns} turns)"
+    ]
+
+
 def _memory(plan: Plan) -> str:
     memory = plan.memory
     rows = [
         ("parameters", memory.parameters, "exact"),
         ("optimizer state", memory.optimizer, "exact"),
+        *([("moments, fetched for the update", memory.fetched, "exact")] * (memory.fetched > 0)),
         ("batch", memory.batch, "exact"),
         ("gradients", memory.gradients, "exact; where activations peak they are not all there"),
         ("layers' weights, converted", memory.converted, "for products"),

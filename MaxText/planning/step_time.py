@@ -134,14 +134,16 @@ def step_time(
     efficiency = CPU_EFFICIENCY if chip is None else chip.efficiency
     bandwidth *= BANDWIDTH_SHARE
     # Parameters and moments are read and written, gradients read.
-    update = (2 * (memory.parameters + memory.optimizer) + memory.parameters) / bandwidth
+    state = memory.parameters + memory.optimizer + memory.fetched
+    update = (2 * state + memory.parameters) / bandwidth
 
     def seconds(share: float) -> float:
         speed = share * peak.tflops * 1e12
         once = sum(
             one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work
         )
-        return once * program.num_microbatches + update
+        # Stages of a pipeline compute, or wait, in turns in which they have no rows, too.
+        return once * program.num_microbatches / (1 - program.bubble) + update
 
     computing = seconds(efficiency[1]), seconds(efficiency[0])
     communicating = sum(exchange.seconds for exchange in exchanged)

@@ -14,7 +14,7 @@ from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import constrain, platform
+from MaxText.parallelism.constraints import platform, split_rows
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.state import TrainState
@@ -50,6 +50,7 @@ def make_train_step(
     dropout_seed: int,
     guard: Guard = _NO_GUARD,
     repeat_update: bool = True,
+    fetches_moments: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step as a pure function of state and batch.
 
@@ -64,6 +65,8 @@ def make_train_step(
         sound. That spares the memory and traffic of new numbers beside the old ones (docs/plan.md),
         and costs the operations of the rule, which are few but for muon. CPUs copy what passes a
         barrier, so that nothing is spared there. No effect on the result.
+      fetches_moments: whether the optimizer's state lies in the host's memory. It comes back on the
+        device; where it goes is what the step is compiled for (Layout.compile_step).
     """
     objective = model.section.objective
 
@@ -101,9 +104,13 @@ def make_train_step(
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         compute = loss_and_gradients if num_microbatches == 1 else accumulated
         means, watched, gradients = compute(state.params, batch, totals, dropout_key)
+        params, opt_state = state.params, state.opt_state
+        if fetches_moments:
+            # Not before the gradients are there, when activations have left the device.
+            gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
+            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
         loss = jnp.asarray(sum(means.values()))
         learning_rate = jnp.asarray(schedule(state.step))
-        params, opt_state = state.params, state.opt_state
         updates, new_opt_state = optimizer.update(gradients, opt_state, params)
         norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
         metrics = means | watched | norms
@@ -152,6 +159,7 @@ def train_step_of(
         dropout_seed=model.section.initialization.init_weights_seed,
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
+        fetches_moments=config.mesh.optimizer_memory_host_offload,
     )
 
 
@@ -185,12 +193,3 @@ def make_eval_step(
         return sums.over_targets | counts
 
     return eval_step
-
-
-def split_rows(x: jax.Array, num_parts: int) -> jax.Array:
-    """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
-
-    Rows of a part come from every device's share of the batch, so that no row moves.
-    """
-    x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
-    return constrain(x, None, "activation_batch", *[None] * (x.ndim - 2))

@@ -257,6 +257,29 @@ BROKEN = [
     ("ici_tensor_parallelism=0", "ici_tensor_parallelism: 0"),
     ("dcn_fsdp_parallelism=-1", "only one of dcn_data_parallelism and dcn_fsdp_parallelism"),
     ("dcn_context_parallelism=0", "dcn_context_parallelism: 0"),
+    ("num_pipeline_microbatches=0", "num_pipeline_microbatches: 0"),
+    ("num_pipeline_repeats=0", "num_pipeline_repeats: 0"),
+    ("num_layers_per_pipeline_stage=0", "num_layers_per_pipeline_stage: 0"),
+    ("ici_pipeline_parallelism=3", r"(?s)16 layers are not 3 stages.*ici_pipeline_parallelism=1"),
+    (
+        "ici_pipeline_parallelism=4 num_pipeline_repeats=3",
+        r"(?s)are not 4 stages x 3 repeats.*num_layers_per_pipeline_stage=4",
+    ),
+    (
+        "dcn_pipeline_parallelism=4 num_layers_per_pipeline_stage=1 sliding_window_size=8 "
+        'attention_types=[[["local","global"],8]]',
+        "are no multiple of the 2 kinds",
+    ),
+    (
+        "ici_pipeline_parallelism=4 num_pipeline_microbatches=3",
+        "is below the 4 stages",
+    ),
+    ("ici_pipeline_parallelism=2 dense_conn=true", "reads the outputs of all earlier ones"),
+    ("ici_pipeline_parallelism=2 share_parameters=true", "there is one layer"),
+    (
+        "ici_pipeline_parallelism=2 num_experts=4 moe_layers=[0,2]",
+        "weights of different shapes",
+    ),
     ("ici_context_parallelism=3", "max_target_length=2048 is no multiple of 3"),
     (
         "ici_context_parallelism=4 sequence_length_stages=[[0,2],[5,2048]]",
@@ -266,7 +289,6 @@ BROKEN = [
         "ici_context_parallelism=2 context_parallel_strategy=ring dropout_rate=0.1",
         "drops none of them",
     ),
-    ("ici_pipeline_parallelism=2", "pipeline stages are not available yet"),
     ("eval_interval=0", "eval_interval: 0"),
     ("eval_steps=0", "eval_steps: 0"),
     ("target_eval_loss=2", "can never be seen"),
@@ -342,6 +364,21 @@ def test_compiling_ahead_needs_a_machine():
     with pytest.raises(ConfigurationError, match=r"(?s)not named.*compile_topology=v5p-8"):
         load([], "MaxText/train_compile.py")
     load(["compile_topology=v5e-16"], "train_compile.py")
+
+
+def test_stages_are_for_training():
+    load(["ici_pipeline_parallelism=2", "dataset_type=synthetic"], "train.py")
+    for program in ("decode.py", "eval.py"):
+        with pytest.raises(ConfigurationError, match=r"(?s)stages.*ici_pipeline_parallelism=1"):
+            load(["ici_pipeline_parallelism=2", "dataset_path=folder"], program)
+    # What a run was trained with comes with its weights.
+    load(["num_pipeline_microbatches=4"], "decode.py")
+    for extra, message in (
+        ("num_pipeline_microbatches=4", "has no effect without stages"),
+        ("ici_pipeline_parallelism=2 sample_tokens=3", "sample_tokens generates text"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            load([*extra.split(), "dataset_type=synthetic"], "train.py")
 
 
 def test_a_program_that_reads_data_needs_some():

@@ -52,7 +52,12 @@ def train(family, devices, num_microbatches=1, **keys):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches[0])
     step, _ = layout.compile_step(
         make_train_step(
-            model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0
+            model,
+            optimizer,
+            schedule,
+            num_microbatches=num_microbatches,
+            dropout_seed=0,
+            fetches_moments=config.mesh.optimizer_memory_host_offload,
         ),
         abstract_state,
         layout.abstract_batch(shapes),

@@ -11,7 +11,9 @@ from MaxText.monitoring.flops import count_flops
 from MaxText.planning import report, request
 from MaxText.planning.fitting import fitting, words
 from MaxText.planning.hardware import find
+from MaxText.planning.memory import memory_of
 from MaxText.planning.planning import Plan, make_plan, peak_of
+from MaxText.planning.program import make_program
 from tests.house.sources import REPOSITORY
 from tests.small_models import tiny_config
 
@@ -229,3 +231,18 @@ def test_the_program_refuses_what_it_does_not_know(users_environment):
     assert done.returncode == 2
     assert "not known" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_stages_of_a_pipeline():
+    keys = {"base_num_decoder_layers": 8, "num_pipeline_repeats": 2, "num_pipeline_microbatches": 4}
+    config = tiny_config(ici_pipeline_parallelism=2, ici_fsdp_parallelism=-1, **keys)
+    program = make_program(config, 8, "cpu", "cpu")
+    assert program.bubble == 1 / 9
+    assert program.local_model.section.shape.dimensions.num_layers == 4
+    memory = memory_of(program)
+    offloading = tiny_config(ici_pipeline_parallelism=2, optimizer_memory_host_offload=True, **keys)
+    offloaded = memory_of(make_program(offloading, 8, "cpu", "cpu"))
+    assert memory.fetched == 0
+    assert offloaded.fetched + offloaded.optimizer == memory.optimizer
+    assert offloaded.optimizer < 0.05 * memory.optimizer
+    assert offloaded.total <= memory.total

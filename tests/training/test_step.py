@@ -9,8 +9,9 @@ import pytest
 
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
+from MaxText.parallelism.constraints import split_rows
 from MaxText.training.objective import cross_entropy, loss_sums
-from MaxText.training.step import make_eval_step, split_rows
+from MaxText.training.step import make_eval_step
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 

@@ -1,0 +1,186 @@
+"""Layers on stages of a pipeline: the same numbers as one device that has all of them."""
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import make_layout, rows_of_batch
+from MaxText.training.objective import loss_sums, num_tokens
+from tests.multi_device.test_meshes import train
+from tests.programs import start
+from tests.small_models import TINY, random_batch, tiny_config
+
+pytestmark = pytest.mark.multi_device
+
+ROWS = 24
+FOUR = {"ici_pipeline_parallelism": 4}
+TWO = {"ici_pipeline_parallelism": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
+PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
+KINDS = {"attention_types": [[["local", "global"], 2]], "sliding_window_size": 5}
+
+# name -> (family, keys of the model, keys of mesh and pipeline)
+CASES = {
+    "four stages, idle for half of the time": ("llama2", {}, FOUR | {
+        "num_pipeline_microbatches": 1, "remat_policy": "full",
+    }),
+    "more microbatches than stages": ("llama2", {}, TWO | {
+        "num_pipeline_microbatches": 3, "num_pipeline_repeats": 1,
+    }),
+    "two repeats, all axes": ("llama2", {}, TWO | {
+        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_microbatches": 3,
+        "remat_policy": "minimal",
+    }),
+    "kinds of attention": ("gpt_neox", KINDS, TWO | {"ici_data_parallelism": 2}),
+    "TokenFormer": ("tokenformer", {}, TWO | {
+        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_repeats": 2,
+    }),
+    "experts": ("llama2", EXPERTS, TWO | {
+        "ici_data_parallelism": 2, "ici_tensor_parallelism": 2, "num_vocab_tiling": 2,
+    }),
+    "experts with places": ("llama2", PLACES, TWO | {
+        "ici_expert_parallelism": 2, "dcn_fsdp_parallelism": 2, "dcn_data_parallelism": 1,
+        "num_pipeline_repeats": 1,
+    }),
+}  # fmt: skip
+SLOW = {
+    "sequences split": ("llama2", {}, TWO | {
+        "ici_context_parallelism": 2, "ici_tensor_parallelism": 2,
+    }),
+    "ring attention": ("llama2", {}, TWO | {
+        "ici_context_parallelism": 2, "ici_fsdp_parallelism": 2,
+        "context_parallel_strategy": "ring",
+    }),
+    "four stages, two repeats": ("llama2", {"base_num_decoder_layers": 8}, FOUR | {
+        "num_pipeline_microbatches": 6, "remat_policy": "full",
+    }),
+    "four stages of two layers, twice": ("llama2", {"base_num_decoder_layers": 16}, FOUR | {
+        "num_layers_per_pipeline_stage": 2, "ici_tensor_parallelism": 2,
+    }),
+    "stages across slices": ("llama2", {}, {
+        "dcn_pipeline_parallelism": 2, "dcn_data_parallelism": 1, "ici_fsdp_parallelism": 4,
+    }),
+    "TokenFormer on four stages": ("tokenformer", {}, FOUR | {"ici_data_parallelism": 2}),
+    "experts on four stages": ("llama2", PLACES, FOUR | {"ici_expert_parallelism": 2}),
+}  # fmt: skip
+
+
+def loss_and_gradients(family, num_devices, rows, **keys):
+    """Every loss and all gradients of a batch, and where the gradients lie."""
+    given = {"base_num_decoder_layers": 4, "base_num_kv_heads": 4, "ici_fsdp_parallelism": 1}
+    config = tiny_config(family, **given | keys)
+    layout = make_layout(config.mesh, jax.devices()[:num_devices], config.model.pipeline)
+    assert rows % layout.row_multiple == 0
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * generator.normal(size=x.shape).astype("f"), params)
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    params = jax.device_put(jax.tree.map(np.asarray, params), shardings)
+    batch = random_batch(config, rows, documents=True)
+    batch = layout.place(jax.tree.map(np.asarray, batch), rows)
+
+    def run(params, batch):
+        def loss(params):
+            sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
+            means = sums.means(batch.weights_BT.sum(), num_tokens(batch))
+            return sum(means.values()), means
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    compiled = layout.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
+    gradients, losses = jax.block_until_ready(compiled(params, batch))
+    return jax.tree.map(np.asarray, (losses, gradients)), gradients, compiled.as_text()
+
+
+def num_devices_of(mesh):
+    return int(np.prod([size for name, size in mesh.items() if name.startswith(("ici_", "dcn_"))]))
+
+
+def check(family, keys, mesh, rows):
+    expected, _, _ = loss_and_gradients(family, 1, rows, **keys)
+    found, gradients, text = loss_and_gradients(family, num_devices_of(mesh), rows, **keys, **mesh)
+
+    def compare(path, ours, theirs):
+        largest = np.abs(theirs).max() or 1.0
+        np.testing.assert_allclose(
+            ours / largest, theirs / largest, atol=1e-5, err_msg=jax.tree_util.keystr(path)
+        )
+
+    jax.tree_util.tree_map_with_path(compare, found, expected)
+    assert "collective-permute" in text
+    stages = mesh.get("ici_pipeline_parallelism", 1) * mesh.get("dcn_pipeline_parallelism", 1)
+    for leaf in jax.tree.leaves(gradients["layers"]):
+        assert leaf.addressable_shards[0].data.shape[0] * stages == leaf.shape[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_losses_and_gradients(name):
+    check(*CASES[name], ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_equal_losses_and_gradients_of_more(name):
+    check(*SLOW[name], ROWS)
+
+
+def test_accumulation_and_dropout():
+    # A pipeline draws for its microbatches what accumulation draws for its own, and both cut rows
+    # alike. The optimizer's state and the update are those of whole layers.
+    keys = {"residual_dropout_rate": 0.2, "ici_fsdp_parallelism": 1}
+    expected, _ = train("llama2", jax.devices()[:1], num_microbatches=4, **keys)
+    numbers, _ = train("llama2", jax.devices()[:2], **keys, **TWO, num_pipeline_microbatches=4)
+    np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+    other, _ = train("llama2", jax.devices()[:1], num_microbatches=2, **keys)
+    assert not np.allclose(other, expected, rtol=1e-5)
+    plain, _ = train("llama2", jax.devices()[:1])
+    numbers, state = train("llama2", jax.devices(), num_microbatches=2, **TWO)
+    np.testing.assert_allclose(numbers, plain, rtol=1e-5)
+    kernel = state.params["layers"]["mlp"]["wo"]["kernel"]
+    assert kernel.sharding.spec[0] == "stage"
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape]
+    assert all(x.sharding == kernel.sharding for x in moments)
+    assert len(moments) >= 2
+
+
+def test_rows_that_cannot_be_cut():
+    config = tiny_config(base_num_decoder_layers=4, ici_data_parallelism=2, ici_fsdp_parallelism=1,
+                         **FOUR, num_pipeline_microbatches=6)  # fmt: skip
+    layout = make_layout(config.mesh, jax.devices(), config.model.pipeline)
+    assert layout.row_multiple == 2 * 12
+    with pytest.raises(UserError, match=r"(?s)2 devices.*12 ways more for 4 stages.*size=3\."):
+        rows_of_batch(config.batch.model_copy(update={"per_device_batch_size": 2}), layout)
+
+
+RUN = {name: value for name, value in TINY.items() if name not in ("steps", "scan_layers")} | {
+    "base_num_decoder_layers": 4, "base_output_directory": "out", "enable_tensorboard": "false",
+    "eval_interval": 2, "eval_steps": 1, "learning_rate_schedule_steps": 6,
+}  # fmt: skip
+
+
+def losses(run):
+    import json
+
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["learning/loss"] for row in rows if "learning/loss" in row}
+
+
+def test_a_run_goes_on_with_other_stages(users_environment, tmp_path):
+    def run(name, steps, *arguments):
+        keys = RUN | {"run_name": name, "steps": steps}
+        given = [*(f"{key}={value}" for key, value in keys.items()), *arguments]
+        ended = start("train.py", given, tmp_path, users_environment)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    stages = ["ici_pipeline_parallelism=4", "num_pipeline_microbatches=8"]
+    run("whole", 4)
+    run("parts", 2, *stages, "ici_data_parallelism=2")
+    run("parts", 4, "ici_pipeline_parallelism=2", "num_pipeline_repeats=2")
+    whole, parts = losses(tmp_path / "out" / "whole"), losses(tmp_path / "out" / "parts")
+    assert list(whole) == list(parts) == list(range(4))
+    np.testing.assert_allclose(list(parts.values()), list(whole.values()), rtol=1e-5)
