@@ -52,7 +52,8 @@ def train(config, stop: StopSignal) -> int:
       stop: says when the machine is about to go away.
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
-    from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
+    from MaxText.checkpointing.manager import Checkpoints
+    from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
 
     run, evaluation, guard = config.run, config.evaluation, config.guard

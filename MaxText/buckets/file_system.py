@@ -1,0 +1,55 @@
+"""fsspec's file system of gs://, as etils.epath and the data pipeline ask for it."""
+
+import logging
+import os
+from typing import Any
+
+import gcsfs  # pyright: ignore[reportMissingImports]
+
+from MaxText.buckets.failures import BucketFailure
+
+# Of HTTP: the others between 400 and 499 are mistakes of who asks.
+_TIMEOUT, _TOO_MANY = 408, 429
+
+if "GCSFS_DEBUG" not in os.environ:
+    # It logs a traceback for each request that it gives up; whoever asked tells of it.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+
+class BucketFileSystem(gcsfs.GCSFileSystem):
+    """gcsfs, which tries a request again for half a minute; what it raises then is an OSError.
+
+    Listings are not kept: other processes of the run, TensorStore and other machines write to the
+    same folders.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """As gcsfs takes them."""
+        kwargs.setdefault("use_listings_cache", False)
+        super().__init__(*args, **kwargs)
+
+    async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super()._call(method, path, *args, **kwargs)
+        except OSError as error:
+            if error.errno is not None or isinstance(error, FileNotFoundError | FileExistsError):
+                raise
+            # "Forbidden" of gcsfs, and the lost connections of requests.
+            raise _failure(path, args, error, str(error).startswith("Forbidden")) from error
+        except Exception as error:
+            # gcsfs, aiohttp and google.auth raise errors that have no base in common.
+            status = getattr(error, "code", None) or getattr(error, "status", None)
+            refused = isinstance(error, ValueError) or (
+                isinstance(status, int)
+                and 400 <= status < 500
+                and status not in (_TIMEOUT, _TOO_MANY)
+            )
+            refused |= type(error).__name__ == "DefaultCredentialsError"
+            raise _failure(path, args, error, refused) from error
+
+
+def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> BucketFailure:
+    named = "/".join(map(str, args)) or path
+    reason = " ".join((str(error) or type(error).__name__).split())
+    how = "refuses a request" if refused else "does not answer as it should"
+    return BucketFailure(f"the bucket of gs://{named} {how} ({reason})", may_pass=not refused)
