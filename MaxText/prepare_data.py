@@ -49,7 +49,8 @@ def main() -> int:
     """
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     try:
-        prepare(config.preparation, config.data.dataset_path)
+        data = config.data
+        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
     except UserError as error:
         command_line.fail(error)
     except KeyboardInterrupt:

@@ -67,7 +67,8 @@ def train(config, stop: StopSignal) -> int:
     if config.data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.preparation.preparing import prepare
 
-        prepare(config.preparation, config.data.dataset_path)
+        data = config.data
+        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.connect(run.hardware, guard.heartbeat_timeout):

@@ -10,6 +10,8 @@ from MaxText.buckets.failures import BucketFailure
 
 # Of HTTP: the others between 400 and 499 are mistakes of who asks.
 _TIMEOUT, _TOO_MANY = 408, 429
+# What gcsfs says for 403, and looks for in what was raised.
+_FORBIDDEN = "Forbidden"
 
 if "GCSFS_DEBUG" not in os.environ:
     # It logs a traceback for each request that it gives up; whoever asked tells of it.
@@ -20,7 +22,8 @@ class BucketFileSystem(gcsfs.GCSFileSystem):
     """gcsfs, which tries a request again for half a minute; what it raises then is an OSError.
 
     Listings are not kept: other processes of the run, TensorStore and other machines write to the
-    same folders.
+    same folders. And a bucket that does not answer is never taken for one without a file: a run
+    would begin anew where its checkpoints could not be listed for a moment.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -28,14 +31,26 @@ class BucketFileSystem(gcsfs.GCSFileSystem):
         kwargs.setdefault("use_listings_cache", False)
         super().__init__(*args, **kwargs)
 
+    async def _isdir(self, path: str) -> bool:
+        return await self._has_type(path, "directory")
+
+    async def _isfile(self, path: str) -> bool:
+        return await self._has_type(path, "file")
+
+    async def _has_type(self, path: str, kind: str) -> bool:
+        try:
+            return (await self._info(path))["type"] == kind
+        except FileNotFoundError:
+            return False
+
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return await super()._call(method, path, *args, **kwargs)
         except OSError as error:
             if error.errno is not None or isinstance(error, FileNotFoundError | FileExistsError):
                 raise
-            # "Forbidden" of gcsfs, and the lost connections of requests.
-            raise _failure(path, args, error, str(error).startswith("Forbidden")) from error
+            # 403 of gcsfs, and the lost connections of requests.
+            raise _failure(path, args, error, str(error).startswith(_FORBIDDEN)) from error
         except Exception as error:
             # gcsfs, aiohttp and google.auth raise errors that have no base in common.
             status = getattr(error, "code", None) or getattr(error, "status", None)
@@ -51,5 +66,7 @@ class BucketFileSystem(gcsfs.GCSFileSystem):
 def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> BucketFailure:
     named = "/".join(map(str, args)) or path
     reason = " ".join((str(error) or type(error).__name__).split())
+    if reason.startswith(_FORBIDDEN):
+        return BucketFailure(f"{_FORBIDDEN}: gs://{named} ({reason})", may_pass=False)
     how = "refuses a request" if refused else "does not answer as it should"
     return BucketFailure(f"the bucket of gs://{named} {how} ({reason})", may_pass=not refused)
