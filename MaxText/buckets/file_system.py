@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+import urllib.parse
 from typing import Any
 
 import gcsfs  # pyright: ignore[reportMissingImports]
@@ -12,6 +14,8 @@ from MaxText.buckets.failures import BucketFailure
 _TIMEOUT, _TOO_MANY = 408, 429
 # What gcsfs says for 403, and looks for in what was raised.
 _FORBIDDEN = "Forbidden"
+# Bucket and name in an address of the JSON API.
+_ADDRESS = re.compile(r"/b/([^/]+)/o(?:/|\?name=)([^?&]+)")
 
 if "GCSFS_DEBUG" not in os.environ:
     # It logs a traceback for each request that it gives up; whoever asked tells of it.
@@ -64,9 +68,15 @@ class BucketFileSystem(gcsfs.GCSFileSystem):
 
 
 def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> BucketFailure:
-    named = "/".join(map(str, args)) or path
-    reason = " ".join((str(error) or type(error).__name__).split())
+    place = _ADDRESS.search(path)
+    named = "/".join(place.groups() if place else map(str, args)) or path
+    named = f"gs://{urllib.parse.unquote(named)}"
+    reason = str(error) or type(error).__name__
     if reason.startswith(_FORBIDDEN):
-        return BucketFailure(f"{_FORBIDDEN}: gs://{named} ({reason})", may_pass=False)
+        # An address, then in a line of its own what the service says.
+        said = reason.partition("\n")[2].strip() or "403"
+        return BucketFailure(f"{_FORBIDDEN}: {named} ({said})", may_pass=False)
     how = "refuses a request" if refused else "does not answer as it should"
-    return BucketFailure(f"the bucket of gs://{named} {how} ({reason})", may_pass=not refused)
+    return BucketFailure(
+        f"the bucket of {named} {how} ({' '.join(reason.split())})", may_pass=not refused
+    )

@@ -4,6 +4,7 @@ import uuid
 
 from etils import epath
 
+from MaxText.buckets.failures import is_outage
 from MaxText.buckets.paths import is_bucket, path_of
 from MaxText.errors import UserError
 
@@ -28,10 +29,10 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
     try:
         probe(folder)
     except OSError as error:
-        raise UserError(
-            f"cannot write to the run folder {folder}: {error}. "
-            "Choose another base_output_directory (or run_name), or free space there."
-        ) from error
+        remedy = "Choose another base_output_directory (or run_name), or free space there."
+        if is_outage(error):
+            remedy = "Start the same command again when it answers."
+        raise UserError(f"cannot write to the run folder {folder}: {error}. {remedy}") from error
     return folder
 
 

@@ -2,17 +2,24 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import itertools
 import json
 import subprocess
 import sys
+import types
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import fsspec
 import pytest
 
+from MaxText.buckets.paths import prepare_clients
 from tests.buckets.emulator import Fault
 from tests.house.sources import REPOSITORY
+
+_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,12 @@ class Emulator:
     def make_bucket(self, name: str) -> None:
         """Creates an empty bucket."""
         self._ask("/storage/v1/b", {"name": name})
+
+    def write(self, bucket: str, name: str, content: bytes) -> None:
+        """Writes an object, as somebody else."""
+        place = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
+        with urllib.request.urlopen(f"{self.address}{place}", content):
+            pass
 
     def fail(self, *faults: Fault) -> None:
         """Lets requests fail as told; without arguments all are answered again."""
@@ -79,6 +92,9 @@ class Emulator:
 
 @pytest.fixture(scope="session")
 def emulator() -> Iterator[Emulator]:
+    """The process, which ends with this one."""
+    if importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("buckets need the package gcsfs: pip install 'MaxText[gcs]'")
     with subprocess.Popen(
         [sys.executable, "-m", "tests.buckets.emulator"],
         cwd=REPOSITORY,
@@ -90,3 +106,34 @@ def emulator() -> Iterator[Emulator]:
         assert process.stdout is not None
         yield Emulator(process.stdout.readline().strip())
         process.stdin.close()
+
+
+@pytest.fixture
+def bucket(emulator: Emulator) -> str:
+    """An empty bucket: gs://NAME."""
+    name = f"bucket-{next(_numbers)}"
+    emulator.make_bucket(name)
+    return f"gs://{name}"
+
+
+@pytest.fixture(scope="session")
+def clients(emulator: Emulator) -> Iterator[None]:
+    """Lets this process ask the emulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in emulator.environment.items():
+            patch.setenv(name, value)
+        # fsspec has read the environment already.
+        patch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})
+        prepare_clients("a test")
+        yield
+
+
+@pytest.fixture
+def no_waits(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs tries again at once, as often as ever."""
+    import gcsfs.retry
+
+    async def none(seconds: float) -> None:
+        """Instead of asyncio.sleep."""
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=none))
