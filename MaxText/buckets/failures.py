@@ -9,7 +9,7 @@ from MaxText.errors import UserError
 # of absl::Status, into which it puts the answers of HTTP.
 _OUTAGE = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
-    r"|HTTP response code: (408|429|5)"
+    r"|http_response_code='(408|429|5)"
 )
 
 

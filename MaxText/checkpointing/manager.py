@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from MaxText.buckets.paths import is_bucket
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.good_steps import GoodSteps, unconfirmed
@@ -213,8 +214,7 @@ class Checkpoints:
         step, self._saving = self._saving, None
         self._failures += 1
         self._good.forget(lambda saved: saved == step)
-        # Orbax has listed the failed step already; a new manager reads the disk again, and removes
-        # what the save has left in a bucket.
+        # Orbax has listed the failed step already; a new manager reads the disk again.
         self._orbax_manager = None
         with contextlib.suppress(OSError):  # where storage fails, what was seen last counts
             self._remove_partial(f"{step}.")
@@ -453,8 +453,12 @@ class Checkpoints:
         if jax.process_index() != 0 or not self.directory.is_dir():
             return
         for folder in self.directory.iterdir():
-            is_partial = ".orbax-checkpoint-tmp" in folder.name or folder.name.endswith(_GIVEN_UP)
-            if is_partial and folder.name.startswith(name):
+            is_partial = (
+                ".orbax-checkpoint-tmp" in folder.name
+                or folder.name.endswith(_GIVEN_UP)
+                or (is_bucket(folder) and folder.name.isdigit() and not layout.is_complete(folder))
+            )
+            if is_partial and f"{folder.name}.".startswith(name):
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()
 
@@ -462,6 +466,8 @@ class Checkpoints:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
+            if is_bucket(self.directory):  # on a disk Orbax does that
+                self._remove_partial("")
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(

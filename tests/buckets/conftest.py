@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import types
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,12 @@ class Emulator:
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
         with urllib.request.urlopen(f"{self.address}{place}", content):
             pass
+
+    def read(self, bucket: str, name: str) -> str:
+        """The text of an object."""
+        place = f"/download/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
+        with urllib.request.urlopen(f"{self.address}{place}") as answer:
+            return answer.read().decode()
 
     def fail(self, *faults: Fault) -> None:
         """Lets requests fail as told; without arguments all are answered again."""
