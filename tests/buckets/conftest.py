@@ -123,7 +123,7 @@ def bucket(emulator: Emulator) -> str:
     return f"gs://{name}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def clients(emulator: Emulator) -> Iterator[None]:
     """Lets this process ask the emulator."""
     with pytest.MonkeyPatch.context() as patch:

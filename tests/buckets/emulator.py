@@ -39,7 +39,8 @@ class Fault:
     """A way to fail.
 
     Attributes:
-      status: of the answer; 0 closes the connection without one, -1 in the midst of it.
+      status: of the answer; 0 closes the connection without one, -1 in the midst of it. 200 with
+        `after` is an answer that comes late.
       where: regular expression, looked for in "METHOD /path?query".
       times: how many requests fail so; -1 for all until other faults are set.
       after: whether the request is done all the same, and only its answer is lost.
@@ -140,9 +141,10 @@ class Service:
             answer = self._dispatch(method, target, headers, body)
         except Refused as refused:
             answer = _error(*refused.args)
-        if fault is None or fault.status > 0:
-            failed = fault and _error(fault.status, "told to fail after it was done")
-            return failed or answer
+        if fault is None or fault.status == 200:
+            return answer
+        if fault.status > 0:
+            answer = _error(fault.status, "told to fail after it was done")
         return dataclasses.replace(answer, fault=fault)
 
     def _fault(self, request: str) -> Fault | None:

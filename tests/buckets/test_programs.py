@@ -17,6 +17,7 @@ CONFIG = """
 base_config: quickstart.yml
 tokenizer_type: byte
 vocab_size: 300
+tokenizer_vocab_size: 300
 base_emb_dim: 16
 base_num_query_heads: 2
 base_num_kv_heads: 2
@@ -161,9 +162,8 @@ def test_kills_while_saving(place):
     expected = place.losses("calm")
     # Answers come late, so that a save is on its way for long; then the process is killed.
     for step in ("3", "6"):
-        late = Fault(
-            200, f"POST /upload.*checkpoints.*{step}.*(items|commit)", seconds=1, after=True
-        )
+        saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
+        late = Fault(200, saving, seconds=1, after=True)
         with place.emulator.failing(late):
             run = place.begin("run_name=killed")
             until = time.monotonic() + 120
