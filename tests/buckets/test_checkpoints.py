@@ -12,6 +12,7 @@ from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
 from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
 from tests.checkpointing.test_manager import save_steps
+from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -35,7 +36,7 @@ def opened(folder):
         checkpoints.close()
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", some_quick([True, False], 2))
 def test_saved_kept_and_restored(folder, opened, asynchronous):
     checkpoints = opened(async_checkpointing=asynchronous, max_to_keep=2, keep_period=4)
     state, kept = save_steps(checkpoints, fresh_state(), [0, 2, 4, 6, 7])
@@ -51,6 +52,7 @@ def test_saved_kept_and_restored(folder, opened, asynchronous):
     assert layout.find(str(folder.parent), "load_parameters_path").step == 7
 
 
+@pytest.mark.slow
 def test_good_ones_are_kept_and_taken(folder, opened):
     checkpoints = opened(healthy=2, max_to_keep=1)
     state, _ = save_steps(checkpoints, fresh_state(), [0])
@@ -77,6 +79,7 @@ def test_a_save_that_was_killed_is_not_there(folder, opened, bucket, emulator):
     assert opened().latest_step() == 1
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_set_aside(folder, opened, emulator, bucket):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
     name = bucket.removeprefix("gs://")
@@ -152,6 +155,7 @@ def save_steps_failing(checkpoints, state, steps):
         del checkpoints.wait
 
 
+@pytest.mark.slow
 def test_old_ones_that_cannot_be_deleted_cost_no_new_one(folder, opened, emulator):
     lines = []
     checkpoints = opened(lines.append, max_to_keep=1)

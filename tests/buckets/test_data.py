@@ -23,7 +23,7 @@ def quiet(line: str) -> None:
     """Takes a line and shows nothing."""
 
 
-@pytest.fixture(params=some_quick(KINDS, 2))
+@pytest.fixture(params=some_quick(KINDS, 3))
 def kept(request, tmp_path, bucket):
     """(kind, local folder, its copy in a bucket, keys)."""
     write(request.param, tmp_path / "set")
@@ -106,7 +106,7 @@ def text(tmp_path):
     return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
 
 
-@pytest.mark.parametrize("form", some_quick(["array_record", "tfrecord", "parquet", "bin"], 3))
+@pytest.mark.parametrize("form", some_quick(["bin", "array_record", "tfrecord", "parquet"], 4))
 def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)

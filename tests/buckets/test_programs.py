@@ -109,22 +109,22 @@ def succeeded(done):
 
 
 def test_a_run_in_a_bucket(place):
-    """Text to data set, checkpoints, records and compiled programs; stopped, and gone on with."""
+    """Text to data set, checkpoints, records and compiled programs."""
     succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
-    assert "checkpoint of step 6" in succeeded(place.train(place.bucket, "run_name=a"))
-    assert place.steps("a") == ({9, 11}, {9, 11})
+    assert place.steps("a") == ({3, 6}, {3, 6})
     names = place.emulator.names(place.bucket.removeprefix("gs://"))
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
                  "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
                  "runs/a/checkpoints/good.json"):  # fmt: skip
         assert any(name.startswith(part) for name in names), part
-    assert sorted(place.losses("a")) == [*range(12)]
+    assert sorted(place.losses("a")) == [*range(7)]
 
 
 @pytest.mark.slow
 def test_the_same_numbers_as_on_a_disk(place):
     succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
-    succeeded(place.train(place.bucket, "run_name=a"))
+    assert "checkpoint of step 6" in succeeded(place.train(place.bucket, "run_name=a"))
+    assert place.steps("a") == ({9, 11}, {9, 11})
     succeeded(place.train(place.folder, "run_name=a", "steps=7"))
     succeeded(place.train(place.folder, "run_name=a"))
     assert place.losses("a") == place.local_losses("a")
