@@ -48,7 +48,8 @@ def main() -> int:
     """
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     with command_line.ending_well("stopped: the same command goes on where it stood"):
-        prepare(config.preparation, config.data.dataset_path)
+        data = config.data
+        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
     return exit_codes.DONE
 
 

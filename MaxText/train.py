@@ -52,7 +52,8 @@ def train(config, stop: StopSignal) -> int:
       stop: says when the machine is about to go away.
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
-    from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
+    from MaxText.checkpointing.manager import Checkpoints
+    from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
@@ -66,7 +67,8 @@ def train(config, stop: StopSignal) -> int:
     if config.data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.preparation.preparing import prepare
 
-        prepare(config.preparation, config.data.dataset_path)
+        data = config.data
+        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.connect(run.hardware, guard.heartbeat_timeout):

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from MaxText.buckets.failures import is_outage
 from MaxText.checkpointing import layout
 from MaxText.configuration.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
@@ -137,6 +138,8 @@ def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
+        if is_outage(error):
+            raise
         raise Unreadable(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise Unreadable(f"{path}: not a JSON object")

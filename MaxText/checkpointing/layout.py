@@ -7,6 +7,7 @@ import dataclasses
 
 from etils import epath
 
+from MaxText.buckets.paths import is_bucket, path_of
 from MaxText.checkpointing.good_steps import read_good_steps, unconfirmed
 from MaxText.errors import UserError
 
@@ -45,27 +46,6 @@ class Stored:
         return str(self.folder if self.step is not None else self.items)
 
 
-def path_of(text: str, key: str) -> epath.Path:
-    """A local or remote path as a user typed it, with ~ written out.
-
-    Args:
-      key: the configuration key that holds it, for the message.
-
-    Raises:
-      UserError: a kind of storage that cannot be read, or ~NAME of nobody.
-    """
-    try:
-        return epath.Path(text).expanduser()
-    except KeyError:
-        scheme = text.partition("://")[0]
-        raise UserError(
-            f"{key}={text}: storage of the kind {scheme}:// is not known here. Name a local path, "
-            "or one that begins with gs://."
-        ) from None
-    except RuntimeError as error:
-        raise UserError(f"{key}={text}: {error}.") from error
-
-
 def complete_steps(folder: epath.Path) -> list[int]:
     """Steps under a `checkpoints` folder whose saving was finished, ascending.
 
@@ -83,7 +63,22 @@ def is_complete(step_folder: epath.Path) -> bool:
     """Whether the saving of a step was finished."""
     if not (step_folder / ITEMS).is_dir():
         return False
-    return not str(step_folder).startswith("gs://") or (step_folder / _COMMITTED).exists()
+    return not is_bucket(step_folder) or (step_folder / _COMMITTED).exists()
+
+
+def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
+    """Makes a step one that was never finished, in one go, before its files are removed.
+
+    Args:
+      name: that the folder gets where storage can rename.
+
+    Returns:
+      Where its files are now.
+    """
+    if is_bucket(step_folder):
+        (step_folder / _COMMITTED).unlink(missing_ok=True)
+        return step_folder
+    return step_folder.rename(step_folder.parent / name)
 
 
 def find(path: str, key: str) -> Stored:

@@ -4,62 +4,24 @@ import contextlib
 import math
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
+from MaxText.buckets.paths import is_bucket
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.good_steps import GoodSteps, unconfirmed
+from MaxText.checkpointing.patience import told_while_waiting
 from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
+from MaxText.checkpointing.run_folder import probe
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 
 _GIVEN_UP = ".given_up"
 _SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete
-
-
-def prepare_run_folder(path: str | epath.Path) -> epath.Path:
-    """Creates the folder of a run and proves that files can be written there.
-
-    Called before anything expensive, so that a wrong path costs seconds and not the first
-    checkpoint. Every process probes with a file of its own, and no device is touched: in a run of
-    several processes jax is not connected yet.
-
-    Returns:
-      The folder, absolute.
-
-    Raises:
-      UserError: the folder cannot be created or written to.
-    """
-    # Absolute, as Orbax asks for.
-    folder = layout.path_of(str(path), "base_output_directory")
-    if not str(path).startswith("gs://"):
-        folder = folder.resolve()
-    try:
-        _probe(folder)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the run folder {folder}: {error}. "
-            "Choose another base_output_directory (or run_name), or free space there."
-        ) from error
-    return folder
-
-
-def _probe(folder: epath.Path) -> None:
-    """Creates a folder and writes a file into it; raises OSError."""
-    probe = folder / f".write_probe_{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("can this folder be written to?")
-        probe.unlink()
-    except OSError:
-        raise
-    except Exception as error:  # object stores raise errors of their own libraries
-        raise OSError(str(error)) from error
 
 
 class Checkpoints:
@@ -95,6 +57,7 @@ class Checkpoints:
         self._orbax_manager: Any = None
         self._saving: int | None = None  # step on its way to disk
         self._failures = 0  # of saves, in a row
+        self._seen: list[int] = []  # steps on disk at the last look
         self._unreadable: set[int] = set()
         self._resumed_from: int | None = None
         self._rewinds: tuple[Rewind, ...] | None = None  # None until the file was read
@@ -156,9 +119,6 @@ class Checkpoints:
             return False
         assert int(state.step) == step + 1, (int(state.step), step)
         self._report(self._finish())
-        self._clear_the_way()
-        if step in layout.complete_steps(self.directory):
-            return False
         import orbax.checkpoint as ocp
 
         items, stored_position = reading.as_dict(state), dict(position or {})
@@ -169,10 +129,14 @@ class Checkpoints:
             # written: 0.9 s against 0.02 s for the copy of 240 MB.
             items = jax.tree.map(lambda x: x.copy(), items)
         self._saving = step
-        self._good.watch(step)
         try:
+            self._clear_the_way()
+            if step in self.steps():
+                self._saving = None
+                return False
+            self._good.watch(step)
             # Where Orbax cannot create its folder, threads of it hold the program up for minutes.
-            _probe(self.directory)
+            probe(self.directory)
             manager = self._manager()
             saved = manager.save(
                 step,
@@ -185,7 +149,7 @@ class Checkpoints:
                 ),
                 force=True,  # when to save is decided by should_save above
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Orbax and the libraries of storage raise anything
             self._report(self._failed(error))
             return False
         # Orbax has decided by now what it deletes once this save is complete.
@@ -220,9 +184,17 @@ class Checkpoints:
         if self._saving is None:
             return None
         try:
-            self._manager().wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
-            return self._failed(error)
+            slow = f"the checkpoint of step {self._saving} is still on its way to {self.directory}"
+            with told_while_waiting(slow, lambda line: self.show(line)):
+                self._manager().wait_until_finished()
+        except Exception as error:
+            if not self._is_whole(self._saving):
+                return self._failed(error)
+            self._orbax_manager = None
+            self.show(
+                f"!!! WARNING: after step {self._saving} was saved, old checkpoints could not be "
+                f"deleted: {error}. It is tried again after the next save."
+            )
         self._complete()
         return None
 
@@ -231,6 +203,12 @@ class Checkpoints:
         self._failures = 0
         self._write_good()
 
+    def _is_whole(self, step: int) -> bool:
+        try:
+            return layout.is_complete(self.directory / str(step))
+        except OSError:
+            return False
+
     def _failed(self, error: Exception) -> "_Failure":
         """Takes back what was noted of the save on its way."""
         step, self._saving = self._saving, None
@@ -238,9 +216,10 @@ class Checkpoints:
         self._good.forget(lambda saved: saved == step)
         # Orbax has listed the failed step already; a new manager reads the disk again.
         self._orbax_manager = None
-        self._remove_partial(f"{step}.")
-        newest = max(self.steps(), default=None)
-        return _Failure(step, self.directory, newest, error)
+        with contextlib.suppress(OSError):  # where storage fails, what was seen last counts
+            self._remove_partial(f"{step}.")
+            self.steps()
+        return _Failure(step, self.directory, max(self._seen, default=None), error)
 
     def _report(self, failure: "_Failure | None") -> None:
         """Tells of one failed save; stops the run at the second, or if it has no checkpoint."""
@@ -357,7 +336,8 @@ class Checkpoints:
         """Steps with a complete checkpoint on disk, ascending; none if switched off."""
         if not self._section.enable_checkpointing:
             return []
-        return layout.complete_steps(self.directory)
+        self._seen = layout.complete_steps(self.directory)
+        return self._seen
 
     def steps_to_resume(self) -> list[int]:
         """The steps on disk, in the order in which a resume tries them.
@@ -463,11 +443,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._remove_partial("")
             for step in newer:
-                folder = self.directory / str(step)
-                if "://" not in str(folder):
-                    # In one go, for it must not stand there in part.
-                    folder = folder.rename(self.directory / f"{step}{_GIVEN_UP}")
-                folder.rmtree()
+                layout.withdraw(self.directory / str(step), f"{step}{_GIVEN_UP}").rmtree()
         _meet("checkpoints are given up")
         if newer:
             self._close_manager()  # it would go on listing them
@@ -477,8 +453,12 @@ class Checkpoints:
         if jax.process_index() != 0 or not self.directory.is_dir():
             return
         for folder in self.directory.iterdir():
-            is_partial = ".orbax-checkpoint-tmp" in folder.name or folder.name.endswith(_GIVEN_UP)
-            if is_partial and folder.name.startswith(name):
+            is_partial = (
+                ".orbax-checkpoint-tmp" in folder.name
+                or folder.name.endswith(_GIVEN_UP)
+                or (is_bucket(folder) and folder.name.isdigit() and not layout.is_complete(folder))
+            )
+            if is_partial and f"{folder.name}.".startswith(name):
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()
 
@@ -486,6 +466,8 @@ class Checkpoints:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
+            if is_bucket(self.directory):  # on a disk Orbax does that
+                self._remove_partial("")
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,
                 options=ocp.CheckpointManagerOptions(
@@ -511,9 +493,12 @@ class Checkpoints:
             return
         # Orbax's own list is the same in every process.
         steps = sorted(self._orbax_manager.all_steps())
-        for step in sorted(set(steps) - self._kept(steps)):
-            self._orbax_manager.delete(step)
-            self._good.forget(lambda good, gone=step: good == gone)
+        try:
+            for step in sorted(set(steps) - self._kept(steps)):
+                self._orbax_manager.delete(step)
+                self._good.forget(lambda good, gone=step: good == gone)
+        except Exception as error:  # as of a save
+            self.show(f"!!! WARNING: old checkpoints could not be deleted: {error}.")
         self._write_good()
 
     def _close_manager(self) -> None:

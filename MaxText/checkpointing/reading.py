@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from MaxText.buckets.failures import BucketFailure, is_outage
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import array_checksums, first_difference, other_leaf
 from MaxText.checkpointing.description import Description, Unreadable, describe
@@ -217,7 +218,10 @@ def _restore(stored: layout.Stored, items: Any, arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def damage_is_unreadable() -> Iterator[None]:
-    """Turns what Orbax and TensorStore raise on damaged files into Unreadable."""
+    """Turns what Orbax and TensorStore raise on damaged files into Unreadable.
+
+    A bucket that does not answer is a BucketFailure: nothing is known about the files then.
+    """
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -236,6 +240,11 @@ def damage_is_unreadable() -> Iterator[None]:
         raise  # a lack of memory says nothing about the files
     except Exception as error:  # Orbax raises that class itself, and others from damaged JSON
         time.sleep(0.3)  # for arrays on their way
+        if is_outage(error):
+            raise BucketFailure(
+                f"a checkpoint cannot be read now: {_innermost(error)}. Nothing was changed; the "
+                "same command tries again."
+            ) from error
         raise Unreadable(_innermost(error)) from error
     finally:
         sys.unraisablehook = previous_hook

@@ -7,6 +7,8 @@ from typing import Any
 
 from etils import epath
 
+from MaxText.buckets.paths import is_bucket
+
 
 def write_whole(path: epath.Path, text: str) -> None:
     """Writes a file and waits until it is on disk; replaces an older one in one go.
@@ -17,7 +19,7 @@ def write_whole(path: epath.Path, text: str) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    if "://" in str(path):  # objects appear when they are complete
+    if is_bucket(path):  # objects appear when they are complete
         path.write_text(text)
         return
     partial = f"{path}.partial"

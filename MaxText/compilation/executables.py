@@ -22,8 +22,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from etils import epath
-
+from MaxText.buckets.paths import is_bucket, path_of
 from MaxText.errors import UserError
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
@@ -56,12 +55,16 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
     key = _read_key(may_make=True)
     content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
     signature = _sign(key, content)
-    file = epath.Path(path).expanduser()
-    other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
+    file = path_of(path, "compiled_trainstep_file")
+    whole = _FIRST_LINE + signature.encode() + b"\n" + content
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        other.write_bytes(_FIRST_LINE + signature.encode() + b"\n" + content)
-        other.replace(file)
+        if is_bucket(file):
+            file.write_bytes(whole)  # objects appear when they are complete
+        else:
+            other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            other.write_bytes(whole)
+            other.replace(file)
     except OSError as error:
         raise UserError(f"compiled_trainstep_file={path}: cannot be written ({error})") from error
     return signature
@@ -74,7 +77,7 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
       UserError: there is no such file, or it is not one that was written here under the key.
     """
     try:
-        content = epath.Path(path).expanduser().read_bytes()
+        content = path_of(path, "compiled_trainstep_file").read_bytes()
     except FileNotFoundError as error:
         raise UserError(
             f"compiled_trainstep_file={path}: there is no such file. Make it by train_compile.py "

@@ -54,7 +54,8 @@ class Data(Section):
     )  # fmt: skip
     data_cache_dir: str = key(
         "~/maxtext_data_cache",
-        "Folder for indices of record files and for text that was tokenised while reading.",
+        "Folder for indices of record files, for text that was tokenised while reading, and for "
+        "copies of files in buckets that can only be read from a disk.",
         only_if=_STORED,
     )
     train_split: str = key("train", "Split to train on.", only_if=_STORED)

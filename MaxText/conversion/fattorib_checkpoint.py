@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.checkpointing.layout import path_of
+from MaxText.buckets.paths import path_of
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 

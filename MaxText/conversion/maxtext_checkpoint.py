@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from MaxText.checkpointing.layout import path_of
+from MaxText.buckets.paths import path_of
 from MaxText.configuration.schema import Config
 from MaxText.conversion.maxtext_names import (
     CONNECTION_NAMES,

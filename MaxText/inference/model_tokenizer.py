@@ -9,12 +9,14 @@ from MaxText.configuration.schema import Config
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
+from MaxText.input_pipeline.local_copies import copied_folder
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
     TokenizerEntry,
     read_manifest,
 )
+from MaxText.input_pipeline.storage import is_there, is_url
 from MaxText.input_pipeline.streams.tokenizer_beside import tokenizer_beside
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
@@ -129,19 +131,30 @@ def _find(config: Config, weights: str) -> Path | None:
     asked = config.preparation.tokenizer_path
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
-    # <run>/checkpoints/<step>: what was imported has its tokenizer in the run folder.
+    # <run>/checkpoints/<step>: a run keeps its tokenizer in its folder.
+    if is_url(weights):
+        run = weights.rstrip("/").rsplit("/", 2)[0]
+        if found := _copied(f"{run}/{RUN_FOLDER_NAME}", config):
+            return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
         if place.is_dir() and (found := tokenizer_beside([str(place / CONFIG)], str(place), "")):
             return found
     data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
-        folder = Path(location.split(";")[0]).expanduser()
+        first = location.split(";")[0].rstrip("/")
+        if is_url(first) and is_there(f"{first}/{MANIFEST_NAME}"):
+            return _copied(first, config)
+        folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
             if found := tokenizer_beside([probe], str(folder), ""):
                 return found
     return None
+
+
+def _copied(url: str, config: Config) -> Path | None:
+    return copied_folder(url, Path(config.data.data_cache_dir).expanduser(), lambda line: None)
 
 
 def _begins_with_bos(folder: Path) -> bool | None:

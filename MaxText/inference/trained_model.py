@@ -94,6 +94,7 @@ def weights_path(config: Config) -> tuple[str, str]:
     Raises:
       UserError: neither load_parameters_path nor a checkpoint of run_name.
     """
+    from MaxText.buckets.paths import path_of
     from MaxText.checkpointing import layout
 
     path = config.checkpoint.load_parameters_path
@@ -101,7 +102,7 @@ def weights_path(config: Config) -> tuple[str, str]:
         return path, "load_parameters_path"
     run = config.run
     folder = f"{run.base_output_directory}/{run.run_name}"
-    if layout.complete_steps(layout.path_of(folder, "run_name") / layout.CHECKPOINTS):
+    if layout.complete_steps(path_of(folder, "run_name") / layout.CHECKPOINTS):
         return folder, "run_name"
     raise UserError(
         "no weights to run: load_parameters_path is not set, and there is no checkpoint in "

@@ -189,27 +189,15 @@ def unigram_entropy(counts_V: np.ndarray) -> float:
     return float(-(share * np.log(share)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
-def local_folder(path: str, key: str) -> Path:
-    """`path` as a local folder.
-
-    Raises:
-      UserError: when it is a URL: records can only be read from and written to a local file
-        system.
-    """
-    if "://" in path:
-        raise UserError(
-            f"{key}={path}: token records are read and written on a local file system only. "
-            "Prepare into a local folder, copy that to the bucket (gcloud storage cp -r), and on "
-            "each machine copy it back or mount the bucket (gcsfuse) and give the local path."
-        )
-    return Path(path).expanduser()
-
-
 def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
     """Reads and checks `<dataset_path>/manifest.json`, or the file of another name there.
 
+    Args:
+      dataset_path: local; of a bucket, the folder of a copy (local_copies.py).
+      name: of the file.
+
     Raises:
-      UserError: path empty, remote, missing, not readable or without manifest; manifest damaged or
+      UserError: path empty, missing, not readable or without manifest; manifest damaged or
         newer than this program.
     """
     how = (
@@ -221,7 +209,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
             f"dataset_path is not set, and dataset_type=grain reads a prepared data set. {how}, "
             "or train on random tokens with dataset_type=synthetic."
         )
-    folder = local_folder(dataset_path, "dataset_path")
+    folder = Path(dataset_path).expanduser()
     file = folder / name
     try:
         if status_of(folder) is None:
@@ -289,23 +277,28 @@ def _can_be_held_out(manifest: Manifest, split: str) -> bool:
     return not manifest.options.get("validation_fraction") or num_documents < 2
 
 
-def check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
+def check_files(
+    manifest: Manifest, dataset_path: str, split: str, *, records_too: bool = True
+) -> None:
     """Compares the files of a split with the manifest, by name and size.
+
+    Args:
+      records_too: whether its records are in the folder.
 
     Raises:
       UserError: a file is missing, has another size or may not be looked at.
     """
     try:
-        _check_files(manifest, dataset_path, split)
+        _check_files(manifest, dataset_path, split, records_too)
     except PermissionError as error:
         raise unreadable(Path(error.filename), error) from error
 
 
-def _check_files(manifest: Manifest, dataset_path: str, split: str) -> None:
+def _check_files(manifest: Manifest, dataset_path: str, split: str, records_too: bool) -> None:
     folder = Path(dataset_path).expanduser() / split
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."
-    for file in entry.files:
+    for file in entry.files if records_too else ():
         path = folder / file.name
         if not is_file(path):
             raise UserError(f"{path} is missing, and {MANIFEST_NAME} lists it. {again}")

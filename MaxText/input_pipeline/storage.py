@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
+from MaxText.buckets.paths import prepare_clients
 from MaxText.errors import UserError
 from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
 
@@ -114,6 +115,19 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
+def is_there(path: str) -> bool:
+    """Whether a path is that of a file, local or a URL.
+
+    Raises:
+      OSError: it cannot be looked at, or storage fails.
+      UserError: as file_system.
+    """
+    if not is_url(path):
+        return is_file(local_path(path))
+    system, name = file_system(path)
+    return system.isfile(name)
+
+
 def _listed(list_file: str, key: str) -> list[str]:
     with open_stream(list_file) as stream:
         content = stream.read()
@@ -206,13 +220,12 @@ def file_system(url: str) -> tuple[Any, str]:
       UserError: no such protocol, or its package is missing.
     """
     protocol = url.split("://")[0]
+    if protocol in ("gs", "gcs"):
+        prepare_clients(url)
     try:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = "'MaxText[gcs]'" if protocol in ("gs", "gcs") else "what it names"
-        raise UserError(
-            f"{url} needs a package that is not installed ({error}): pip install {package}"
-        ) from error
+        raise UserError(f"{url} needs a package that is not installed ({error}).") from error
     except ValueError as error:
         raise UserError(
             f"{url}: {protocol}:// is no kind of address that fsspec knows ({error}). Use a local "
@@ -291,11 +304,9 @@ def version(path: str) -> tuple[int, str]:
             return status.st_size, str(status.st_mtime_ns)
         system, name = file_system(path)
         entry = system.info(name)
-    except UserError:
-        raise
     except Exception as error:
         # The libraries behind URLs raise errors of their own, which have no base in common.
-        if not (is_url(path) or isinstance(error, OSError)):
+        if _is_mistake(error) or not (is_url(path) or isinstance(error, OSError)):
             raise
         raise UnreadableFile(
             f"{path} cannot be read ({_reason(error)}). Check the path and that you may read it.",
@@ -303,6 +314,11 @@ def version(path: str) -> tuple[int, str]:
         ) from error
     tags = (entry.get(tag) for tag in ("etag", "ETag", "generation", "mtime", "updated", "created"))
     return int(entry["size"]), str(next(filter(None, tags), ""))
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether an error has its message already; that of a bucket is one of storage as well."""
+    return isinstance(error, UserError) and not isinstance(error, OSError)
 
 
 def forget(files: Sequence[str]) -> None:
@@ -418,9 +434,9 @@ class RemoteFile(ReadableFile):
         try:
             system, name = file_system(self.path)
             contents = system.cat_ranges([name] * len(places), starts, ends, on_error="return")
-        except UserError:
-            raise
         except Exception as error:  # of the library behind the URL, see version()
+            if _is_mistake(error):
+                raise
             raise self._unreadable(min(starts, default=0), error) from error
         for (offset, length), content in zip(places, contents, strict=True):
             if isinstance(content, Exception):

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from etils import epath
-
 from MaxText import exit_codes
+from MaxText.buckets.paths import path_of
 from MaxText.checkpointing import layout
 from MaxText.launching.local_processes import (
     LocalProcesses,
@@ -90,7 +89,8 @@ def newest_checkpoint(run_folder: str | None) -> int:
         return -1
     steps: list[int] = []
     with contextlib.suppress(Exception):  # the storage does not answer
-        steps = layout.complete_steps(epath.Path(run_folder) / layout.CHECKPOINTS)
+        folder = path_of(str(run_folder), "base_output_directory")
+        steps = layout.complete_steps(folder / layout.CHECKPOINTS)
     return max(steps, default=-1)
 
 

@@ -9,7 +9,8 @@ from typing import Any, AnyStr
 
 from etils import epath
 
-from MaxText.monitoring.latest_text import LatestText
+from MaxText.buckets.paths import is_bucket
+from MaxText.monitoring.latest_object import LatestObject
 
 # The longest that the end of a run waits for what records and shows it elsewhere.
 SECONDS_TO_CLOSE = 60.0
@@ -31,12 +32,12 @@ class JsonLines:
         """
         self.path = epath.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._object: LatestText | None = None
+        self._object: LatestObject | None = None
         self._changed = False  # since the object was handed over
         self._file = None
         self._lines = self._open(keep)
         if self._is_object_store():
-            self._object = LatestText(self.path)
+            self._object = LatestObject(self.path)
 
     def _open(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
         kept = self._kept(keep)
@@ -69,7 +70,8 @@ class JsonLines:
         if self._object is not None:
             if self._changed:
                 # A copy, as rows may come or go while it is written.
-                self._object.write(list(self._lines))
+                lines = list(self._lines)
+                self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
                 self._changed = False
         elif self._file is not None and not self._file.closed:
             self._file.flush()
@@ -94,7 +96,7 @@ class JsonLines:
             self._file.close()
 
     def _is_object_store(self) -> bool:
-        return str(self.path).startswith("gs://")
+        return is_bucket(self.path)
 
     def _kept(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
         if not self.path.exists():

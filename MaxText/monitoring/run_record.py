@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from etils import epath
 
+from MaxText.buckets.paths import path_of
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.goodput import Goodput, measure_goodput
@@ -110,7 +111,7 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
       UserError: there is no such folder, no event file in it, no row of a start, or the file is of
         another program or version.
     """
-    path = epath.Path(folder).expanduser()
+    path = path_of(str(folder), "RUN")
     file = path / EVENTS_FILE
     if not file.exists():
         if not path.exists():

@@ -10,7 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.checkpointing.layout import CHECKPOINTS, path_of
+from MaxText.buckets.paths import path_of
+from MaxText.checkpointing.layout import CHECKPOINTS
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import is_url
 from MaxText.input_pipeline.sync import write_whole
@@ -39,7 +40,7 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
         if problem := _unwritable(path):
             raise UserError(f"eval_output={asked} cannot be written: {problem}.")
         return path
-    step = epath.Path(weights)
+    step = path_of(weights, "load_parameters_path")
     if step.parent.name != CHECKPOINTS:
         return None
     folder = step.parent.parent / _FOLDER

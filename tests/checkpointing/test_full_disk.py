@@ -28,7 +28,8 @@ def run_on_small_disk(folder, body):
         f"""
         import os, pathlib, subprocess, sys, time
         sys.path.insert(0, {str(ROOT)!r})
-        from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
+        from MaxText.checkpointing.manager import Checkpoints
+        from MaxText.checkpointing.run_folder import prepare_run_folder
         from MaxText.configuration.training_sections import Checkpoint
         from MaxText.errors import UserError
         from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state

@@ -10,8 +10,9 @@ import time
 import jax
 import pytest
 
-from MaxText.checkpointing.manager import Checkpoints, prepare_run_folder
+from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
+from MaxText.checkpointing.run_folder import prepare_run_folder
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 from tests.checkpointing.small_state import (
@@ -150,7 +151,7 @@ def test_probing_the_run_folder_touches_no_device(tmp_path):
         tmp_path,
         """
         from jax._src import xla_bridge
-        from MaxText.checkpointing.manager import prepare_run_folder
+        from MaxText.checkpointing.run_folder import prepare_run_folder
         assert not xla_bridge.backends_are_initialized()
         prepare_run_folder(checkpoints.directory)
         print(xla_bridge.backends_are_initialized())
@@ -188,6 +189,8 @@ def test_killed_in_mid_save_the_older_checkpoint_stays_usable(tmp_path):
         checkpoints.wait()
         state = update(state)
         checkpoints.save(1, state, {"step": 2}, {})
+        while not any("tmp" in name for name in os.listdir(checkpoints.directory)):
+            time.sleep(0.001)
         print("saving", flush=True)
         time.sleep(60)
         """,

@@ -119,10 +119,7 @@ def test_an_empty_folder_is_said_to_be_one(tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    def missing(url):
-        raise ImportError("Please install gcsfs to access Google Storage")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    monkeypatch.setattr("MaxText.buckets.paths._has_client", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'MaxText\[gcs\]'"):
         storage.list_files("gs://bucket/x", "dataset_path")
 

@@ -143,18 +143,18 @@ class Bucket:
         self.free, self.begun = threading.Event(), threading.Event()
         self.failures, self.writes = 0, 0
         self.free.set()
-        write_text = type(epath.Path(folder)).write_text
+        write_bytes = type(epath.Path(folder)).write_bytes
 
-        def write(path, text, *arguments, **keys):
+        def write(path, content):
             self.begun.set()
             self.free.wait()
             self.writes += 1
             if self.failures:
                 self.failures -= 1
                 raise RuntimeError("503 from the bucket")
-            return write_text(path, text, *arguments, **keys)
+            return write_bytes(path, content)
 
-        monkeypatch.setattr(type(epath.Path(folder)), "write_text", write)
+        monkeypatch.setattr(type(epath.Path(folder)), "write_bytes", write)
         monkeypatch.setattr(JsonLines, "_is_object_store", lambda self: True)
 
 

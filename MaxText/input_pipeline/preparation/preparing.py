@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.configuration.data_sections import Preparation
+from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     Manifest,
     describe,
-    local_folder,
     read_manifest,
 )
 from MaxText.input_pipeline.preparation import building_lock, work_processes
@@ -45,6 +44,7 @@ from MaxText.input_pipeline.preparation.survey import (
 )
 from MaxText.input_pipeline.preparation.unit_encoding import Recipe
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
+from MaxText.input_pipeline.storage import is_url, local_path
 from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
@@ -89,15 +89,23 @@ _OPTIONS_OF_RECORDS = (
 _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
 
 
-def prepare(preparation: Preparation, dataset_path: str, show: Show = print) -> Manifest | None:
+def prepare(
+    preparation: Preparation,
+    dataset_path: str,
+    show: Show = print,
+    *,
+    cache_dir: str | None = None,
+) -> Manifest | None:
     """Makes the data set `dataset_path`, or keeps it when it is already what is asked for.
 
     When another process makes it just now, waits and keeps what that one made.
 
     Args:
       preparation: the keys about preparation.
-      dataset_path: local folder to make.
+      dataset_path: folder to make, local or a URL.
       show: takes lines about what was done.
+      cache_dir: data_cache_dir, where one that goes to a bucket is made first; None for its
+        default.
 
     Returns:
       The manifest of the data set, or of the one that records were made from; None where the text
@@ -108,29 +116,40 @@ def prepare(preparation: Preparation, dataset_path: str, show: Show = print) -> 
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
-    folder = local_folder(dataset_path, "dataset_path")
+    if is_url(dataset_path):
+        from MaxText.input_pipeline.preparation.uploading import prepare_in_bucket
+
+        place = Path(cache_dir or Data().data_cache_dir).expanduser()
+        return prepare_in_bucket(preparation, dataset_path, place, show)
+    folder = Path(local_path(dataset_path))
     corpus = open_corpus(preparation.prepare_source, preparation.text_field)
-    if preparation.prepare_output_format in _TEXT_FORMATS:
+    manifest_name = manifest_name_of(preparation)
+    if manifest_name is None:
         from MaxText.input_pipeline.preparation.text_export import export_text
 
         export_text(corpus, preparation, folder, show)
         return None
-    manifest_name = MANIFEST_NAME
-    if preparation.prepare_output_format in _RECORD_FORMATS:
-        manifest_name = _RECORDS_MANIFEST_NAME
 
-    def keep() -> Manifest:
-        return _keep(preparation, corpus, folder, manifest_name, show)
+    def keep_it() -> Manifest:
+        return keep(preparation, corpus, folder, manifest_name, show, place=str(folder))
 
     if (folder / manifest_name).exists():
         # Without the lock: the folder may be read-only.
-        return keep()
+        return keep_it()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
             "Choose another folder, or delete it."
         )
-    return make_once(preparation, corpus, folder, manifest_name, keep, show)
+    return make_once(preparation, corpus, folder, manifest_name, keep_it, show)
+
+
+def manifest_name_of(preparation: Preparation) -> str | None:
+    """The file that makes a folder what is asked for; None where the text itself is written."""
+    if preparation.prepare_output_format in _TEXT_FORMATS:
+        return None
+    is_records = preparation.prepare_output_format in _RECORD_FORMATS
+    return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
 
 def make_once(
@@ -349,10 +368,24 @@ def _control_ids(
     return before, after
 
 
-def _keep(
-    preparation: Preparation, corpus: Corpus, folder: Path, manifest_name: str, show: Show
+def keep(
+    preparation: Preparation,
+    corpus: Corpus,
+    folder: Path,
+    manifest_name: str,
+    show: Show,
+    *,
+    place: str,
 ) -> Manifest:
     """The manifest that is there, if it is of the same text, tokenizer and options.
+
+    Args:
+      preparation: the keys about preparation.
+      corpus: the text.
+      folder: that holds the manifest.
+      manifest_name: of its file.
+      show: told that the data set is kept.
+      place: of the data set, for messages.
 
     Raises:
       UserError: it is of something else; says what.
@@ -372,10 +405,10 @@ def _keep(
         differences.append(f"its text was other ({manifest.source.description})")
     if differences:
         raise UserError(
-            f"dataset_path={folder} holds another data set: {'; '.join(differences)}. Choose "
+            f"dataset_path={place} holds another data set: {'; '.join(differences)}. Choose "
             "another folder, or delete it to prepare it again."
         )
-    show(f"Kept {folder}: it already holds this text with these options")
+    show(f"Kept {place}: it already holds this text with these options")
     return manifest
 
 

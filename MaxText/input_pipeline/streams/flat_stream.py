@@ -3,7 +3,7 @@
 import collections
 import mmap
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ class FlatFile(NamedTuple):
 class FlatStream:
     """The ids of some files, end to end. See TokenStream.
 
-    Local files are mapped, others read by ranges.
+    Local files are mapped, others read by ranges, those of one call at the same time.
     """
 
     def __init__(
@@ -108,7 +108,17 @@ class FlatStream:
             ids = self._map(0, min(start for start, _ in places))
             assert all(0 <= start <= stop <= ids.size for start, stop in places), places
             return [ids[start:stop].astype(np.int32) for start, stop in places]
-        return [self._piece(start, stop) for start, stop in places]
+        pieces = [np.empty(stop - start, np.int32) for start, stop in places]
+        remote: dict[int, list[tuple[np.ndarray, int]]] = {}
+        for piece, (start, stop) in zip(pieces, places, strict=True):
+            for file, first, part in self._parts(piece, start, stop):
+                if is_url(self._files[file]):
+                    remote.setdefault(file, []).append((part, first))
+                else:
+                    part[:] = self._map(file, first)[first : first + part.size]
+        for file, parts in remote.items():
+            self._fetch(file, parts)
+        return pieces
 
     def gather(self, starts_B: np.ndarray, length: int) -> np.ndarray:
         """Reads pieces of one length by a single copy per file.
@@ -131,40 +141,43 @@ class FlatStream:
         files = np.searchsorted(self._first[:-1], starts_B, side="right") - 1
         within = starts_B + length <= self._first[files + 1]
         for file in np.unique(files[within]).tolist() if length else ():
-            if is_url(self._files[file]):
-                within &= files != file
-                continue
             chosen = np.flatnonzero(within & (files == file))
             first = int(self._first[file])
+            if is_url(self._files[file]):
+                rows = chosen.tolist()
+                self._fetch(file, [(pieces[row], int(starts_B[row]) - first) for row in rows])
+                continue
             ids = self._map(file, int(starts_B[chosen].min()) - first)
             windows = np.lib.stride_tricks.sliding_window_view(ids, length)
             pieces[chosen] = windows[starts_B[chosen] - first]
-        for row in np.flatnonzero(~within).tolist():
-            start = int(starts_B[row])
-            pieces[row] = self._piece(start, start + length)
+        rows = np.flatnonzero(~within).tolist()
+        places = [(int(starts_B[row]), int(starts_B[row]) + length) for row in rows]
+        for row, piece in zip(rows, self.ranges(places), strict=True):
+            pieces[row] = piece
         return pieces
 
-    def _piece(self, start: int, stop: int) -> np.ndarray:
+    def _parts(
+        self, piece: np.ndarray, start: int, stop: int
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(file, first token in it, the part of `piece` for its tokens) of tokens [start, stop)."""
         assert 0 <= start <= stop <= self._num_tokens, (start, stop, self._num_tokens)
-        piece = np.empty(stop - start, np.int32)
         file = int(np.searchsorted(self._first[:-1], start, side="right")) - 1
         at = start
         while at < stop:
             first, end = int(self._first[file]), int(self._first[file + 1])
             until = min(stop, end)
-            piece[at - start : until - start] = self._part(file, at - first, until - first)
+            if at < until:
+                yield file, at - first, piece[at - start : until - start]
             at = until
             file += 1
-        return piece
 
-    def _part(self, file: int, start: int, stop: int) -> np.ndarray:
-        """Ids of one file, in their stored type."""
-        path = self._files[file]
-        if not is_url(path):
-            return self._map(file, start)[start:stop]
+    def _fetch(self, file: int, parts: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Fills arrays with the ids of a remote file from a token on, by one call."""
         width = self._dtype.itemsize
-        content = open_file(path).read(start * width, (stop - start) * width)
-        return np.frombuffer(content, self._dtype)
+        places = [(first * width, part.size * width) for part, first in parts]
+        contents = open_file(self._files[file]).read_many(places)
+        for (part, _), content in zip(parts, contents, strict=True):
+            part[:] = np.frombuffer(content, self._dtype)
 
     def _map(self, file: int, first: int) -> np.ndarray:
         """The ids of a local file, to be copied at once: the file is whole now.

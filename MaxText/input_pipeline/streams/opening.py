@@ -31,6 +31,7 @@ from MaxText.input_pipeline.formats.table_ids import (
 )
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.tfrecord_ids import TFRecordIds
+from MaxText.input_pipeline.local_copies import copied_data_set, local_copies
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     describe,
@@ -41,6 +42,7 @@ from MaxText.input_pipeline.storage import (
     Blocks,
     fingerprint,
     is_file,
+    is_there,
     is_url,
     list_files,
     local_path,
@@ -111,7 +113,7 @@ def open_token_data(
     request = _Request(location, key, data, preparation, show)
     kind = data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
-        tokens = _open_prepared(location, split, "train_split" if for_training else "eval_split")
+        tokens = _open_prepared(request, split, "train_split" if for_training else "eval_split")
         if for_training:
             _check_unused(request, tokens)
         return tokens
@@ -142,16 +144,18 @@ def _open_files(request: _Request, files: list[str], kind: str) -> TokenData:
             return _open_text(request, files)
         return _open_records(request, files, TFRecordIds(request.fields), kind)
     assert kind == "arrayrecord", kind
-    if _holds_text(request, files, _first_of_array_record):
-        return _open_text(request, files)
-    return _open_records(request, files, ArrayRecordIds(request.fields), kind)
+    copies = local_copies(files, request.cache_dir, request.show)
+    if _holds_text(request, copies, _first_of_array_record):
+        return _open_text(request, copies)
+    return _open_records(request, files, ArrayRecordIds(request.fields), kind, copies)
 
 
 def _is_prepared(location: str, key: str) -> bool:
     if not location:
         return True  # whose message says how to make one
     if is_url(location):
-        return False
+        # What a web server answers for any name is no proof of a file.
+        return not location.startswith("http") and is_there(_manifest_of(location))
     try:
         return is_file(Path(local_path(location)) / MANIFEST_NAME)
     except PermissionError as error:
@@ -159,6 +163,10 @@ def _is_prepared(location: str, key: str) -> bool:
             f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
             "and the folders above it."
         ) from error
+
+
+def _manifest_of(url: str) -> str:
+    return f"{url.rstrip('/')}/{MANIFEST_NAME}"
 
 
 def _check_unused(request: _Request, tokens: TokenData) -> None:
@@ -175,7 +183,7 @@ def _check_unused(request: _Request, tokens: TokenData) -> None:
     asked = preparation.tokenizer_path
     if not asked or preparation.prepare_source:
         return
-    manifest = read_manifest(request.location)
+    manifest = read_manifest(str(tokens.tokenizer_folder))
     if asked != manifest.options.get("tokenizer_path") and not holds_tokenizer(
         asked, manifest.tokenizer.sha256, tokens.tokenizer_folder
     ):
@@ -185,10 +193,16 @@ def _check_unused(request: _Request, tokens: TokenData) -> None:
         )
 
 
-def _open_prepared(location: str, split: str, split_key: str) -> TokenData:
-    manifest = read_manifest(location)
+def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
+    location, records = request.location, None
+    if is_url(location):
+        records = location.rstrip("/")
+        folder, manifest = copied_data_set(records, split, request.cache_dir, request.show)
+    else:
+        manifest = read_manifest(location)
+        folder = Path(local_path(location))
     entry = find_split(manifest, location, split, split_key)
-    stream = TokenStream(location, manifest, split)
+    stream = TokenStream(str(folder), manifest, split, records)
     return TokenData(
         stream=stream,
         description=describe(manifest),
@@ -201,7 +215,7 @@ def _open_prepared(location: str, split: str, split_key: str) -> TokenData:
         largest_id=entry.largest_id,
         unigram_entropy=entry.unigram_entropy,
         file_of_document=stream.file_of_document,
-        tokenizer_folder=Path(local_path(location)),
+        tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
     )
 
@@ -324,10 +338,15 @@ def _open_tables(request: _Request, files: list[str]) -> TokenData:
 
 
 def _open_records(
-    request: _Request, files: list[str], record_format: RecordFormat, kind: str
+    request: _Request,
+    files: list[str],
+    record_format: RecordFormat,
+    kind: str,
+    copies: list[str] | None = None,
 ) -> TokenData:
+    """Opens records, of the copies of the files where some cannot be read in place."""
     skip = request.data.on_bad_record == "skip"
-    plain = [_plain(request, file) for file in files]
+    plain = [_plain(request, file) for file in copies or files]
     index = open_index(plain, record_format, request.cache_dir, request.show, skip)
     eos_id = request.data.records_eos_id
     stream = RecordStream(index, record_format, eos_id)
@@ -377,4 +396,4 @@ def _open_text(request: _Request, files: list[str]) -> TokenData:
         cache_dir=request.cache_dir,
         show=request.show,
     )
-    return _open_prepared(str(folder), "train", "train_split")
+    return _open_prepared(request._replace(location=str(folder)), "train", "train_split")

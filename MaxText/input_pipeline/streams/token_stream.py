@@ -43,17 +43,28 @@ class TokenStream:
     see FlatStream.
     """
 
-    def __init__(self, dataset_path: str, manifest: Manifest, split: str):
+    def __init__(
+        self, dataset_path: str, manifest: Manifest, split: str, records: str | None = None
+    ):
         """Checks the files of `split` by size and opens none.
+
+        Args:
+          dataset_path: local folder of the data set.
+          manifest: of it.
+          split: to read.
+          records: URL of the data set that the folder is a copy of; of a data set of flat files
+            the records are read there.
 
         Raises:
           UserError: a file is missing or has another size than the manifest says.
         """
-        check_files(manifest, dataset_path, split)
+        is_flat = manifest.format == "bin"
+        check_files(manifest, dataset_path, split, records_too=not (is_flat and records))
         entry = manifest.splits[split]
         self._opened = dataset_path, manifest.fingerprint
         self._folder = Path(dataset_path).expanduser().resolve() / split
-        self._files = [file.name for file in entry.files]
+        place = f"{records}/{split}" if is_flat and records else self._folder
+        self._files = [f"{place}/{file.name}" for file in entry.files]
         self._num_bytes = [file.num_bytes for file in entry.files]
         # First token of each file, then the end.
         self._first_token = _first_tokens(entry, manifest.chunk_length)
@@ -63,7 +74,7 @@ class TokenStream:
         self._num_documents = entry.num_documents
         self._flat: FlatStream | None = None
         self._start()
-        if manifest.format == "bin":
+        if is_flat:
             self._open_flat(look=True)
 
     def check(self, given_up: Collection[str] = ()) -> None:
@@ -75,15 +86,14 @@ class TokenStream:
                 f"{path} holds other data than at the start of the run: its fingerprint was "
                 f"{fingerprint} and is {manifest.fingerprint}. Put the data set back."
             )
-        files = [str(self._folder / name) for name in self._files]
-        check_sizes(files, self._num_bytes, given_up)
+        check_sizes(self._files, self._num_bytes, given_up)
         with self._lock:
             self._offsets = self._load_offsets()
 
     def _open_flat(self, look: bool) -> None:
         files = [
-            FlatFile(str(self._folder / name), first)
-            for name, first in zip(self._files, self._first_token, strict=False)
+            FlatFile(path, first)
+            for path, first in zip(self._files, self._first_token, strict=False)
         ]
         self._flat = FlatStream(files, self._dtype, self.document_offsets, look)
         # Not a method: readers look for it to know whether rows can be copied at once.
@@ -254,7 +264,7 @@ class TokenStream:
             of_file.setdefault(file, []).append(record)
         chunks = {}
         for file, records in of_file.items():
-            path = str(self._folder / self._files[file])
+            path = self._files[file]
             num_tokens = self._first_token[file + 1] - self._first_token[file]
             unit = ArrayRecordIds.unit
             with told_where(path, self._num_bytes[file], records[0], unit):

@@ -8,6 +8,7 @@ from typing import Any
 
 from etils import epath
 
+from MaxText.buckets.paths import path_of
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.run_record import RunRecord, read_run, real_folder
@@ -53,7 +54,7 @@ def find_runs(places: Sequence[str]) -> Found:
 
 def _add(place: str, found: Found) -> None:
     """Adds the runs of one word of the command line."""
-    folder = epath.Path(place).expanduser()
+    folder = path_of(str(place), "RUN")
     if not folder.exists():
         raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
     if not folder.is_dir():

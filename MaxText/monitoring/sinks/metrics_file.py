@@ -5,6 +5,7 @@ from typing import Any
 
 from etils import epath
 
+from MaxText.buckets.paths import path_of
 from MaxText.monitoring.events import Event
 from MaxText.monitoring.json_lines import JsonLines
 
@@ -25,7 +26,7 @@ class MetricsFile:
         """
         self._run_name = run_name
 
-        path = epath.Path(metrics_file or folder / METRICS_FILE).expanduser()
+        path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
         self._rows = JsonLines(path, self._before(first_step))
 
     def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:

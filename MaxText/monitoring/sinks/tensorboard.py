@@ -1,11 +1,17 @@
 """TensorBoard: scalars under MaxText's tags, the configuration as text and as hyperparameters."""
 
+import pathlib
+import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
+from MaxText.buckets.paths import is_bucket
 from MaxText.monitoring.events import Event
+from MaxText.monitoring.json_lines import SECONDS_TO_CLOSE
+from MaxText.monitoring.latest_object import LatestObject
 from MaxText.monitoring.sinks.hyperparameters import hyperparameter_summaries
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -15,7 +21,11 @@ _COMPARED = ("eval/avg_loss", "learning/loss")
 
 
 class TensorBoard:
-    """Writes event files under `<run>/tensorboard`, from the first numbers on."""
+    """Writes event files under `<run>/tensorboard`, from the first numbers on.
+
+    In a bucket, which cannot append, each is a copy of a file in a temporary folder, made anew by a
+    thread after each flush.
+    """
 
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
         """
@@ -29,6 +39,8 @@ class TensorBoard:
         self._config = config_flat
         self._texts = {name: str(value) for name, value in config_flat.items()}
         self._writer: Any = None
+        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._copy: LatestObject | None = None  # of the writer's file
 
     def write(self, event: Event) -> None:
         """Adds the numbers of an update or an evaluation; keeps the size of the model as text."""
@@ -36,8 +48,8 @@ class TensorBoard:
             self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
         elif event.kind == "rewind" and self._writer is not None:
             # A new file, whose first line hides the points that are done again.
-            self._writer.close()
-            self._writer, self._first_step = None, event.facts["to"]
+            self._close_writer()
+            self._first_step = event.facts["to"]
         elif event.kind in ("step", "evaluation"):
             writer = self._opened()
             for name, value in event.facts.items():
@@ -45,16 +57,43 @@ class TensorBoard:
                     writer.add_scalar(name, value, event.step, walltime=event.time)
 
     def flush(self) -> None:
-        """Hands what was written to the operating system."""
+        """Hands what was written to the operating system, or begins to copy it to the bucket."""
         if self._writer is not None:
             self._writer.flush()
+            self._copy_file()
 
     def close(self) -> None:
         """Flushes and closes. Safe to call twice."""
         if self._texts:
             self._opened()
+        self._close_writer()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._copy_file()
+            self._writer = None
+        if self._copy is not None:
+            self._copy.close(time.monotonic() + SECONDS_TO_CLOSE)
+            self._copy = None
+
+    def _copy_file(self) -> None:
+        if self._copy is not None:
+            self._copy.write(pathlib.Path(self._writer.logdir, self._file_name()).read_bytes)
+
+    def _file_name(self) -> str:
+        """The only file of the writer's folder in the temporary one."""
+        (file,) = pathlib.Path(self._writer.logdir).iterdir()
+        return file.name
+
+    def _folder_of_writer(self) -> str:
+        if not is_bucket(self._folder):
+            return str(self._folder)
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard_")
+        return tempfile.mkdtemp(dir=self._temporary.name)
 
     def _opened(self) -> Any:
         """The writer. Not before the first numbers: its import is not worth delaying a step."""
@@ -62,7 +101,10 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
 
             # purge_step hides points from before a crash, which are done again.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step or None)
+            folder = self._folder_of_writer()
+            self._writer = SummaryWriter(folder, purge_step=self._first_step or None)
+            if self._temporary is not None:
+                self._copy = LatestObject(self._folder / self._file_name())
             for name, text in self._texts.items():
                 self._writer.add_text(name, text, self._first_step)
             self._texts.clear()

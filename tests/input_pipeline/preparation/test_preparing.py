@@ -281,9 +281,7 @@ def test_unreadable_sources_leave_nothing(tmp_path, name, content, message, toke
     assert not (tmp_path / ".d.lock").exists()
 
 
-def test_only_local_folders_are_written(corpus):
-    with pytest.raises(UserError, match="Prepare into a local folder"):
-        prepare(options(corpus[0]), "gs://bucket/data", quiet)
+def test_a_folder_must_be_named(corpus):
     with pytest.raises(UserError, match="dataset_path is not set"):
         prepare(options(corpus[0]), "", quiet)
 

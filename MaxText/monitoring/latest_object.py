@@ -1,17 +1,17 @@
-"""A file in an object store that a thread writes whole, again and again, always the newest text."""
+"""A file in an object store that a thread writes whole, again and again, always the newest one."""
 
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from etils import epath
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
-class LatestText:
-    """Writes lines that are handed over; who does never waits, and skips what is out of date.
+class LatestObject:
+    """Writes contents that are handed over; who does never waits, and skips what is out of date.
 
     A write that fails is told once and tried again with growing waits.
     """
@@ -19,16 +19,16 @@ class LatestText:
     def __init__(self, path: epath.Path):
         """Starts no thread before the first write."""
         self._path = path
-        self._lines: Sequence[str] | None = None  # to be written
+        self._content: Callable[[], bytes] | None = None  # to be written
         self._asked = self._done = self._failed = 0  # numbers of writes
         self._ends = self._warned = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def write(self, lines: Sequence[str]) -> None:
-        """Takes all lines of the file, without their ends; nobody may change them after."""
+    def write(self, content: Callable[[], bytes]) -> None:
+        """Takes what gives all bytes of the file; the thread calls it, at each try."""
         with self._changed:
-            self._lines = lines
+            self._content = content
             self._asked += 1
             if self._thread is None:
                 self._ends = False
@@ -66,19 +66,19 @@ class LatestText:
                 if wait:
                     # Who flushes wants to know how it stands.
                     self._changed.wait_for(lambda: self._ends or self._asked > self._failed, wait)
-                self._changed.wait_for(lambda: self._ends or self._lines is not None)
-                if self._lines is None or (wait and self._ends and self._asked == self._failed):
+                self._changed.wait_for(lambda: self._ends or self._content is not None)
+                if self._content is None or (wait and self._ends and self._asked == self._failed):
                     return
-                lines, number, self._lines = self._lines, self._asked, None
+                content, number, self._content = self._content, self._asked, None
             try:
-                self._path.write_text("".join(f"{line}\n" for line in lines))
+                self._path.write_bytes(content())
             except Exception as error:  # storage and its libraries raise anything
                 self._warn(f"{str(error).strip() or type(error).__name__}".splitlines()[0])
                 wait = min(max(_FIRST_WAIT, 2 * wait), _LONGEST_WAIT)
                 with self._changed:
                     self._failed = number
-                    if self._lines is None:
-                        self._lines = lines
+                    if self._content is None:
+                        self._content = content
                     self._changed.notify_all()
                 continue
             wait = 0.0
@@ -90,6 +90,6 @@ class LatestText:
         if not self._warned:
             self._warned = True
             sys.stderr.write(
-                f"warning: {self._path} lacks its newest rows: {why.rstrip('.')}. The run goes on, "
+                f"warning: {self._path} lacks what is newest: {why.rstrip('.')}. The run goes on, "
                 "and tries again as long as it lasts.\n"
             )

@@ -1,0 +1,45 @@
+"""What a bucket that fails raises: one error for all of the client's. Imports no jax."""
+
+import errno
+import re
+
+from MaxText.errors import UserError
+
+# What TensorStore says when its own tries, some minutes of them, have failed. The codes are those
+# of absl::Status, into which it puts the answers of HTTP.
+_OUTAGE = re.compile(
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
+    r"|http_response_code='(408|429|5)"
+)
+
+
+class BucketFailure(OSError, UserError):
+    """A bucket does not answer, or answers with an error, after several tries.
+
+    An OSError for all who write and read files, and a UserError for programs that end with it.
+
+    Attributes:
+      errno: EIO where it may be over later, EINVAL where the request is refused for good.
+    """
+
+    def __init__(self, message: str, may_pass: bool = True):
+        super().__init__(errno.EIO if may_pass else errno.EINVAL, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+    def __reduce__(self):
+        return type(self), (self.strerror, self.errno == errno.EIO)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that a bucket fails now and may answer later."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BucketFailure):
+            return cause.errno == errno.EIO
+        # TensorStore raises ValueError, and Orbax wraps it.
+        if isinstance(cause, ValueError | RuntimeError) and _OUTAGE.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,0 +1,48 @@
+"""The folder of a run: made, and proven to be writable, before anything expensive."""
+
+import uuid
+
+from etils import epath
+
+from MaxText.buckets.failures import is_outage
+from MaxText.buckets.paths import is_bucket, path_of
+from MaxText.errors import UserError
+
+
+def prepare_run_folder(path: str | epath.Path) -> epath.Path:
+    """Creates the folder of a run and proves that files can be written there.
+
+    Called before anything expensive, so that a wrong path costs seconds and not the first
+    checkpoint. Every process probes with a file of its own, and no device is touched: in a run of
+    several processes jax is not connected yet.
+
+    Returns:
+      The folder, absolute.
+
+    Raises:
+      UserError: the folder cannot be created or written to.
+    """
+    # Absolute, as Orbax asks for.
+    folder = path_of(str(path), "base_output_directory")
+    if not is_bucket(path):
+        folder = folder.resolve()
+    try:
+        probe(folder)
+    except OSError as error:
+        remedy = "Choose another base_output_directory (or run_name), or free space there."
+        if is_outage(error):
+            remedy = "Start the same command again when it answers."
+        raise UserError(f"cannot write to the run folder {folder}: {error}. {remedy}") from error
+    return folder
+
+
+def probe(folder: epath.Path) -> None:
+    """Creates a folder, writes a file into it and removes that.
+
+    Raises:
+      OSError: one of these fails.
+    """
+    probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe.write_text("can this folder be written to?")
+    probe.unlink()

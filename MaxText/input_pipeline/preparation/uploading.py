@@ -1,0 +1,86 @@
+"""Data sets in buckets: made on this machine, uploaded whole, the manifest last. Imports no jax."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.errors import UserError
+from MaxText.input_pipeline.local_copies import copied_folder
+from MaxText.input_pipeline.manifest import Manifest
+from MaxText.input_pipeline.preparation.preparing import keep, manifest_name_of, prepare
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.storage import file_system, is_there
+
+
+def prepare_in_bucket(
+    preparation: Preparation, url: str, cache_dir: Path, show: Callable[[str], None]
+) -> Manifest:
+    """Makes the data set `url`, or keeps it when it is already what is asked for.
+
+    A reader takes it for a data set when its manifest is there, which comes last. Several machines
+    may make the same one at once: they write the same bytes.
+
+    Args:
+      preparation: the keys about preparation.
+      url: of its folder.
+      cache_dir: folder on this machine where it is made first, and removed at the end.
+      show: takes lines about what was done.
+
+    Returns:
+      The manifest of the data set, or of the one that records were made from.
+
+    Raises:
+      UserError: as `prepare`, other files are there, or the bucket cannot be written.
+    """
+    url = url.rstrip("/")
+    name = manifest_name_of(preparation)
+    if name is None:
+        raise UserError(
+            f"dataset_path={url}: the text itself is written as records into a local folder only. "
+            "Name one, and copy it to the bucket (gcloud storage cp -r)."
+        )
+    if is_there(f"{url}/{name}"):
+        kept = copied_folder(url, cache_dir, show)
+        assert kept is not None, url
+        corpus = open_corpus(preparation.prepare_source, preparation.text_field)
+        return keep(preparation, corpus, kept, name, show, place=url)
+    folder = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24] / "data_set"
+    manifest = prepare(preparation, str(folder), show)
+    assert manifest is not None
+    _upload(folder, url, name)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    show(f"Uploaded it to {url}")
+    return manifest
+
+
+def _upload(folder: Path, url: str, last: str) -> None:
+    """Writes all files of a folder below a URL, the one named `last` at the end."""
+    files = sorted(
+        (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
+        key=lambda file: (file == last, file),
+    )
+    system, path = file_system(url)
+    try:
+        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
+        if others:
+            raise UserError(
+                f"dataset_path={url} has other files ({min(others)}) and is no data set of the "
+                "kind that is asked for. Choose another folder, or delete them."
+            )
+        for file in files:
+            system.put_file(str(folder / file), f"{path}/{file}")
+    except UserError as error:
+        if not isinstance(error, OSError):
+            raise
+        raise _unwritable(folder, url, error) from error
+    except Exception as error:  # of the library behind the URL
+        raise _unwritable(folder, url, error) from error
+
+
+def _unwritable(folder: Path, url: str, error: Exception) -> UserError:
+    return UserError(
+        f"dataset_path={url} cannot be written ({error}). What is finished is kept in {folder}: "
+        "the same command uploads it."
+    )

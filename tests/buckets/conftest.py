@@ -1,0 +1,146 @@
+"""A bucket for each test, of an emulator that the tests of a file share."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+import types
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+from MaxText.buckets.paths import prepare_clients
+from tests.buckets.emulator import Fault
+from tests.house.sources import REPOSITORY
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulator:
+    """The process that holds the buckets.
+
+    Attributes:
+      address: http://127.0.0.1:PORT.
+    """
+
+    address: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes every client ask the emulator, see docs/buckets.md."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.address,
+            "TENSORSTORE_GCS_HTTP_URL": self.address,
+            "FSSPEC_GS_TOKEN": "anon",
+            "FSSPEC_GCS_TOKEN": "anon",
+            # Asks over gRPC what kind of bucket it is.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "GCE_METADATA_HOST": "127.0.0.1:1",
+            "NO_GCE_CHECK": "true",
+            "GOOGLE_CLOUD_PROJECT": "test",
+        }
+
+    def make_bucket(self, name: str) -> None:
+        """Creates an empty bucket."""
+        self._ask("/storage/v1/b", {"name": name})
+
+    def write(self, bucket: str, name: str, content: bytes) -> None:
+        """Writes an object, as somebody else."""
+        place = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
+        with urllib.request.urlopen(f"{self.address}{place}", content):
+            pass
+
+    def read(self, bucket: str, name: str) -> str:
+        """The text of an object."""
+        place = f"/download/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
+        with urllib.request.urlopen(f"{self.address}{place}") as answer:
+            return answer.read().decode()
+
+    def fail(self, *faults: Fault) -> None:
+        """Lets requests fail as told; without arguments all are answered again."""
+        self._ask("/faults", [dataclasses.asdict(fault) for fault in faults])
+
+    @contextlib.contextmanager
+    def failing(self, *faults: Fault) -> Iterator[None]:
+        """The same while a block runs."""
+        self.fail(*faults)
+        try:
+            yield
+        finally:
+            self.fail()
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """How often was asked for what, and how many faults there were."""
+        return self._ask("/requests")
+
+    def names(self, bucket: str, prefix: str = "") -> list[str]:
+        """All objects of a bucket."""
+        found, token = [], ""
+        while True:
+            page = self._ask(f"/storage/v1/b/{bucket}/o?prefix={prefix}&pageToken={token}")
+            found += [item["name"] for item in page.get("items", [])]
+            if not (token := page.get("nextPageToken", "")):
+                return found
+
+    def _ask(self, path: str, value: Any = None) -> Any:
+        data = None if value is None else json.dumps(value).encode()
+        with urllib.request.urlopen(f"{self.address}{path}", data) as answer:
+            return json.loads(answer.read() or b"null")
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Iterator[Emulator]:
+    """The process, which ends with this one."""
+    if importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("buckets need the package gcsfs: pip install 'MaxText[gcs]'")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.buckets.emulator"],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield Emulator(process.stdout.readline().strip())
+        process.stdin.close()
+
+
+@pytest.fixture
+def bucket(emulator: Emulator) -> str:
+    """An empty bucket: gs://NAME."""
+    name = f"bucket-{next(_numbers)}"
+    emulator.make_bucket(name)
+    return f"gs://{name}"
+
+
+@pytest.fixture(scope="module")
+def clients(emulator: Emulator) -> Iterator[None]:
+    """Lets this process ask the emulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in emulator.environment.items():
+            patch.setenv(name, value)
+        # fsspec has read the environment already.
+        patch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})
+        prepare_clients("a test")
+        yield
+
+
+@pytest.fixture
+def no_waits(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs tries again at once, as often as ever."""
+    import gcsfs.retry
+
+    async def none(seconds: float) -> None:
+        """Instead of asyncio.sleep."""
+
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=none))

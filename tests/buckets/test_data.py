@@ -1,0 +1,159 @@
+"""Every kind of data set read from a bucket, also one that fails for a while, and written there."""
+
+import fsspec
+import pytest
+
+from MaxText.configuration.data_sections import Preparation
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import read_manifest
+from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.streams.bad_record import BadRecord
+from tests.buckets.emulator import Fault
+from tests.input_pipeline.faults import KINDS, assert_undisturbed, opened, undisturbed, write
+from tests.input_pipeline.test_loader import take
+from tests.small_models import some_quick
+
+pytestmark = pytest.mark.usefixtures("clients", "no_waits")
+
+# Those whose bytes lie on this disk once they are opened.
+COPIED = ("array_record", "records")
+
+
+def quiet(line: str) -> None:
+    """Takes a line and shows nothing."""
+
+
+@pytest.fixture(params=some_quick(KINDS, 3))
+def kept(request, tmp_path, bucket):
+    """(kind, local folder, its copy in a bucket, keys)."""
+    write(request.param, tmp_path / "set")
+    upload(tmp_path / "set", f"{bucket}/set")
+    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path / "cache")}
+    return request.param, tmp_path / "set", f"{bucket}/set", keys
+
+
+def upload(folder, url):
+    system, path = fsspec.core.url_to_fs(url)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            system.put_file(str(file), f"{path}/{file.relative_to(folder)}")
+
+
+def test_the_same_batches_as_from_a_disk(kept, emulator):
+    kind, folder, url, keys = kept
+    expected = undisturbed(folder, keys)
+    lines = []
+    assert_undisturbed(take(opened(url, keys, lines.append), 20), expected)
+    assert any("Copying" in line for line in lines) == (kind in (*COPIED, "bin"))
+    # A second start copies nothing, and resumes anywhere.
+    lines.clear()
+    iterator = opened(url, keys, lines.append)
+    iterator.seek(7)
+    assert_undisturbed(take(iterator, 5), expected[7:12])
+    assert not any("Copying" in line for line in lines)
+
+
+def test_a_bucket_that_fails_for_a_while(kept, emulator):
+    kind, folder, url, keys = kept
+    expected = undisturbed(folder, keys)
+    # gcsfs tries 6 times; so the first tries of the run itself fail, too.
+    lines = []
+    with emulator.failing(Fault(503, times=20)):
+        iterator = opened(url, keys, lines.append)
+    assert any("could not be opened" in line for line in lines)
+    if kind in COPIED:
+        return
+    lines.clear()
+    first = [next(iterator)]
+    emulator.fail(Fault(503, "GET /download", times=40), Fault(0, "GET /download", times=10))
+    assert_undisturbed(first + take(iterator, 19), expected)
+    emulator.fail()
+
+
+def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
+    write("tfrecord", tmp_path / "set")
+    upload(tmp_path / "set", f"{bucket}/set")
+    keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
+    iterator = opened(f"{bucket}/set", keys)
+    with emulator.failing(Fault(503)):
+        with pytest.raises(UserError, match=r"could not be read after 3 tries .*set"):
+            take(iterator, 20)
+        with pytest.raises(UserError, match="could not be opened after 3 tries"):
+            opened(f"{bucket}/set", keys)
+    with pytest.raises(UserError, match="no such file"):
+        opened(f"{bucket}/nothing", keys)
+    with pytest.raises(UserError, match="no such file"):
+        opened("gs://no-such-bucket/set", keys)
+
+
+def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):
+    write("records", tmp_path / "set")
+    keys = {"data_cache_dir": str(tmp_path / "cache")}
+    upload(tmp_path / "set", f"{bucket}/set")
+    take(opened(f"{bucket}/set", keys), 1)
+    for file in (tmp_path / "set").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    upload(tmp_path / "set", f"{bucket}/set")
+    with pytest.raises(BadRecord, match="damaged or cut short"):
+        opened(f"{bucket}/set", keys | {"data_read_retries": 0})
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"some words of {name}. " * 200)
+    return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
+
+
+@pytest.mark.parametrize("form", some_quick(["bin", "array_record", "tfrecord", "parquet"], 4))
+def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
+    asked = text.model_copy(update={"prepare_output_format": form})
+    prepare(asked, str(tmp_path / "here"), quiet)
+    lines, cache = [], str(tmp_path / "cache")
+    with emulator.failing(Fault(503, "POST /upload", times=4)):
+        prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
+    system, path = fsspec.core.url_to_fs(f"{bucket}/there")
+    system.get(path, str(tmp_path / "fetched"), recursive=True)
+    names = sorted(
+        str(file.relative_to(tmp_path / "here"))
+        for file in (tmp_path / "here").rglob("*")
+        if file.is_file()
+    )
+    assert sorted(name[len(path) + 1 :] for name in system.find(path)) == names
+    for name in names:
+        assert (tmp_path / "fetched" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+    assert not [*(tmp_path / "cache" / "prepared").glob("*/*")]
+    # The same again is kept, something else refused.
+    prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
+    assert lines[-1].startswith(f"Kept {bucket}/there")
+    with pytest.raises(UserError, match=f"dataset_path={bucket}/there holds another .*add_eos"):
+        prepare(
+            asked.model_copy(update={"add_eos": False}), f"{bucket}/there", quiet, cache_dir=cache
+        )
+
+
+def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
+    cache = str(tmp_path / "cache")
+    failing = Fault(503, "POST /upload.*", skip=3)
+    with emulator.failing(failing), pytest.raises(UserError, match="the same command uploads it"):
+        prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
+    names = emulator.names(bucket.removeprefix("gs://"))
+    assert names
+    assert "there/manifest.json" not in names
+    lines = []
+    prepare(text, f"{bucket}/there", lines.append, cache_dir=cache)
+    assert any(line.startswith("Kept") for line in lines)
+    (tmp_path / "manifest.json").write_bytes(
+        fsspec.open(f"{bucket}/there/manifest.json").open().read()
+    )
+    assert read_manifest(str(tmp_path)).splits["train"].num_tokens > 0
+
+
+def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
+    emulator.write(bucket.removeprefix("gs://"), "there/holiday.jpg", b"x")
+    with pytest.raises(UserError, match=r"has other files \(holiday\.jpg\)"):
+        prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))
+    asked = text.model_copy(update={"prepare_output_format": "text_tfrecord"})
+    with pytest.raises(UserError, match="into a local folder only"):
+        prepare(asked, f"{bucket}/other", quiet, cache_dir=str(tmp_path / "cache"))

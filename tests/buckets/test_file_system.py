@@ -1,0 +1,90 @@
+"""What programs see of a bucket: its files, its failures, and nothing that is out of date."""
+
+import errno
+import pickle
+
+import fsspec
+import pytest
+
+from MaxText.buckets.failures import BucketFailure, is_outage
+from MaxText.buckets.paths import path_of
+from MaxText.errors import UserError
+from tests.buckets.emulator import Fault
+
+pytestmark = pytest.mark.usefixtures("clients")
+
+
+def test_files_and_folders(bucket):
+    folder = path_of(f"{bucket}/run", "base_output_directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    assert not (folder / "a").exists()
+    (folder / "a").write_text("one")
+    (folder / "b" / "c").write_bytes(bytes(range(256)) * 40_000)  # in several pieces
+    assert (folder / "b" / "c").read_bytes() == bytes(range(256)) * 40_000
+    assert folder.is_dir()
+    assert not folder.is_file()
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+    (folder / "a").rename(folder / "d")
+    (folder / "b").rename(folder / "e")
+    assert sorted(path.name for path in folder.iterdir()) == ["d", "e"]
+    folder.rmtree()
+    assert not folder.exists()
+
+
+def test_what_others_write_is_seen(bucket, emulator):
+    folder = path_of(f"{bucket}/run", "base_output_directory")
+    (folder / "a").write_text("one")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    emulator.write(bucket.removeprefix("gs://"), "run/b", b"two")  # as TensorStore or another host
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+    assert (folder / "b").exists()
+
+
+@pytest.mark.parametrize("status", [503, 429, 500, 0, -1])
+def test_a_failure_that_passes_is_not_seen(bucket, emulator, no_waits, status):
+    file = path_of(f"{bucket}/file", "x")
+    with emulator.failing(Fault(status, times=2)):
+        file.write_text("one")
+    with emulator.failing(Fault(status, times=3)):
+        assert file.read_text() == "one"
+    with emulator.failing(Fault(503, "POST /upload", times=2, after=True)):
+        file.write_text("two")
+    assert file.read_text() == "two"
+
+
+def test_a_bucket_that_does_not_answer_is_not_an_empty_one(bucket, emulator, no_waits):
+    file = path_of(f"{bucket}/folder/file", "x")
+    file.write_text("one")
+    with emulator.failing(Fault(503)):
+        for ask in (
+            file.exists, file.is_file, file.is_dir, file.parent.exists, file.parent.is_dir,
+            lambda: [*file.parent.iterdir()], file.read_text, lambda: file.write_text("two"),
+        ):  # fmt: skip
+            with pytest.raises(BucketFailure, match="does not answer") as caught:
+                ask()
+            assert "503" in str(caught.value)
+            assert caught.value.errno == errno.EIO
+            assert is_outage(caught.value)
+    assert file.read_text() == "one"
+
+
+def test_a_bucket_that_refuses(bucket, emulator, no_waits):
+    file = path_of(f"{bucket}/folder/file", "x")
+    with emulator.failing(Fault(403)), pytest.raises(BucketFailure, match="Forbidden") as caught:
+        file.write_text("one")
+    assert not is_outage(caught.value)
+    assert isinstance(caught.value, UserError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.errno) == (str(caught.value), caught.value.errno)
+
+
+def test_its_file_system_is_sent_to_other_processes(bucket):
+    system, path = fsspec.core.url_to_fs(f"{bucket}/file")
+    system.pipe_file(path, b"one")
+    assert pickle.loads(pickle.dumps(system)).cat_file(path) == b"one"
+
+
+def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("MaxText.buckets.paths._has_client", lambda: False)
+    with pytest.raises(UserError, match=r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"):
+        path_of("gs://b/x", "base_output_directory")
