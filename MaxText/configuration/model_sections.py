@@ -241,7 +241,8 @@ class Memory(Section):
     scan_layers: Literal["auto"] | bool = key(
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU and where layers differ, else scanned.",
+        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn "
+        "where sums have no kernel; else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
@@ -301,3 +302,20 @@ class Model(Section):
             return False
         widths = set(self.feed_forward.mlp_dims(d))
         return len(widths) == 1 and not one_norm_first
+
+    @property
+    def scan_refused(self) -> str | None:
+        """Why no scan can walk the layers; None where one can."""
+        dense = self.dense_connections
+        if self.layers_are_alike:
+            if dense.dense_conn and self.block.share_parameters:
+                return "one layer for all depths is written out with dense_conn=true"
+            return dense.scan_refused(self.shape.dimensions.num_layers)
+        if self.feed_forward.dynamic_mlp_dim:
+            return "with dynamic_mlp_dim=true no two layers have the same width"
+        if self.mixture_of_experts.moe_layers is not None:
+            return "moe_layers gives some layers experts and others none"
+        if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
+            return "with dense_first_norms=one the first layer has fewer norms"
+        found = ", ".join(sorted(set(self.attention_kinds)))
+        return f"layers of kinds {found} have different parameters"

@@ -32,8 +32,15 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
     )
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
-    if section.dense_connections.dense_conn or not section.layers_are_alike:
-        scanned, reason = False, "no two layers are alike"
+    dense = section.dense_connections
+    if section.scan_refused is not None:
+        scanned, reason = False, section.scan_refused
+    elif dense.dense_conn and not (
+        backend == "tpu"
+        and dense.dense_mixing in ("auto", "kernel")
+        and kernel_refused(dimensions.emb_dim, backend) is None
+    ):
+        scanned, reason = False, "sums over depth take longer in a scan without a kernel"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster written out on CPU"
     else:
@@ -46,7 +53,6 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         "none" if unrolled_cpu else "full",
         "saves no memory for written-out layers on CPU" if unrolled_cpu else "least memory",
     )
-    dense = section.dense_connections
     if dense.dense_conn:
         mixing = choose("dense_mixing", dense.dense_mixing, *_mixing(dimensions.emb_dim, backend))
         refused = None if on_cpu else kernel_refused(dimensions.emb_dim, backend)
