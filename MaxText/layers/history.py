@@ -43,7 +43,7 @@ from MaxText.layers.depth_reading import (
 )
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.stack import period_of, rematerialized
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import constrain, platform
 
 # (weights of a layer, its inputs, its index, its place in the pattern, arrays) -> (y, scalars)
 Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -270,31 +270,31 @@ class _Walk:
         shape, dtype = given.x_BTD.shape, given.x_BTD.dtype
         # Nothing reads a state before it is there.
         history_HBTD = jax.lax.empty((num_layers + 1, *shape), dtype)
-        history_HBTD = _put(history_HBTD, given.x_BTD, 0)
+        history_HBTD = _with_state(history_HBTD, given.x_BTD, 0)
 
-        def one_turn(history_HBTD, xs: _Turn):
+        def one_turn(history_HBTD, first):
             kept_sums, kept_layers, found = [], [], []
             for place in range(plan.period):
-                index = xs.first + place
+                index = first + place
                 x_BTD = _at(history_HBTD, index)
                 read_BTD: Any = {"x": x_BTD}
                 if place % plan.every == 0:
-                    which = place // plan.every
-                    own = _nth(xs.sums, which, plan.period // plan.every)
-                    one, kept = self._weigh(self.inner, own, x_BTD)
+                    j = index // plan.every
+                    own = _at(given.sums, j)
+                    weights_BTE, kept = self._weigh(self.inner, own, x_BTD)
                     kept_sums.append(kept)
-                    sources = self._sources(xs, which)
-                    one = Sum(one, sources.count, self._factors(xs, which))
+                    sources = self._sources(j)
+                    one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
-                weights = _nth(xs.layers, place, plan.period)
+                weights = _at(given.layers, index)
                 (y_BTD, scalars), kept = self._layer(place, weights, read_BTD, index, arrays, keep)
                 kept_layers.append(kept)
                 found.append(scalars)
-                history_HBTD = _put(history_HBTD, y_BTD, index + 1)
+                history_HBTD = _with_state(history_HBTD, y_BTD, index + 1)
             return history_HBTD, (found, (kept_sums, kept_layers) if keep else None)
 
-        history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._turns(given))
+        history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._firsts())
         totals: dict[str, jax.Array] = {}
         for scalars in found:
             totals |= {name: totals.get(name, 0) + jnp.sum(x) for name, x in scalars.items()}
@@ -319,9 +319,7 @@ class _Walk:
             sums = read(history_HBTD, sources, one, self.reading_last)
         _, vjp = jax.vjp(self._result, self._read(sums, x_BTD, given.last))
         (of_read,) = vjp(of_result_BTD)
-        before = {}
-        if self.made_before:
-            before = self._before(given, kept, self.num_turns - 1, len(kept[0]) - 1)
+        before = self._before(given, kept, len(plan.counts_J) - 1, -1)
         whole = self.reading.kernel and len(plan.last) == plan.num_rows
         accumulated: Any = plan.num_rows
         if not whole:
@@ -337,100 +335,85 @@ class _Walk:
         of_y_BTD = _total(of_x_BTD, of_read.get("x"), of_rows[plan.row_of[self.num_layers]])
 
         def one_turn(carry, given_of_turn):
-            of_rows, of_y_BTD, sums = carry
-            xs, (kept_sums, kept_layers) = given_of_turn
-            of_layers, of_sums, of_factors = [], [], []
+            of_rows, of_y_BTD, sums, so_far = carry
+            first, (kept_sums, kept_layers) = given_of_turn
+            of_layers, of_sums, of_factors = so_far
             for place in reversed(range(plan.period)):
-                index = xs.first + place
+                index = first + place
                 x_BTD = _at(history_HBTD, index)
-                weights = _nth(xs.layers, place, plan.period)
-                has_sum, which = place % plan.every == 0, place // plan.every
+                weights = _at(given.layers, index)
+                has_sum, which, j = (
+                    place % plan.every == 0,
+                    place // plan.every,
+                    index // plan.every,
+                )
                 read_BTD: Any = {"x": x_BTD}
                 if has_sum:
-                    own = _nth(xs.sums, which, plan.period // plan.every)
-                    sources = self._sources(xs, which)
-                    one = Sum(kept_sums[which].weights_BTE, sources.count, self._factors(xs, which))
+                    own, sources = _at(given.sums, j), self._sources(j)
+                    weights_BTE = kept_sums[which].weights_BTE
+                    one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     if not self.made_before:
                         sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
+                before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
                 of_weights, of_read = self._layer_backward(
-                    place,
-                    weights,
-                    read_BTD,
-                    index,
-                    arrays,
-                    kept_layers[place],
-                    (of_y_BTD, of_scalars),
+                    place, before_BTD, index, arrays, kept_layers[place], of_y
                 )
-                of_layers.append(of_weights)
-                of_x_BTD = of_read.get("x")
-                through_weights_BTD = None
+                if plan.period > 1 and platform() == "tpu":
+                    # As where layers are written out: see walk_written_out.
+                    of_weights, of_read = jax.lax.optimization_barrier((of_weights, of_read))
+                of_layers = _put(of_layers, of_weights, index)
+                of_x_BTD, through_weights_BTD = of_read.get("x"), None
                 if has_sum:
-                    before = {}
-                    if self.made_before:
-                        before = self._before(given, kept, xs.first // plan.period, which - 1)
+                    before = self._before(given, kept, j - 1, which - 1)
                     found = differentiate(
-                        history_HBTD,
-                        sources,
-                        one,
-                        of_read["sums"],
-                        of_rows,
-                        self.reading,
-                        **before,
+                        history_HBTD, sources, one, of_read["sums"], of_rows, self.reading, **before
                     )
                     of_rows, sums = found.of_states_RBTD, found.before
                     of_own, through_weights_BTD = self._weigh_backward(
                         self.inner, own, x_BTD, kept_sums[which], found.of_weights_BTE
                     )
-                    of_sums.append(of_own._replace(post_norms=of_read["post_norms"]))
-                    of_factors.append(found.of_factors_MD)
+                    of_own = of_own._replace(post_norms=of_read["post_norms"])
+                    of_sums = _put(of_sums, of_own, j)
+                    of_factors = _put(of_factors, found.of_factors_MD, j)
                 of_row_BTD = None
                 if plan.read_at(place):
                     of_row_BTD = _at(of_rows, jnp.asarray(plan.rows_H)[index])
                 of_y_BTD = _total(through_weights_BTD, of_x_BTD, of_row_BTD)
-            found = (of_layers[::-1], of_sums[::-1], of_factors[::-1])
-            return (of_rows, of_y_BTD, sums if self.made_before else []), found
+            so_far = (of_layers, of_sums, of_factors)
+            return (of_rows, of_y_BTD, sums if self.made_before else [], so_far), None
 
-        carry = (of_rows, of_y_BTD, found.before)
-        (_, of_y_BTD, _), (of_layers, of_sums, of_factors) = jax.lax.scan(
-            one_turn, carry, (self._turns(given), kept), reverse=True
+        so_far = jax.tree.map(jnp.zeros_like, (given.layers, given.sums, given.factors_JMD))
+        carry = (of_rows, of_y_BTD, found.before, so_far)
+        (_, of_y_BTD, _, so_far), _ = jax.lax.scan(
+            one_turn, carry, (self._firsts(), kept), reverse=True
         )
-        of_factors_JMD = None if given.factors_JMD is None else _flattened(of_factors)
-        return _Given(of_y_BTD, _flattened(of_layers), _flattened(of_sums), of_last, of_factors_JMD)
+        of_layers, of_sums, of_factors_JMD = so_far
+        return _Given(of_y_BTD, of_layers, of_sums, of_last, of_factors_JMD)
 
-    def _turns(self, given: _Given) -> "_Turn":
-        plan = self.plan
-        per_turn = plan.period // plan.every
-        rows_JS = plan.rows_H[plan.places_JS]
-        return _Turn(
-            jnp.arange(0, self.num_layers, plan.period),
-            _in_turns(given.layers, plan.period),
-            *_in_turns((given.sums, given.factors_JMD), per_turn),
-            *_in_turns(tuple(map(jnp.asarray, (plan.counts_J, plan.places_JS, rows_JS))), per_turn),
-        )
+    def _firsts(self) -> jax.Array:
+        """The first layer of each turn."""
+        return jnp.arange(0, self.num_layers, self.plan.period)
 
-    def _sources(self, xs: "_Turn", which: int) -> Sources:
-        per_turn = self.plan.period // self.plan.every
-        return Sources(*(_nth(x, which, per_turn) for x in (xs.counts, xs.places, xs.rows)))
+    def _sources(self, j: jax.Array) -> Sources:
+        places_JS = self.plan.places_JS
+        arrays = (self.plan.counts_J, places_JS, self.plan.rows_H[places_JS])
+        return Sources(*(_at(jnp.asarray(x), j) for x in arrays))
 
     def _last_sources(self) -> Sources:
         places_S = np.array(self.plan.last, np.int32)
         rows_S = self.plan.rows_H[places_S]
         return Sources(jnp.int32(len(places_S)), jnp.asarray(places_S), jnp.asarray(rows_S))
 
-    def _factors(self, xs: "_Turn", which: int) -> jax.Array | None:
-        return _nth(xs.factors, which, self.plan.period // self.plan.every)
-
-    def _before(self, given: _Given, kept: Any, turn: Any, which: int) -> dict[str, Any]:
-        """What the sum `which` of a turn, or the last one of the turn before, is made again of."""
+    def _before(self, given: _Given, kept: Any, j: Any, which: int) -> dict[str, Any]:
+        """What sum j is made again of, which was made at this sum of its turn, or of the last."""
+        if not self.made_before:
+            return {}
         kept_sums, _ = kept
-        if which < 0:
-            turn, which = turn - 1, len(kept_sums) - 1
-        turn = jnp.maximum(turn, 0)  # nothing reads what stands before the first sum
-        j = turn * len(kept_sums) + which
-        factors_MD = None if given.factors_JMD is None else _at(given.factors_JMD, j)
+        j = jnp.maximum(j, 0)  # nothing reads what stands before the first sum
+        weights_BTE = _at(kept_sums[which].weights_BTE, j // len(kept_sums))
         count = jnp.asarray(self.plan.counts_J)[j]
-        one = Sum(_at(kept_sums[which].weights_BTE, turn), count, factors_MD)
+        one = Sum(weights_BTE, count, _at(given.factors_JMD, j))
         return {"before": one, "reading_before": self.reading}
 
     def _weigh(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> tuple[jax.Array, "_Kept"]:
@@ -525,8 +508,9 @@ class _Walk:
         kept = [leaf for leaf, i in zip(leaves, origins, strict=True) if i is None]
         return results, kept
 
-    def _layer_backward(self, place: int, weights, read_BTD, index, arrays, kept, gradients):
-        """Gradients of the weights and of what stands before the layer."""
+    def _layer_backward(self, place: int, given, index, arrays, kept, gradients):
+        """Gradients of what is given: the weights, and what stands before the layer."""
+        weights, read_BTD = given
         if self.policy == "full":
             block = functools.partial(self._block, place, index, arrays)
             _, vjp = jax.vjp(block, weights, read_BTD)
@@ -536,18 +520,6 @@ class _Walk:
         rest = iter(kept)
         leaves = [next(rest) if i is None else known[i] for i in origins]
         return jax.tree.unflatten(structure, leaves)(gradients)
-
-
-class _Turn(NamedTuple):
-    """What one turn of the loop reads; of several layers or sums with a leading dimension."""
-
-    first: jax.Array
-    layers: Any
-    sums: SumWeights
-    factors: jax.Array | None
-    counts: jax.Array
-    places: jax.Array
-    rows: jax.Array
 
 
 def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:
@@ -562,34 +534,20 @@ def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:
     return Norms(places, modules[0].epsilon), jnp.stack(factors, axis=1)
 
 
-def _at(stacked: Any, index: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+def _at(stacked: Any, index: Any) -> Any:
+    """One of each array's leading dimension."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
 
 
-def _put(history_HBTD: jax.Array, x_BTD: jax.Array, index: Any) -> jax.Array:
-    history_HBTD = jax.lax.dynamic_update_index_in_dim(history_HBTD, x_BTD, index, 0)
-    return constrain(history_HBTD, None, *_STATE)
-
-
-def _in_turns(stacked: Any, number: int) -> Any:
-    """Leading dimensions of a scan, and of what one turn takes where that is more than one."""
-    if number == 1:
-        return stacked
-    return jax.tree.map(lambda x: x.reshape(-1, number, *x.shape[1:]), stacked)
-
-
-def _nth(of_turn: Any, place: int, number: int) -> Any:
-    """One of those that a turn takes, from `_in_turns`."""
-    return of_turn if number == 1 else jax.tree.map(lambda x: x[place], of_turn)
-
-
-def _flattened(found: list[Any]) -> Any:
-    """Stacked gradients of all turns, from those of each place: the reverse of `_in_turns`."""
-    if len(found) == 1:
-        return found[0]
+def _put(stacked: Any, own: Any, index: Any) -> Any:
+    """The reverse of `_at`, in place."""
     return jax.tree.map(
-        lambda *leaves: jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:]), *found
+        lambda x, one: jax.lax.dynamic_update_index_in_dim(x, one, index, 0), stacked, own
     )
+
+
+def _with_state(history_HBTD: jax.Array, x_BTD: jax.Array, index: Any) -> jax.Array:
+    return constrain(_put(history_HBTD, x_BTD, index), None, *_STATE)
 
 
 def _total(*gradients: jax.Array | None) -> jax.Array:

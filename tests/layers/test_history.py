@@ -55,7 +55,7 @@ FORMS = {
     "fixed weights alone": KERNEL | {"dense_dynamic": False},
     "weights of the token alone": {"dense_static": False},
     "the stream alone, layer norms": KERNEL | {
-        "dense_ways": ["r"], "normalization_type": "layernorm",
+        "dense_ways": ["r"], "normalization_type": "layer_norm",
     },
     "experts": {"num_experts": 2, "dense_period": 2},
     "values of products kept": KERNEL | {"remat_policy": "minimal"},
