@@ -391,11 +391,17 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """Mesh axes that divide states."""
 
     tokens: tuple[str, ...] = ()
     dims: tuple[str, ...] = ()
+
+
+def axes_of(state: PartitionSpec) -> Axes:
+    """Of a spec of [B, T, D]; one axis alone stands there without a tuple around it."""
+    batch, length, dims = ((names,) if isinstance(names, str) else names or () for names in state)
+    return Axes((*batch, *length), tuple(dims))
 
 
 def _on_each_device(
@@ -410,9 +416,9 @@ def _on_each_device(
     """
     sharding = sharding_in_force(_STATE, sources[0].shape)
     if sharding is None:
-        return run(_Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
+        return run(Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
     batch, length, dims = state = sharding.spec
-    axes = _Axes((*(batch or ()), *(length or ())), dims or ())
+    axes = axes_of(state)
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
     return jax.shard_map(
         functools.partial(run, axes),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from MaxText.layers.depth_mixing import KERNEL_WIDTHS, NO_NORMS, Norms
+from MaxText.layers.depth_mixing import KERNEL_WIDTHS, NO_NORMS, Axes, Norms, axes_of
 from MaxText.parallelism.constraints import platform, sharding_in_force
 
 _STATE = ("activation_batch", "activation_length", "activation_embed")
@@ -213,13 +213,6 @@ def differentiate(
     return _on_each_device(run, history_HBTD, specs_of, (given,))
 
 
-class _Axes(NamedTuple):
-    """Mesh axes that divide states."""
-
-    tokens: tuple[str, ...] = ()
-    dims: tuple[str, ...] = ()
-
-
 class _Specs(NamedTuple):
     """Of one state, of many, of weights, and of a sum's arrays."""
 
@@ -237,14 +230,14 @@ def _on_each_device(run, history_HBTD: jax.Array, specs_of, arguments) -> Any:
     """
     sharding = sharding_in_force(_STATE, history_HBTD.shape[1:])
     if sharding is None:
-        return run(_Axes(), *arguments)
+        return run(Axes(), *arguments)
     batch, length, dims = sharding.spec
     weights = PartitionSpec(batch, length)
     of_sum: Any = Sum(weights, PartitionSpec(), PartitionSpec(None, dims))  # pyright: ignore
     states = PartitionSpec(None, batch, length, dims)
     of_arguments, of_result = specs_of(_Specs(sharding.spec, states, weights, of_sum))
     return jax.shard_map(
-        functools.partial(run, _Axes((*(batch or ()), *(length or ())), dims or ())),
+        functools.partial(run, axes_of(sharding.spec)),
         mesh=sharding.mesh,
         in_specs=of_arguments,
         out_specs=of_result,
