@@ -242,7 +242,7 @@ class Memory(Section):
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
         "auto: written out for few small layers on CPU, where layers differ, and with dense_conn "
-        "where sums have no kernel; else scanned.",
+        "on devices without a kernel for its sums; else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",

@@ -35,12 +35,8 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
     dense = section.dense_connections
     if section.scan_refused is not None:
         scanned, reason = False, section.scan_refused
-    elif dense.dense_conn and not (
-        backend == "tpu"
-        and dense.dense_mixing in ("auto", "kernel")
-        and kernel_refused(dimensions.emb_dim, backend) is None
-    ):
-        scanned, reason = False, "sums over depth take longer in a scan without a kernel"
+    elif dense.dense_conn and not on_cpu and not _has_scanned_kernel(section, backend):
+        scanned, reason = False, "without a kernel a scan writes its sums once for each source"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster written out on CPU"
     else:
@@ -72,6 +68,12 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         }
     )
     return resolved, lines
+
+
+def _has_scanned_kernel(section: Model, backend: str) -> bool:
+    emb_dim, mixing = section.shape.dimensions.emb_dim, section.dense_connections.dense_mixing
+    refused = backend != "tpu" or kernel_refused(emb_dim, backend) is not None
+    return mixing in ("auto", "kernel") and not refused
 
 
 def _mixing(emb_dim: int, backend: str) -> tuple[str, str]:

@@ -246,6 +246,7 @@ def test_a_plain_loop_and_the_kernel_agree():
         ("tpu", {"base_emb_dim": 128, "dense_mixing": "sum"}, False),
         ("gpu", {"base_emb_dim": 128}, False),
         ("cpu", {}, False),
+        ("cpu", {"base_num_decoder_layers": 9}, True),
     ],
     ids=str,
 )
