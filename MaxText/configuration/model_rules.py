@@ -148,18 +148,10 @@ def _mlp_dims(config: Config) -> str | None:
 
 
 def _scan(config: Config) -> str | None:
-    if config.model.memory.scan_layers is not True:
+    refused = config.model.scan_refused
+    if config.model.memory.scan_layers is not True or refused is None:
         return None
-    if config.model.dense_connections.dense_conn:
-        return "scan_layers=true: with dense_conn=true each layer reads another number of outputs"
-    if config.model.layers_are_alike:
-        return None
-    if config.model.feed_forward.dynamic_mlp_dim:
-        return "scan_layers=true: with dynamic_mlp_dim=true no two layers have the same width"
-    if config.model.mixture_of_experts.moe_layers is not None:
-        return "scan_layers=true: moe_layers gives some layers experts and others none"
-    found = ", ".join(sorted(set(config.model.attention_kinds)))
-    return f"scan_layers=true: layers of kinds {found} have different parameters"
+    return f"scan_layers=true: {refused}"
 
 
 def _dense_weights(config: Config) -> str | None:
@@ -436,7 +428,19 @@ MODEL_RULES: tuple[Rule, ...] = (
         ("dynamic_mlp_dim", "base_mlp_dim", "mlp_dim_multiple", "base_num_decoder_layers"),
         _mlp_dims,
     ),
-    Rule(("scan_layers", "dense_conn", "dynamic_mlp_dim", "moe_layers", "attention_types"), _scan),
+    Rule(
+        (
+            "scan_layers",
+            "dense_conn",
+            "dense_period",
+            "dense_kept_sums",
+            "mudd_prenorm",
+            "dynamic_mlp_dim",
+            "moe_layers",
+            "attention_types",
+        ),
+        _scan,
+    ),
     Rule(("attention_types", "base_num_decoder_layers"), _attention_types),
     Rule((*_READ_BY, "attention_types"), _read_by_no_layer),
     Rule(("position_embedding", "attention_types"), _linear),

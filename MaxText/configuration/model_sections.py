@@ -2,12 +2,12 @@
 
 from typing import Literal
 
+from MaxText.configuration.dense_connections_section import DenseConnections
 from MaxText.configuration.keys import Section, key
 from MaxText.configuration.layer_sections import (
     Attention,
     AttentionKind,
     Block,
-    DenseConnections,
     Dimensions,
     FeedForward,
     MixtureOfExperts,
@@ -246,7 +246,8 @@ class Memory(Section):
     scan_layers: Literal["auto"] | bool = key(
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU and where layers differ, else scanned.",
+        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn "
+        "on devices without a kernel for its sums; else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
@@ -408,3 +409,20 @@ class Model(Section):
         if rest == 0 and per_repeat % self.attention_period == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
         return NO_STAGES
+
+    @property
+    def scan_refused(self) -> str | None:
+        """Why no scan can walk the layers; None where one can."""
+        dense = self.dense_connections
+        if self.layers_are_alike:
+            if dense.dense_conn and self.block.share_parameters:
+                return "one layer for all depths is written out with dense_conn=true"
+            return dense.scan_refused(self.shape.dimensions.num_layers)
+        if self.feed_forward.dynamic_mlp_dim:
+            return "with dynamic_mlp_dim=true no two layers have the same width"
+        if self.mixture_of_experts.moe_layers is not None:
+            return "moe_layers gives some layers experts and others none"
+        if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
+            return "with dense_first_norms=one the first layer has fewer norms"
+        found = ", ".join(sorted(set(self.attention_kinds)))
+        return f"layers of kinds {found} have different parameters"

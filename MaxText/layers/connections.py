@@ -4,7 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.layer_sections import DenseConnections as DenseSection
+from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
@@ -28,7 +28,7 @@ from MaxText.layers.depth_mixing import (
     normalizes,
     to_be_scaled,
 )
-from MaxText.layers.normalization import RMSNorm, factor
+from MaxText.layers.normalization import RMSNorm, factor, normalized
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import constrain
 
@@ -94,6 +94,7 @@ class DenseConnections(nnx.Module):
         self.section = section
         self.epsilon = epsilon
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
+        self.num_layers = num_layers
         self.after = nnx.Dict(
             {
                 str(depth): DepthSum(section, depth, epsilon, building, rngs)
@@ -221,15 +222,21 @@ class DepthSum(nnx.Module):
         num_left, num_ways = len(earlier.sources), len(self.ways)
         return self.sources[:num_left] == earlier.sources and 2 * num_left > 2 * num_ways
 
+    def fixed(self) -> jax.Array:
+        """Float32 [C, S], the same everywhere.
+
+        Without learned static weights the dynamic ones are a change to the identity.
+        """
+        fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
+        return jnp.asarray(fixed)
+
     def weights(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 [B, T, C, S], B and T being 1 where the weights do not depend on the token.
 
         Args:
           x_BTD: the last output.
         """
-        # Without learned static weights the dynamic ones are a change to the identity.
-        fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
-        weights_BTCS = jnp.asarray(fixed)[None, None]
+        weights_BTCS = self.fixed()[None, None]
         if self.wi is None or self.wo is None or self.norm is None:
             return weights_BTCS
         kernel_DK = self.wi.kernel[...]
@@ -278,21 +285,39 @@ class DepthSum(nnx.Module):
             chain=chain,
             left=left,
         )
+        factors = {way: norm.factors() for way, norm in self.post_norms.items()}
+        outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
+        handed_on = list(sources)
+        for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
+            handed_on[place] = source._replace(x_BTD=state_BTD, left=None)
+        handed_on[self.depth] = handed_on[self.depth]._replace(left=mixed.left)
+        return outputs, tuple(handed_on)
+
+    def outputs(
+        self,
+        sums: Sequence[jax.Array],
+        x_BTD: Any,
+        post_norms: Mapping[str, jax.Array],
+        fused: Norms,
+    ) -> dict[str, Any]:
+        """Way -> y_BTD, or that as Normalized.
+
+        Args:
+          x_BTD: the last output; None where sums are not added to it.
+          post_norms: way -> the factors [D] of the norm that its sum goes through.
+          fused: the layer's norms that sums have been through.
+        """
         outputs: dict[str, Any] = {}
-        for place, (way, y_BTD) in enumerate(zip(self.ways, mixed.sums, strict=True)):
-            if way in self.post_norms:
-                y_BTD = self.post_norms[way](y_BTD)
+        for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
+            if way in post_norms:
+                y_BTD = normalized(y_BTD, post_norms[way], self.epsilon)
             if self.section.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, "activation_batch", "activation_length", "activation_embed")
             if self.kept:
                 y_BTD = checkpoint_name(y_BTD, "depth_sum")
             outputs[way] = Normalized(y_BTD) if place in fused.ways else y_BTD
-        handed_on = list(sources)
-        for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            handed_on[place] = source._replace(x_BTD=state_BTD, left=None)
-        handed_on[self.depth] = handed_on[self.depth]._replace(left=mixed.left)
-        return outputs, tuple(handed_on)
+        return outputs
 
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
@@ -324,10 +349,11 @@ def product_of_normalized(
     As few dimensions K come of many, nothing of the size of x is made but its gradient, in one pass
     over x. Normalised first, the gradient of r x is written and read again for sums over it.
     """
-    return _product_of_normalized(x_BTD, kernel_DK, epsilon, precision)[0]
+    return product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
-def _product_of_normalized(x_BTD, kernel_DK, epsilon, precision):
+def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
+    """The product, and (x, kernel, r, x W) for its backward pass."""
     mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
     # Kept for the backward pass, as both are small and each would take a read of x to make again.
     inverse_rms_BT1 = checkpoint_name(jax.lax.rsqrt(mean_square + epsilon), "depth_product")
@@ -338,7 +364,8 @@ def _product_of_normalized(x_BTD, kernel_DK, epsilon, precision):
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
 
 
-def _product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
+def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
+    """Gradients of x and of the kernel."""
     del epsilon
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
     gradient_BTK = gradient_BTK.astype(jnp.float32)
@@ -352,7 +379,7 @@ def _product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
     return of_x_BTD.astype(x_BTD.dtype), of_kernel_DK.astype(kernel_DK.dtype)
 
 
-product_of_normalized.defvjp(_product_of_normalized, _product_of_normalized_backward)
+product_of_normalized.defvjp(product_of_normalized_forward, product_of_normalized_backward)
 
 
 def _float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:

@@ -22,6 +22,7 @@ from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import AxialEmbedding, Embedding
 from MaxText.layers.head_qk import HeadQK, Pointers
+from MaxText.layers.history import walk_with_history
 from MaxText.layers.normalization import normalization
 from MaxText.layers.pipeline import pipelined
 from MaxText.layers.rotary import rotary_table
@@ -143,6 +144,9 @@ class Decoder(nnx.Module):
             )
             # Norm and head have rows on all stages.
             return self._normalized(constrain(x_BTD, *_OF_HEAD, "activation_embed")), scalars
+        if memory.scan_layers is True and isinstance(self.connections, DenseConnections):
+            x_BTD, scalars = self._with_history(x_BTD, context, self.connections)
+            return self._normalized(x_BTD), scalars
         if memory.scan_layers is True:
             x_BTD, scalars = walk(
                 self.layers,
@@ -239,6 +243,27 @@ class Decoder(nnx.Module):
             policy=policy,
             states=states,
             in_turn=self.section.dense_connections.dense_conn,
+        )
+
+    def _with_history(
+        self, x_BTD: jax.Array, context: Context, connections: DenseConnections
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """All layers in a scan, each with its sums, and the sum after the last one."""
+        kinds = self.section.attention_kinds
+        arrays, without = context.arrays_apart()
+
+        def apply(layer: Block, inputs: Inputs, index: jax.Array, place: int, arrays: Any):
+            own = without.with_arrays(arrays).for_layer(index, kinds[place])
+            return layer(inputs, own)[:2]
+
+        return walk_with_history(
+            self.layers,
+            connections,
+            x_BTD,
+            apply,
+            arrays,
+            period=self.section.attention_period,
+            policy=self.section.memory.remat_policy,
         )
 
     def _last(self, walked: Walked, policy: RematPolicy) -> jax.Array:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.parallelism.constraints import platform, sharding_in_force, split_axes
 
@@ -391,11 +391,17 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """Mesh axes that divide states."""
 
     tokens: tuple[str, ...] = ()
     dims: tuple[str, ...] = ()
+
+
+def axes_of(states: NamedSharding) -> Axes:
+    """Of arrays [B, T, D]."""
+    batch, length, dims = (split_axes(states, dim) for dim in range(3))
+    return Axes((*batch, *length), dims)
 
 
 def _on_each_device(
@@ -410,9 +416,9 @@ def _on_each_device(
     """
     sharding = sharding_in_force(_STATE, sources[0].shape)
     if sharding is None:
-        return run(_Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
-    batch, length, dims = (split_axes(sharding, dim) for dim in range(3))
-    state, axes = sharding.spec, _Axes((*batch, *length), dims)
+        return run(Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
+    batch, length, dims = state = sharding.spec
+    axes = axes_of(sharding)
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
     return jax.shard_map(
         functools.partial(run, axes),

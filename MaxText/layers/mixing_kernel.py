@@ -273,7 +273,7 @@ def _for_each(number: int, do: Callable[[Any], Any]) -> None:
     jax.lax.fori_loop(0, number, body, None)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """A tile in parts that fit into registers."""
 
     shape: tuple[int, ...]
@@ -327,13 +327,73 @@ class _Tile(NamedTuple):
         else:
             ref[token, k] = values
 
+    def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
+        """[tokens, 1] of each normalised way, from sums of squares."""
+        return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
+
+    def through_norms(
+        self,
+        norms: Norms,
+        make_again: Callable[[Any], Sequence[jax.Array]],
+        of_sums: Sequence[Any],
+        factors: Any,
+        of_factors: Any,
+        normed: Any,
+        token: Any,
+        of_unnormalized: Sequence[Any] = (),
+    ) -> None:
+        """Puts the gradients of sums before their norms into `normed`, and adds to `of_factors`.
+
+        With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
+
+        Args:
+          make_again: slice of dimensions -> float32 sums of the normalised ways.
+          of_sums: refs, of all ways.
+          factors: ref, [M, D].
+          of_factors: ref, [1, M, D], of this tile.
+          normed: ref, [M, tokens, D], float32.
+          token: slice of tokens.
+          of_unnormalized: refs, [tokens, D] each, that the result is written into as well.
+        """
+        num_norms = len(norms.ways)
+
+        def measure(columns):
+            squares, inner = [], []
+            for m, (c, y) in enumerate(zip(norms.ways, make_again(columns), strict=True)):
+                normed[m, token, columns] = y
+                h = of_sums[c][token, columns].astype(jnp.float32)
+                h = h * factors[pl.ds(m, 1), columns]
+                squares.append(y * y)
+                inner.append(h * y)
+            return [*squares, *inner]
+
+        totals = self.sums(measure, 2 * num_norms)
+        inverse_rms = self.inverse_rms(totals[:num_norms], norms.epsilon)
+        shares = [
+            r * r * r * total[:, None] / self.shape[1]
+            for r, total in zip(inverse_rms, totals[num_norms:], strict=True)
+        ]
+
+        def differentiate(columns):
+            for m, c in enumerate(norms.ways):
+                y, r = normed[m, token, columns], inverse_rms[m]
+                g = of_sums[c][token, columns].astype(jnp.float32) * r
+                of_factors[0, pl.ds(m, 1), columns] += jnp.sum(g * y, axis=0, keepdims=True)
+                unnormalized = g * factors[pl.ds(m, 1), columns] - shares[m] * y
+                normed[m, token, columns] = unnormalized
+                if of_unnormalized:
+                    ref = of_unnormalized[m]
+                    ref[token, columns] = unnormalized.astype(ref.dtype)
+
+        self.for_columns(differentiate)
+
 
 def _source(given, s, token, columns):
     x = given["sources"][s][token, columns].astype(jnp.float32)
     return x * given["scales"][pl.ds(s, 1), columns] if "scales" in given else x
 
 
-def _sums(tile: _Tile, given, ways: Sequence[int], token, columns) -> list[jax.Array]:
+def _sums(tile: Tile, given, ways: Sequence[int], token, columns) -> list[jax.Array]:
     """Of some ways, float32."""
     num_sources = len(given["sources"])
     totals: list[Any] = [None] * len(ways)
@@ -346,7 +406,7 @@ def _sums(tile: _Tile, given, ways: Sequence[int], token, columns) -> list[jax.A
 
 
 def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
-    tile, sums = _Tile(given["sources"][0].shape, chunk, target), results["sums"]
+    tile, sums = Tile(given["sources"][0].shape, chunk, target), results["sums"]
     ways = range(len(sums))
 
     def at_tokens(token):
@@ -363,7 +423,7 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
         if not norms.ways:
             tile.for_columns(make)
             return
-        inverse_rms = _inverse_rms(tile, norms, tile.sums(make, len(norms.ways)))
+        inverse_rms = tile.inverse_rms(tile.sums(make, len(norms.ways)), norms.epsilon)
 
         def normalize(columns):
             for m, c in enumerate(norms.ways):
@@ -376,13 +436,8 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile.for_tokens(at_tokens)
 
 
-def _inverse_rms(tile: _Tile, norms: Norms, squares: Sequence[jax.Array]) -> list[jax.Array]:
-    """[tokens, 1] of each normalised way, from sums of squares."""
-    return [jax.lax.rsqrt(total[:, None] / tile.shape[1] + norms.epsilon) for total in squares]
-
-
 def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
-    tile = _Tile(given["sources"][0].shape, chunk, target)
+    tile = Tile(given["sources"][0].shape, chunk, target)
     num_sources, of_sums = len(given["sources"]), given["of_sums"]
     num_left = num_sources - len(results["of_sources"])
     later_sums = given.get("later_sums", [])
@@ -397,7 +452,16 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
             return of_sums[c][token, columns].astype(jnp.float32)
 
         if norms.ways:
-            _through_norms(tile, norms, given, results, scratch, token)
+            tile.through_norms(
+                norms,
+                lambda columns: _sums(tile, given, norms.ways, token, columns),
+                of_sums,
+                given["factors"],
+                results["part_of_factors"],
+                scratch,
+                token,
+                results.get("of_unnormalized", ()),
+            )
         for s in range(num_sources):
             places = [c * num_sources + s for c in range(len(of_sums))]
             makes = s >= num_left
@@ -428,44 +492,3 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
                 tile.put_weight(results["of_weights"], token, k, total)
 
     tile.for_tokens(at_tokens)
-
-
-def _through_norms(tile: _Tile, norms: Norms, given, results, scratch, token) -> None:
-    """Puts the gradients of sums before their norms into `scratch`, and among results if asked for.
-
-    With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
-    """
-    num_norms = len(norms.ways)
-
-    def make_again(columns):
-        squares, inner = [], []
-        sums = _sums(tile, given, norms.ways, token, columns)
-        for m, (c, y) in enumerate(zip(norms.ways, sums, strict=True)):
-            scratch[m, token, columns] = y
-            h = given["of_sums"][c][token, columns].astype(jnp.float32)
-            h = h * given["factors"][pl.ds(m, 1), columns]
-            squares.append(y * y)
-            inner.append(h * y)
-        return [*squares, *inner]
-
-    totals = tile.sums(make_again, 2 * num_norms)
-    inverse_rms = _inverse_rms(tile, norms, totals[:num_norms])
-    shares = [
-        r * r * r * total[:, None] / tile.shape[1]
-        for r, total in zip(inverse_rms, totals[num_norms:], strict=True)
-    ]
-
-    def differentiate(columns):
-        for m, c in enumerate(norms.ways):
-            y, r = scratch[m, token, columns], inverse_rms[m]
-            g = given["of_sums"][c][token, columns].astype(jnp.float32) * r
-            of_factor = jnp.sum(g * y, axis=0, keepdims=True)
-            results["part_of_factors"][0, pl.ds(m, 1), columns] += of_factor
-            factor = given["factors"][pl.ds(m, 1), columns]
-            unnormalized = g * factor - shares[m] * y
-            scratch[m, token, columns] = unnormalized
-            if "of_unnormalized" in results:
-                ref = results["of_unnormalized"][m]
-                ref[token, columns] = unnormalized.astype(ref.dtype)
-
-    tile.for_columns(differentiate)

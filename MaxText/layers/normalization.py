@@ -50,12 +50,7 @@ class RMSNorm(nnx.Module):
         return factor(self.scale, self.zero_centered)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x_float = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
-        y = x_float * jax.lax.rsqrt(mean_square + self.epsilon)
-        if self.scale is not None:
-            y = y * factor(self.scale, self.zero_centered)
-        return y.astype(x.dtype)
+        return normalized(x, None if self.scale is None else self.factors(), self.epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -123,6 +118,14 @@ class ScaleNorm(nnx.Module):
         if self.scale is not None:
             y = y * factor(self.scale, self.zero_centered)
         return y.astype(x.dtype)
+
+
+def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) * factors, in the format of x; None is a factor of 1."""
+    x_float = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
+    y = x_float * jax.lax.rsqrt(mean_square + epsilon)
+    return (y if factors is None else y * factors).astype(x.dtype)
 
 
 def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:

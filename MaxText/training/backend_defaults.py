@@ -32,8 +32,11 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
     )
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
-    if section.dense_connections.dense_conn or not section.layers_are_alike:
-        scanned, reason = False, "no two layers are alike"
+    dense = section.dense_connections
+    if section.scan_refused is not None:
+        scanned, reason = False, section.scan_refused
+    elif dense.dense_conn and not on_cpu and not _has_scanned_kernel(section, backend):
+        scanned, reason = False, "without a kernel a scan writes its sums once for each source"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster written out on CPU"
     else:
@@ -46,7 +49,6 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         "none" if unrolled_cpu else "full",
         "saves no memory for written-out layers on CPU" if unrolled_cpu else "least memory",
     )
-    dense = section.dense_connections
     if dense.dense_conn:
         mixing = choose("dense_mixing", dense.dense_mixing, *_mixing(dimensions.emb_dim, backend))
         refused = None if on_cpu else kernel_refused(dimensions.emb_dim, backend)
@@ -66,6 +68,12 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
         }
     )
     return resolved, lines
+
+
+def _has_scanned_kernel(section: Model, backend: str) -> bool:
+    emb_dim, mixing = section.shape.dimensions.emb_dim, section.dense_connections.dense_mixing
+    refused = backend != "tpu" or kernel_refused(emb_dim, backend) is not None
+    return mixing in ("auto", "kernel") and not refused
 
 
 def _mixing(emb_dim: int, backend: str) -> tuple[str, str]:

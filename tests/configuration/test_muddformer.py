@@ -133,7 +133,7 @@ WRONG = [
     ("model_name=MUDDFormer-2.8B", "nearest: +muddformer-2.8b"),
     ("decoder_block=mudformer", "nearest: +muddformer"),
     ("base_v2.yml dense_window=4", "needs: +dense_sources=window"),
-    ("base_v2.yml scan_layers=true", "reads another number of outputs"),
+    ("base_v2.yml scan_layers=true", "no two layers have the same width"),
     ("base_v2.yml base_num_decoder_layers=1", "there is only one"),
     ("base_v2.yml base_mlp_dim=32", "mlp_dim_multiple=4"),
     ("base_v2.yml dense_ways=[q]", "no way r"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from MaxText.configuration.layer_sections import DenseConnections
+from MaxText.configuration.dense_connections_section import DenseConnections
 from MaxText.layers.connections import product_of_normalized
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.model import Model

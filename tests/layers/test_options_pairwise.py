@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "layers": {
         "their own": {},
         "one for all": {"share_parameters": True},
-        "dense connections": {"dense_conn": True, "scan_layers": False},
+        "dense connections": {"dense_conn": True},
     },
     "walk": {
         "scan": {"scan_layers": True},
@@ -110,7 +110,6 @@ REFUSED: tuple[dict[str, str], ...] = (
     {"beside attention": "static SGU", "layers": "dense connections"},
     {"feed-forward": "experts in one layer", "walk": "scan"},
     {"feed-forward": "experts in one layer", "layers": "one for all"},
-    {"layers": "dense connections", "walk": "scan"},
 )
 
 

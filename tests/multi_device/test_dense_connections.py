@@ -36,6 +36,7 @@ KINDS = {
     "muddformer": DIFFERING,
     "muddformer_prepost": {"dynamic_mlp_dim": False},  # stacked
     "muddpythia": DIFFERING | {"dense_mixing": "einsum"},
+    "llama2": {"dense_conn": True, "dense_mixing": "kernel", "scan_layers": True},
 }
 
 
