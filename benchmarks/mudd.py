@@ -14,8 +14,7 @@ the same everywhere, so that differences are those of the connections.
 With --topology steps are compiled for one chip of a TPU that need not be there, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
 figures are the compiler's own, of one chip: it takes a kernel's bytes from the kernel's own
-declaration, and may count the body of a loop once. So a scanned step is compiled with two turns in
-the body as well, and if that has more, this is taken for each turn. Ratios of step time are medians
+declaration, and may count the body of a loop once (`of_all_turns`). Ratios of step time are medians
 over rounds, so that drifts of the machine's speed cancel.
 
 The count is what sums cannot do without one by one: each reads its sources once forward, once to be
@@ -129,6 +128,25 @@ def turns_in_a_body(number: int):
         jax.lax.scan = scan
 
 
+def of_all_turns(compile_step: Any, costs: dict[str, float], turns: int) -> dict[str, float]:
+    """The compiler's figures of a scanned step.
+
+    It counts the body of some loops once, and of others, which it unrolls by two, every turn. So
+    those of the first kind get two turns in the body as well, and what four turns have more is
+    taken for each two.
+    """
+
+    def costs_with(number: int) -> dict[str, float]:
+        with turns_in_a_body(number):
+            return dict(compile_step().cost_analysis())
+
+    two = costs_with(2)
+    if two["bytes accessed"] < 1.1 * costs["bytes accessed"]:
+        return costs
+    four = costs_with(4)
+    return {name: x + (turns // 2 - 1) * (four.get(name, 0.0) - x) for name, x in two.items()}
+
+
 def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, devices) -> Compiled:
     """Compiles a row's step for `devices`, and draws its state where they are real."""
     import jax
@@ -169,14 +187,8 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     program: Any = step
     costs, memory = dict(program.cost_analysis()), program.memory_analysis()
     if section.memory.scan_layers and options.topology is not None:
-        with turns_in_a_body(2):
-            longer: Any = compile_step()
-        other = dict(longer.cost_analysis())
         period = section.dense_connections.dense_period if "dense_conn" in row else 1
-        more = shape.num_layers // period - 1
-        # Where the compiler sees how often a loop turns, its figures are whole already.
-        if other["bytes accessed"] > 1.1 * costs["bytes accessed"]:
-            costs |= {name: old + more * (other[name] - old) for name, old in costs.items()}
+        costs = of_all_turns(compile_step, costs, shape.num_layers // period)
     dense = section.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
