@@ -93,7 +93,7 @@ def loss_and_gradients(keys, scan):
     return traced.lower().compile()(parameters), traced.jaxpr.jaxpr
 
 
-@pytest.mark.parametrize("form", some_quick(FORMS, 7))
+@pytest.mark.parametrize("form", some_quick(FORMS, 15))
 def test_the_same_as_written_out(form):
     """That layers written out are right is tested in test_connections.py."""
     (loss, gradients), traced = loss_and_gradients(FORMS[form], scan=True)

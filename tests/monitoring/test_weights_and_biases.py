@@ -98,6 +98,7 @@ def rows_of(attempt_records):
     ]
 
 
+@pytest.mark.slow
 def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_environment):
     environment = users_environment | {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
     killed = attempt(tmp_path, environment, 0, 60, blocks=1)
