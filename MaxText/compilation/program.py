@@ -35,7 +35,7 @@ def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], 
             raise memory.out_of_memory(target, planned, error) from error
         raise
     show(f"compiled in {seconds:.1f} s")
-    program = Program(compiled.as_text() or "")
+    program = _program(compiled, show)
     needed = memory.memory_by_cause(planned, compiled)
     memory.check_fits(target, planned, needed, program)
     for line in report.memory_lines(target, needed, program):
@@ -46,3 +46,13 @@ def compile_ahead(config: Config, target: targets.Target, show: Callable[[str], 
         signature = saved_step.save(path, planned, compiled)
         show(f"\nsaved: {path}, signature {signature[:16]}...")
         show("train.py takes it with the same configuration and compiled_trainstep_file")
+
+
+def _program(compiled: jax.stages.Compiled, show: Callable[[str], None]) -> Program:
+    """The compiled program; an empty one where the compiler cannot write it down."""
+    try:
+        return Program(compiled.as_text() or "")
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        show(f"the compiler cannot show this program, so what follows lacks its parts: {reason}")
+        return Program("")

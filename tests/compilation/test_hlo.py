@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.compilation.hlo import Collective, LargeArray, Program
+from MaxText.compilation.program import _program
 
 # In the form of a TPU's: no trip counts, tilings, a sum of which each device keeps a part.
 TEXT = """HloModule jit_train_step, is_scheduled=true
@@ -107,3 +108,13 @@ def test_a_program_of_this_jax(scanned):
     assert not scanned.has_unknown_loops
     assert "f32[24,24]" in {row.shape for row in scanned.largest_arrays(3)}
     assert scanned.collectives() == []
+
+
+def test_a_program_that_the_compiler_cannot_write_down():
+    class Compiled:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nand a long trace")
+
+    shown = []
+    assert not _program(Compiled(), shown.append).collectives()
+    assert shown[0].endswith("lacks its parts: INTERNAL: RET_CHECK failure")
