@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint, Mesh
+from MaxText.configuration.training_sections import Mesh
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
-from tests.checkpointing.small_state import CONFIG, assert_bit_equal
+from tests.checkpointing.small_state import assert_bit_equal
+from tests.multi_device.same_results import assert_read_as
 from tests.multi_device.test_meshes import train
 
 pytestmark = pytest.mark.multi_device
@@ -47,19 +45,7 @@ def test_the_same_training(trained):
 def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, offloads):
     state, other = trained[offloads][1], trained[not offloads][1]
     assert array_checksums(state) == array_checksums(other)
-    folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, Checkpoint())
-    checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
-    checkpoints.close()
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), other
-    )
-    start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
-    )
-    assert_bit_equal(start.state, jax.device_get(state))
-    for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
-        assert got.sharding == asked.sharding
+    assert_read_as(state, other, tmp_path / "checkpoints")
 
 
 def test_large_arrays_in_the_host_have_the_checksums_of_the_device():

@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.manager import Checkpoints
-from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
-from MaxText.configuration.training_sections import Checkpoint, Mesh
+from MaxText.configuration.training_sections import Mesh
 from MaxText.layers.weights import ParameterInfo
 from MaxText.parallelism.mesh import make_layout
 from MaxText.training.state import TrainState
-from tests.checkpointing.small_state import CONFIG, assert_bit_equal
+from tests.multi_device.same_results import assert_read_as
 from tests.multi_device.test_meshes import MESHES, train
 
 pytestmark = pytest.mark.multi_device
@@ -95,16 +92,4 @@ def test_other_rules_with_whole_and_factored_moments():
 @pytest.mark.parametrize("split", [True, False])
 def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, split):
     state, other = trained["data", split][1], trained["data", not split][1]
-    folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, Checkpoint())
-    checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
-    checkpoints.close()
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), other
-    )
-    start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
-    )
-    assert_bit_equal(start.state, jax.device_get(state))
-    for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
-        assert got.sharding == asked.sharding
+    assert_read_as(state, other, tmp_path / "checkpoints")

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout, rows_of_batch
-from MaxText.training.objective import loss_sums, num_tokens
+from tests.multi_device.same_results import assert_same, loss_and_gradients
 from tests.multi_device.test_meshes import train
 from tests.programs import start
-from tests.small_models import TINY, random_batch, tiny_config
+from tests.small_models import TINY, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -67,33 +66,10 @@ SLOW = {
 }  # fmt: skip
 
 
-def loss_and_gradients(family, num_devices, rows, **keys):
-    """Every loss and all gradients of a batch, and where the gradients lie."""
-    given = {"base_num_decoder_layers": 4, "base_num_kv_heads": 4, "ici_fsdp_parallelism": 1}
-    config = tiny_config(family, **given | keys)
-    layout = make_layout(config.mesh, jax.devices()[:num_devices], config.model.pipeline)
-    assert rows % layout.row_multiple == 0
-    model = Model(config.model)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * generator.normal(size=x.shape).astype("f"), params)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = jax.device_put(jax.tree.map(np.asarray, params), shardings)
-    batch = random_batch(config, rows, documents=True)
-    batch = layout.place(jax.tree.map(np.asarray, batch), rows)
-
-    def run(params, batch):
-        def loss(params):
-            sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            means = sums.means(batch.weights_BT.sum(), num_tokens(batch))
-            return sum(means.values()), means
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    compiled = layout.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
-    gradients, losses = jax.block_until_ready(compiled(params, batch))
-    return jax.tree.map(np.asarray, (losses, gradients)), gradients, compiled.as_text()
+def results(family, num_devices, rows, **keys):
+    """Every loss and all gradients of a batch, the gradients on devices, the compiled program."""
+    given = {"base_num_decoder_layers": 4, "ici_fsdp_parallelism": 1} | keys
+    return loss_and_gradients(jax.devices()[:num_devices], family, rows, **given)
 
 
 def num_devices_of(mesh):
@@ -101,16 +77,9 @@ def num_devices_of(mesh):
 
 
 def check(family, keys, mesh, rows):
-    expected, _, _ = loss_and_gradients(family, 1, rows, **keys)
-    found, gradients, text = loss_and_gradients(family, num_devices_of(mesh), rows, **keys, **mesh)
-
-    def compare(path, ours, theirs):
-        largest = np.abs(theirs).max() or 1.0
-        np.testing.assert_allclose(
-            ours / largest, theirs / largest, atol=1e-5, err_msg=jax.tree_util.keystr(path)
-        )
-
-    jax.tree_util.tree_map_with_path(compare, found, expected)
+    expected, _, _ = results(family, 1, rows, **keys)
+    found, gradients, text = results(family, num_devices_of(mesh), rows, **keys, **mesh)
+    assert_same(found, expected, mesh)
     assert "collective-permute" in text
     stages = mesh.get("ici_pipeline_parallelism", 1) * mesh.get("dcn_pipeline_parallelism", 1)
     for leaf in jax.tree.leaves(gradients["layers"]):
