@@ -111,7 +111,7 @@ def train(config, stop: StopSignal) -> int:
     )
     initialize = steps.make_initialize(model, optimizer, guard)
     abstract_state = layout.abstract_state(initialize, model.parameters)
-    mesh.check_length(model_section.shape.max_target_length, layout)
+    mesh.check_lengths(model_section.shape.max_target_length, config.batch, layout)
     whole = mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     print(parameter_table(model.parameters, layout.describe(model.parameters)))
     print("\n".join([f"parameters that lie whole: {whole:.2%}", *choices, *settled.lines]))

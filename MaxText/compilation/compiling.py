@@ -66,7 +66,7 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     optimizer = slow_old_slots(
         optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
     )
-    mesh.check_length(section.shape.max_target_length, layout)
+    mesh.check_lengths(section.shape.max_target_length, config.batch, layout)
     mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
     state = layout.abstract_state(
         steps.make_initialize(model, optimizer, config.guard), model.parameters

@@ -332,7 +332,8 @@ def _mesh_sizes(network: str) -> Rule:
 
 
 def _stages(config: Config) -> str | None:
-    if config.mesh.num_stages == 1:
+    sizes = [getattr(config.model.pipeline, name) for name in Pipeline.model_fields]
+    if config.mesh.num_stages == 1 or 0 in sizes:  # 0 has a rule of its own
         return None
     try:
         config.model.pipeline_schedule(config.mesh.num_stages)

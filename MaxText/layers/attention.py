@@ -188,7 +188,8 @@ class Attention(nnx.Module):
         of_keys = sharding_in_force(_OF_KEYS, k_BTKH.shape)
         if of_queries is None or of_keys is None or not split_axes(of_queries, 1):
             return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scoring, **given, **dropout)
-        if section.context_parallel_strategy == "ring":
+        drops = self.dropout_rate > 0 and dropout["dropout_key"] is not None
+        if section.context_parallel_strategy == "ring" and not drops:
             balanced = section.context_parallel_load_balance
             return ring_attention(
                 q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys, balanced=balanced, **given

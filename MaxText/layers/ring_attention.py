@@ -131,7 +131,7 @@ class _Ring:
       num_parts: C.
       length: L.
       asks_for_balance: whether causal work shall be divided evenly.
-      block_size: largest R; None is L.
+      block_size: about R, which divides a piece; None is all of it.
     """
 
     scoring: Scoring
@@ -152,8 +152,13 @@ class _Ring:
         """P: as many in each piece."""
         pieces = 2 if self.balanced else 1
         piece = self.length // pieces
-        fits = self.block_size is not None and piece % self.block_size == 0
-        return self.length // self.block_size if fits and self.block_size else pieces
+        longest = min(self.block_size or piece, piece)
+        divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
+        rows = max(rows for rows in divisors if rows <= longest)
+        if 4 * rows < longest:
+            # Rather a longer block than many of a few rows.
+            rows = min(rows for rows in divisors if rows > longest)
+        return self.length // rows
 
     @property
     def steps(self) -> range:

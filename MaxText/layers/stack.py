@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from MaxText.configuration.model_sections import RematPolicy
@@ -33,28 +32,18 @@ _SAVED: dict[str, tuple[str, ...]] = {
 # Under every policy: a few numbers of each token that a whole hidden state was read for, and the
 # sums that dense_kept_sums names.
 _ALWAYS_SAVED = ("depth_product", "depth_sum")
-_SELECTED = "selected_weights"
 _OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
 }
 
 
-def rematerialized(
-    function: Callable, policy: RematPolicy, *, in_scan: bool, forgets: Sequence[str] = ()
-) -> Callable:
-    """`function` whose backward pass computes again what `policy` does not keep.
-
-    Args:
-      in_scan: whether it is the body of a loop.
-      forgets: names of intermediate values that not even "none" keeps.
-    """
+def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
+    """`function` whose backward pass computes again what `policy` does not keep."""
     policies = jax.checkpoint_policies
-    if policy == "none" and not forgets:
-        return function
     if policy == "none":
-        keep = policies.save_anything_except_these_names(*forgets)
-    elif policy == "full" or policy in _SAVED:
+        return function
+    if policy == "full" or policy in _SAVED:
         keep = policies.save_only_these_names(*_ALWAYS_SAVED, *_SAVED.get(policy, ()))
     else:
         keep = policies.save_and_offload_only_these_names(
@@ -201,7 +190,7 @@ def walk(
       num_layers: how often a layer is applied.
       period: length of the pattern of kinds that layers follow; divides num_layers.
       policy: what each layer's backward pass computes again.
-      select: what is stored for a layer -> its weights, which are not kept for the backward pass.
+      select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
 
     Returns:
       The last output, and each scalar summed over layers.
@@ -218,16 +207,11 @@ def walk(
                 # In here, as weights cut out before would be kept for the backward pass.
                 own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)
                 if select is not None:
-                    own = checkpoint_name(select(own), _SELECTED)
+                    own = select(own)
                 return apply(nnx.merge(graphdef, own), x_BTD, index, place)
 
             # A loop of one turn is none to the compiler.
-            one_layer = rematerialized(
-                one_layer,
-                policy,
-                in_scan=num_layers > period,
-                forgets=() if select is None else (_SELECTED,),
-            )
+            one_layer = rematerialized(one_layer, policy, in_scan=num_layers > period)
             x_BTD, found = one_layer(x_BTD, weights, first + place)
             scalars.append(found)
         return x_BTD, scalars

@@ -366,20 +366,27 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
     return int(rows)
 
 
-def check_length(length: int, layout: Layout) -> None:
-    """Whether the mesh divides sequences of `length` tokens.
+def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
+    """Whether the mesh divides the sequences of a run.
+
+    Args:
+      longest: max_target_length.
 
     Raises:
       UserError: it does not, so that every device would hold them whole.
     """
+    lengths = {f"max_target_length={longest}": longest}
+    for _, length in section.sequence_length_stages:
+        lengths[f"a stage of {length} in sequence_length_stages"] = length
     parts = layout.num_length_parts
-    if length % parts:
-        fits = math.gcd(length, parts)
-        raise UserError(
-            f"max_target_length={length} is no multiple of {parts}, the devices over which "
-            f"sequences are split (mesh axes {', '.join(layout.length_axes)}).\n"
-            f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
-        )
+    for name, length in lengths.items():
+        if length % parts:
+            fits = math.gcd(parts, *lengths.values())
+            raise UserError(
+                f"{name} is no multiple of {parts}, the devices over which sequences are split "
+                f"(mesh axes {', '.join(layout.length_axes)}).\n"
+                f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
+            )
 
 
 def check_sharding(

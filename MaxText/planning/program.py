@@ -20,7 +20,7 @@ from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
-from MaxText.parallelism.mesh import Layout, check_length, rows_of_batch
+from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -162,7 +162,7 @@ def make_program(
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
     length = section.shape.max_target_length
-    check_length(length, layout)
+    check_lengths(length, config.batch, layout)
     return Program(config, tuple(choices), layout, sizes, _model(section), rows, length)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from MaxText.checkpointing.description import Unreadable
 from MaxText.checkpointing.manager import Checkpoints
@@ -173,11 +174,7 @@ class Recovery:
         """
         period = self._section.rewind_snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
-            shards = jax.tree.map(
-                lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards],
-                state,
-            )
-            self._snapshots.append(_Snapshot(step, shards, position))
+            self._snapshots.append(_Snapshot(step, copied(state), position))
 
     def go_back(self) -> Any:
         """Returns to the last good state and leaves out the data of the trouble.
@@ -237,7 +234,7 @@ class Recovery:
         while True:
             good = self._checkpoints.latest_good(before=trouble.began)
             if snapshot is not None and (good is None or snapshot.step >= good):
-                state = _placed(snapshot.shards, self._abstract_state)
+                state = placed(snapshot.shards, self._abstract_state)
                 source = f"copy of step {snapshot.step} in memory"
                 return snapshot.step, source, state, snapshot.position
             if good is None:
@@ -276,12 +273,23 @@ class Recovery:
         return f"In the {len(late)} updates before, these had risen: {', '.join(risen)}."
 
 
-def _placed(shards: Any, abstract_state: Any) -> Any:
-    """A snapshot as arrays on devices."""
+def copied(state: Any) -> Any:
+    """Each array as a list of (device, its part), in NumPy."""
+    return jax.tree.map(
+        lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards], state
+    )
+
+
+def placed(shards: Any, abstract_state: Any) -> Any:
+    """What was `copied` as arrays with the shardings of `abstract_state`."""
 
     def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
         # Copies, as a device that is the host may take the memory itself, and then donate it.
-        arrays = [jax.device_put(part.copy(), device) for device, part in parts]
+        kind = leaf.sharding.memory_kind  # type: ignore[union-attr]
+        arrays = [
+            jax.device_put(part.copy(), SingleDeviceSharding(device, memory_kind=kind))
+            for device, part in parts
+        ]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
     return jax.tree.map(place, abstract_state, shards)

@@ -264,6 +264,11 @@ BROKEN = [
     ("dcn_context_parallelism=0", "dcn_context_parallelism: 0"),
     ("num_pipeline_microbatches=0", "num_pipeline_microbatches: 0"),
     ("num_pipeline_repeats=0", "num_pipeline_repeats: 0"),
+    ("ici_pipeline_parallelism=2 num_pipeline_repeats=0", "num_pipeline_repeats: 0"),
+    (
+        "ici_pipeline_parallelism=2 num_layers_per_pipeline_stage=0",
+        "num_layers_per_pipeline_stage: 0",
+    ),
     ("num_layers_per_pipeline_stage=0", "num_layers_per_pipeline_stage: 0"),
     ("ici_pipeline_parallelism=3", r"(?s)16 layers are not 3 stages.*ici_pipeline_parallelism=1"),
     (

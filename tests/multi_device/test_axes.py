@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.axis_rules import MESH_AXES, size_key
+from MaxText.configuration.training_sections import Batch
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import check_length
+from MaxText.parallelism.mesh import check_lengths
 from tests.multi_device.same_results import assert_same, built, loss_and_gradients
 from tests.small_models import some_quick
 
@@ -139,9 +140,12 @@ def test_no_hidden_state_is_whole(strategy):
 def test_lengths_that_the_mesh_does_not_divide():
     mesh = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": -1}
     _, _, layout = built(jax.devices(), **mesh)
-    check_length(16, layout)
+    stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
+    check_lengths(16, Batch(), layout)
+    with pytest.raises(UserError, match=r"(?s)a stage of 4 in .*ici_context_parallelism=4"):
+        check_lengths(16, stages, layout)
     with pytest.raises(UserError, match=r"(?s)12 is no multiple of 8.*ici_context_parallelism=4"):
-        check_length(12, layout)
+        check_lengths(12, Batch(), layout)
 
 
 def test_where_weights_lie():

@@ -8,7 +8,8 @@ from MaxText.checkpointing.checksums import array_checksums
 from MaxText.configuration.training_sections import Mesh
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
-from tests.checkpointing.small_state import assert_bit_equal
+from MaxText.training.recovery import copied, placed
+from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import assert_read_as
 from tests.multi_device.test_meshes import train
 
@@ -46,6 +47,14 @@ def test_checkpoints_are_read_under_the_other_setting(trained, tmp_path, offload
     state, other = trained[offloads][1], trained[not offloads][1]
     assert array_checksums(state) == array_checksums(other)
     assert_read_as(state, other, tmp_path / "checkpoints")
+
+
+def test_a_run_that_goes_back_puts_copies_where_they_were(trained):
+    state = trained[True][1]
+    again = placed(copied(state), abstract(state))
+    assert_bit_equal(again, jax.device_get(state))
+    for got, asked in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert got.sharding == asked.sharding
 
 
 def test_large_arrays_in_the_host_have_the_checksums_of_the_device():

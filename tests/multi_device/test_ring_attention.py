@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.layers.attention_core import Scoring, softmax_attention
-from MaxText.layers.ring_attention import ring_attention
+from MaxText.layers.ring_attention import _Ring, ring_attention
 
 pytestmark = pytest.mark.multi_device
 
@@ -88,10 +88,16 @@ def test_the_same_outputs_and_gradients(name):
     [({}, 32, 3), ({"window": 5}, 32, 1), ({"window": 9}, 32, 1), ({"window": 10}, 32, 2)],
 )
 def test_a_window_needs_the_parts_that_it_reaches_only(scores, length, copies):
-    from MaxText.layers.ring_attention import _Ring
-
     ring = _Ring(Scoring(**scores), ("context",), 4, length // 4, True, None)
     assert len(ring.steps) == copies + 1
+
+
+@pytest.mark.parametrize(
+    ("length", "asked", "blocks"),
+    [(24, 4, 6), (24, 5, 6), (24, None, 2), (26, 5, 2), (26, 13, 2), (24, 100, 2)],
+)
+def test_blocks_divide_the_pieces_of_a_device(length, asked, blocks):
+    assert _Ring(Scoring(), ("context",), 4, length, True, asked).num_blocks == blocks
 
 
 def test_bfloat16_adds_up_in_float32():
