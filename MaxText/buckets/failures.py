@@ -11,6 +11,7 @@ _OUTAGE = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
     r"|http_response_code='(408|429|5)"
 )
+_REFUSAL = re.compile(r"http_response_code='40[13]'")
 
 
 class BucketFailure(OSError, UserError):
@@ -34,12 +35,21 @@ class BucketFailure(OSError, UserError):
 
 def is_outage(error: BaseException) -> bool:
     """Whether an error, or what caused it, says that a bucket fails now and may answer later."""
+    return _says(error, _OUTAGE, errno.EIO)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error, or what caused it, says that a bucket does not let this user ask."""
+    return _says(error, _REFUSAL, errno.EINVAL)
+
+
+def _says(error: BaseException, words: re.Pattern[str], number: int) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BucketFailure):
-            return cause.errno == errno.EIO
+            return cause.errno == number
         # TensorStore raises ValueError, and Orbax wraps it.
-        if isinstance(cause, ValueError | RuntimeError) and _OUTAGE.search(str(cause)):
+        if isinstance(cause, ValueError | RuntimeError) and words.search(str(cause)):
             return True
         cause = cause.__cause__
     return False

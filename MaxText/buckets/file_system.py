@@ -6,9 +6,10 @@ import re
 import urllib.parse
 from typing import Any
 
-import gcsfs  # pyright: ignore[reportMissingImports]
+from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
 
 from MaxText.buckets.failures import BucketFailure
+from MaxText.buckets.paths import COMMIT_MARK
 
 # Of HTTP: the others between 400 and 499 are mistakes of who asks.
 _TIMEOUT, _TOO_MANY = 408, 429
@@ -22,18 +23,36 @@ if "GCSFS_DEBUG" not in os.environ:
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
-class BucketFileSystem(gcsfs.GCSFileSystem):
+class BucketFileSystem(GCSFileSystem):
     """gcsfs, which tries a request again for half a minute; what it raises then is an OSError.
 
     Listings are not kept: other processes of the run, TensorStore and other machines write to the
     same folders. And a bucket that does not answer is never taken for one without a file: a run
     would begin anew where its checkpoints could not be listed for a moment.
+
+    gcsfs's own choice, a class for hierarchical buckets as well, asks each bucket for its kind by
+    gRPC, for minutes where that does not answer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         """As gcsfs takes them."""
         kwargs.setdefault("use_listings_cache", False)
         super().__init__(*args, **kwargs)
+
+    async def _expand_path(
+        self, path: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any
+    ) -> list[str]:
+        # Names are taken to the letter: to delete `run?` must not delete run1 and run2.
+        paths = [path] if isinstance(path, str) else path
+        return await super()._expand_path(paths, recursive, maxdepth, assume_literal=True)
+
+    async def _rm(self, path: Any, recursive: bool = False, **options: Any) -> Any:
+        if recursive and isinstance(path, str):
+            # Objects go one by one, and half a checkpoint must not count as whole meanwhile.
+            mark = f"{path.rstrip('/')}/{COMMIT_MARK}"
+            if await self._isfile(mark):
+                await super()._rm(mark)
+        return await super()._rm(path, recursive=recursive, **options)
 
     async def _isdir(self, path: str) -> bool:
         return await self._has_type(path, "directory")

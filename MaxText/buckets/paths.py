@@ -7,6 +7,9 @@ from etils import epath
 
 from MaxText.errors import UserError
 
+# Orbax writes it last into a step in a bucket; a step without it is none.
+COMMIT_MARK = "commit_success.txt"
+
 _PROTOCOLS = ("gs", "gcs")
 
 
@@ -26,14 +29,14 @@ def path_of(text: str, key: str) -> epath.Path:
     """
     if text.startswith("gs://"):
         prepare_clients(f"{key}={text}")
-    try:
-        return epath.Path(text).expanduser()
-    except KeyError:
+    elif is_bucket(text):
         scheme = text.partition("://")[0]
         raise UserError(
             f"{key}={text}: storage of the kind {scheme}:// is not known here. Name a local path, "
             "or one that begins with gs://."
-        ) from None
+        )
+    try:
+        return epath.Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{key}={text}: {error}.") from error
 

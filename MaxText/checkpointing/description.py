@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from MaxText.buckets.failures import is_outage
+from MaxText.buckets.failures import BucketFailure
 from MaxText.checkpointing import layout
 from MaxText.configuration.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
@@ -138,7 +138,7 @@ def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        if is_outage(error):
+        if isinstance(error, BucketFailure):  # says nothing about the file
             raise
         raise Unreadable(f"{path}: {error}") from error
     if not isinstance(value, dict):

@@ -7,7 +7,7 @@ import dataclasses
 
 from etils import epath
 
-from MaxText.buckets.paths import is_bucket, path_of
+from MaxText.buckets.paths import COMMIT_MARK, is_bucket, path_of
 from MaxText.checkpointing.good_steps import read_good_steps, unconfirmed
 from MaxText.errors import UserError
 
@@ -18,7 +18,6 @@ METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
 PARAMETERS_ONLY = "parameters_only"  # in METADATA: true where convert.py imported parameters
 
 # Written last by Orbax where a folder cannot be renamed in one go.
-_COMMITTED = "commit_success.txt"
 _ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
 
 
@@ -63,7 +62,7 @@ def is_complete(step_folder: epath.Path) -> bool:
     """Whether the saving of a step was finished."""
     if not (step_folder / ITEMS).is_dir():
         return False
-    return not is_bucket(step_folder) or (step_folder / _COMMITTED).exists()
+    return not is_bucket(step_folder) or (step_folder / COMMIT_MARK).exists()
 
 
 def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
@@ -76,7 +75,7 @@ def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
       Where its files are now.
     """
     if is_bucket(step_folder):
-        (step_folder / _COMMITTED).unlink(missing_ok=True)
+        (step_folder / COMMIT_MARK).unlink(missing_ok=True)
         return step_folder
     return step_folder.rename(step_folder.parent / name)
 

@@ -190,7 +190,8 @@ class Checkpoints:
         except Exception as error:
             if not self._is_whole(self._saving):
                 return self._failed(error)
-            self._orbax_manager = None
+            if jax.process_count() == 1:
+                self._orbax_manager = None  # a new one begins with the others' consent only
             self.show(
                 f"!!! WARNING: after step {self._saving} was saved, old checkpoints could not be "
                 f"deleted: {error}. It is tried again after the next save."
@@ -498,6 +499,8 @@ class Checkpoints:
                 self._orbax_manager.delete(step)
                 self._good.forget(lambda good, gone=step: good == gone)
         except Exception as error:  # as of a save
+            if jax.process_count() > 1:
+                raise  # the others wait for this deletion: all end, and start again
             self.show(f"!!! WARNING: old checkpoints could not be deleted: {error}.")
         self._write_good()
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.buckets.failures import BucketFailure, is_outage
+from MaxText.buckets.failures import BucketFailure, is_outage, is_refusal
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import array_checksums, first_difference, other_leaf
 from MaxText.checkpointing.description import Description, Unreadable, describe
@@ -240,10 +240,12 @@ def damage_is_unreadable() -> Iterator[None]:
         raise  # a lack of memory says nothing about the files
     except Exception as error:  # Orbax raises that class itself, and others from damaged JSON
         time.sleep(0.3)  # for arrays on their way
-        if is_outage(error):
+        refused = is_refusal(error)
+        if refused or is_outage(error):
             raise BucketFailure(
                 f"a checkpoint cannot be read now: {_innermost(error)}. Nothing was changed; the "
-                "same command tries again."
+                "same command tries again.",
+                may_pass=not refused,
             ) from error
         raise Unreadable(_innermost(error)) from error
     finally:

@@ -43,6 +43,11 @@ def probe(folder: epath.Path) -> None:
       OSError: one of these fails.
     """
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    probe.write_text("can this folder be written to?")
-    probe.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("can this folder be written to?")
+        probe.unlink()
+    except OSError:
+        raise
+    except Exception as error:  # of the library behind a URL
+        raise OSError(str(error)) from error

@@ -9,7 +9,7 @@ processes may ask at once: one copies, the others wait. Imports no jax.
 
 import hashlib
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -149,16 +149,16 @@ def _is_copied(file: _Wanted) -> bool:
 def _copy_file(file: _Wanted) -> None:
     source = open_file(file.url)
     file.to.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=file.to.parent)
+    temporary = file.to.with_name(f".{file.to.name}.{uuid.uuid4().hex[:8]}.writing")
     try:
-        with os.fdopen(number, "wb") as copy:
+        with open(temporary, "xb") as copy:
             for start in range(0, file.size, _PIECE_BYTES):
                 copy.write(source.read(start, min(_PIECE_BYTES, file.size - start)))
             copy.flush()
             os.fsync(copy.fileno())
         os.replace(temporary, file.to)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _name(url: str) -> str:

@@ -41,8 +41,6 @@ class Emulator:
             "TENSORSTORE_GCS_HTTP_URL": self.address,
             "FSSPEC_GS_TOKEN": "anon",
             "FSSPEC_GCS_TOKEN": "anon",
-            # Asks over gRPC what kind of bucket it is.
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             "GCE_METADATA_HOST": "127.0.0.1:1",
             "NO_GCE_CHECK": "true",
             "GOOGLE_CLOUD_PROJECT": "test",

@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from MaxText.buckets.failures import BucketFailure, is_outage
-from MaxText.buckets.paths import path_of
+from MaxText.buckets.paths import COMMIT_MARK, path_of
 from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
 
@@ -88,3 +88,29 @@ def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("MaxText.buckets.paths._has_client", lambda: False)
     with pytest.raises(UserError, match=r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"):
         path_of("gs://b/x", "base_output_directory")
+
+
+def test_names_are_taken_to_the_letter(bucket):
+    for name in ("run1", "run2", "run?"):
+        path_of(f"{bucket}/{name}/file", "x").write_text(name)
+    path_of(f"{bucket}/run?", "x").rmtree()
+    left = {path.name for path in path_of(bucket, "x").iterdir()}
+    assert left == {"run1", "run2"}
+
+
+def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
+    step = path_of(f"{bucket}/run/3", "x")
+    (step / COMMIT_MARK).write_text("")
+    (step / "items" / "array").mkdir(parents=True)
+    (step / "items" / "array" / "0").write_text("numbers")
+    fault = Fault(503, where="DELETE .*array")
+    with emulator.failing(fault), pytest.raises(BucketFailure):
+        step.rmtree()
+    assert (step / "items" / "array" / "0").exists()
+    assert not (step / COMMIT_MARK).exists()
+
+
+@pytest.mark.parametrize("path", ["s3://b/x", "hf://b/x", "nothing://b"])
+def test_other_storage_is_refused(path):
+    with pytest.raises(UserError, match="is not known here"):
+        path_of(path, "base_output_directory")

@@ -1,14 +1,16 @@
 """Data sets in buckets: made on this machine, uploaded whole, the manifest last. Imports no jax."""
 
+import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_copies import copied_folder
 from MaxText.input_pipeline.manifest import Manifest
+from MaxText.input_pipeline.preparation import building_lock
 from MaxText.input_pipeline.preparation.preparing import keep, manifest_name_of, prepare
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.storage import file_system, is_there
@@ -41,18 +43,37 @@ def prepare_in_bucket(
             f"dataset_path={url}: the text itself is written as records into a local folder only. "
             "Name one, and copy it to the bucket (gcloud storage cp -r)."
         )
-    if is_there(f"{url}/{name}"):
-        kept = copied_folder(url, cache_dir, show)
-        assert kept is not None, url
-        corpus = open_corpus(preparation.prepare_source, preparation.text_field)
-        return keep(preparation, corpus, kept, name, show, place=url)
-    folder = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24] / "data_set"
-    manifest = prepare(preparation, str(folder), show)
-    assert manifest is not None
-    _upload(folder, url, name)
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    show(f"Uploaded it to {url}")
-    return manifest
+    place = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    with _held(place, cache_dir, show):
+        if is_there(f"{url}/{name}"):
+            kept = copied_folder(url, cache_dir, show)
+            assert kept is not None, url
+            corpus = open_corpus(preparation.prepare_source, preparation.text_field)
+            return keep(preparation, corpus, kept, name, show, place=url)
+        folder = place / "data_set"
+        manifest = prepare(preparation, str(folder), show)
+        assert manifest is not None
+        _upload(folder, url, name)
+        shutil.rmtree(place, ignore_errors=True)
+        show(f"Uploaded it to {url}")
+        return manifest
+
+
+@contextlib.contextmanager
+def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other processes that share the cache, as those of one run, from the same work."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Its own errors are those of the folder; those of the work inside have words of theirs.
+        lock = contextlib.ExitStack()
+        lock.enter_context(building_lock.hold(place.with_suffix(".lock"), show))
+    except OSError as error:
+        raise UserError(
+            f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
+            "data_cache_dir to a folder on a disk with room."
+        ) from error
+    with lock:
+        yield
 
 
 def _upload(folder: Path, url: str, last: str) -> None:
@@ -64,6 +85,11 @@ def _upload(folder: Path, url: str, last: str) -> None:
     system, path = file_system(url)
     try:
         others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
+        if system.exists(f"{path}/{last}"):
+            raise UserError(
+                f"dataset_path={url}: another machine has made a data set there meanwhile. The "
+                "same command compares it with what is asked for."
+            )
         if others:
             raise UserError(
                 f"dataset_path={url} has other files ({min(others)}) and is no data set of the "
