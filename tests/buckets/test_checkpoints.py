@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.buckets.failures import BucketFailure
+from MaxText.buckets.failures import BucketFailure, is_outage
 from MaxText.buckets.paths import path_of
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import Unreadable
@@ -109,6 +109,15 @@ def test_a_bucket_that_does_not_answer_is_no_damage(folder, opened, emulator):
     # TensorStore tries again for a quarter of an hour.
     with emulator.failing(Fault(503, "ocdbt|manifest", times=2)):
         assert_bit_equal(again.restore(0, abstract(state))[0], kept[0])
+
+
+@pytest.mark.parametrize("where", ["metadata", "ocdbt|manifest|/d/"])
+def test_a_bucket_that_refuses_is_no_damage(folder, opened, emulator, where):
+    state, _ = save_steps(opened(), fresh_state(), [0])
+    again = opened()
+    with emulator.failing(Fault(403, where)), pytest.raises(BucketFailure) as caught:
+        again.restore(0, abstract(state))
+    assert not is_outage(caught.value)
 
 
 def test_going_back_withdraws_before_it_deletes(folder, opened, emulator):
