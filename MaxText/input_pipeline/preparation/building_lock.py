@@ -11,11 +11,12 @@ import fcntl
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from MaxText.meanwhile import meanwhile
 
 _SIGN_OF_LIFE_SECONDS = 20.0
 # A holder on another machine that gave no sign for so long is taken for dead. Far above the
@@ -49,20 +50,15 @@ def hold(path: Path, show: Callable[[str], None]) -> Iterator[None]:
             waiting = True
             show(f"Waiting for {_describe(path)}, which prepares the same data set")
         time.sleep(_POLL_SECONDS)
-    over = threading.Event()
 
-    def give_signs_of_life() -> None:
-        while not over.wait(_SIGN_OF_LIFE_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(path)
+    def give_sign_of_life() -> None:
+        with contextlib.suppress(OSError):
+            os.utime(path)
 
-    thread = threading.Thread(target=give_signs_of_life, daemon=True, name="sign of life")
-    thread.start()
     try:
-        yield
+        with meanwhile(give_sign_of_life, _SIGN_OF_LIFE_SECONDS, "sign of life"):
+            yield
     finally:
-        over.set()
-        thread.join()
         # Removed while it is held: nobody can be given a lock on a file that has no name.
         path.unlink(missing_ok=True)
         os.close(descriptor)

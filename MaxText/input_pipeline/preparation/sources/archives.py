@@ -213,7 +213,7 @@ def zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
             try:
                 if member.compress_type == zipfile.ZIP_BZIP2:
                     # Decompressed without bound: 4 KB may become 5 GB.
-                    raise NotImplementedError("it is compressed by bzip2")
+                    raise ValueError("it is compressed by bzip2")
                 contents = archive.open(member)
             except (RuntimeError, NotImplementedError, ValueError, struct.error) as error:
                 raise UserError(
