@@ -68,7 +68,7 @@ def _plan(asked: request.Request, config) -> bool:
         return plan is None or plan.fits
     plans = fitting(config, place, peak)
     tokens = tokens or config.run.steps * plans[0].program.tokens_per_update
-    print(f"\n{report.proposals(plans, tokens, asked.price)}")
+    print(f"\n{report.proposals(plans, config, asked.arguments, tokens, asked.price)}")
     return True
 
 

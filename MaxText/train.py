@@ -91,37 +91,26 @@ def train(config, stop: StopSignal) -> int:
     eval_rows = mesh.rows_of_batch(config.batch, layout, evaluation.eval_per_device_batch_size)
 
     # --- Model and optimizer ----------------------------------------------------------------------
-    from MaxText.checkpointing.growth.old_slots import slow_old_slots
     from MaxText.checkpointing.growth.settling import settle
-    from MaxText.layers.model import Model
     from MaxText.monitoring.tables import parameter_table
-    from MaxText.training import backend_defaults
     from MaxText.training import step as steps
-    from MaxText.training.optimizer import make_optimizer
-    from MaxText.training.schedule import learning_rate_schedule
+    from MaxText.training.assembly import assemble
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
     config, config_flat = settled.config, flat(settled.config)
-    model_section, choices = backend_defaults.resolve(config.model, devices[0].platform)
-    model = Model(model_section)
-    schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    optimizer = slow_old_slots(
-        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
-    )
-    initialize = steps.make_initialize(model, optimizer, guard)
-    abstract_state = layout.abstract_state(initialize, model.parameters)
-    mesh.check_lengths(model_section.shape.max_target_length, config.batch, layout)
-    whole = mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    built = assemble(settled, layout)
+    model, abstract_state = built.model, built.state
     print(parameter_table(model.parameters, layout.describe(model.parameters)))
-    print("\n".join([f"parameters that lie whole: {whole:.2%}", *choices, *settled.lines]))
+    print(
+        "\n".join([f"parameters that lie whole: {built.whole:.2%}", *built.choices, *settled.lines])
+    )
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.batch import batch_shapes
     from MaxText.input_pipeline.rows.batch_plan import plan_batches
     from MaxText.input_pipeline.run_batches import open_batches
 
-    length = model_section.shape.max_target_length
+    length = model.section.shape.max_target_length
     plan = plan_batches(
         config.batch, length, lambda size: mesh.rows_of_update(config.batch, layout, size)
     )
@@ -133,10 +122,9 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.compilation.saved_step import open_saved
     from MaxText.parallelism.compiled_steps import CompiledSteps
 
-    step_function = steps.train_step_of(config, model, optimizer, schedule)
     train_step = CompiledSteps(
-        lambda shapes: layout.compile_step(step_function, abstract_state, shapes),
-        open_saved(config, layout, abstract_state),
+        lambda shapes: layout.compile_step(built.step, abstract_state, shapes),
+        open_saved(config, model.section, layout, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = plan.at(0 if newest is None else newest + 1)
@@ -157,7 +145,7 @@ def train(config, stop: StopSignal) -> int:
         config.checkpoint,
         abstract_state,
         lambda: layout.draw_state(
-            initialize, abstract_state, model_section.initialization.init_weights_seed
+            built.initialize, abstract_state, model.section.initialization.init_weights_seed
         ),
         config_flat,
         settled=settled,

@@ -1,7 +1,7 @@
 """Cost of dense connections against the plain Transformer of the same shape, in one run.
 
     python benchmarks/mudd.py                              train steps on this machine, in turn
-    python benchmarks/mudd.py --shape wide --rounds 15
+    python benchmarks/mudd.py --shape wide --rounds 15 --keys attention=blocked remat_policy=minimal
     python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
     python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --rows "kernel, scan" "2x2, scan"
 
@@ -107,10 +107,11 @@ def keys_of(shape: Shape, row: dict[str, Any], options: argparse.Namespace) -> d
         "vocab_size": shape.vocabulary,
         "max_target_length": shape.length,
         "per_device_batch_size": shape.batch,
-        "attention": options.attention,
-        "remat_policy": options.remat_policy,
+        "attention": "autoselected",
+        "remat_policy": "full",
         "dataset_type": "synthetic",
         "steps": 1000,
+        **options.keys,
         **row,
     }
 
@@ -162,11 +163,11 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(shape, row, options))
-    section, choices = backend_defaults.resolve(config.model, devices[0].platform)
-    for choice in choices:
-        if "dense_mixing" in choice:
-            print(f"    {choice}")
     layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    section, choices = backend_defaults.resolve(config.model, devices[0].platform, layout)
+    for choice in choices:
+        if choice.startswith(("dense_mixing", "attention")):
+            print(f"    {choice}")
     model = Model(section)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
@@ -189,6 +190,12 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     if section.memory.scan_layers and options.topology is not None:
         period = section.dense_connections.dense_period if "dense_conn" in row else 1
         costs = of_all_turns(compile_step, costs, shape.num_layers // period)
+    temporaries = memory.temp_size_in_bytes
+    if options.topology is not None:
+        # At the peak: temp_size_in_bytes of a donated state counts more (docs/plan.md). On CPU the
+        # peak leaves temporaries out.
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        temporaries = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - outputs
     dense = section.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
@@ -217,7 +224,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
         seconds,
         costs.get("optimal_seconds", 0.0),
         costs["bytes accessed"],
-        memory.temp_size_in_bytes,
+        temporaries,
         PASSES * num_reads * state_bytes,
     )
 
@@ -270,6 +277,13 @@ def chips_of(topology: str, number: int) -> list:
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:number]
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    import yaml
+
+    key, value = text.split("=", 1)
+    return key, yaml.safe_load(value)
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Cost of dense connections.")
@@ -278,13 +292,20 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="in place of the shape's")
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=None)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--attention", default="dot_product")
-    parser.add_argument("--remat-policy", default="full")
+    parser.add_argument(
+        "--keys",
+        nargs="*",
+        type=_setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the configuration, for all rows (remat_policy=full, else the defaults)",
+    )
     parser.add_argument("--topology", help="of a TPU to compile for, as v5p:2x2x1")
     parser.add_argument(
         "--chips", type=int, default=1, help="of the topology, over which fsdp goes"
     )
     options = parser.parse_args()
+    options.keys = dict(options.keys)
     start_up.restart_with_allocator_setting()
     if options.topology is None:
         for line in start_up.choose_platform("auto"):
@@ -313,7 +334,7 @@ def main() -> None:
     plain = "Transformer, scan" if all("scan" in name for name in names) else "Transformer"
     names = [plain, *(name for name in names if name != plain)]
     where = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{options.shape}: {shape}, {where}, remat_policy={options.remat_policy}")
+    print(f"{options.shape}: {shape}, {where}, {options.keys}")
     rows = {}
     for name in names:
         print(f"  {name}", flush=True)

@@ -59,10 +59,10 @@ def our_step(size, batch):
     from MaxText.training.step import make_initialize, make_train_step
 
     config = configure(**keys_of(size))
-    section, choices = backend_defaults.resolve(config.model, jax.default_backend())
+    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    section, choices = backend_defaults.resolve(config.model, jax.default_backend(), layout)
     for choice in choices:
         print(f"  ours, {choice}")
-    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
     model = Model(section)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)

@@ -51,11 +51,21 @@ def complete_steps(folder: epath.Path) -> list[int]:
     Orbax writes into `<step>.orbax-checkpoint-tmp` and renames at the end; in object stores,
     which cannot rename, it writes a marker last. A save that was killed is therefore not listed.
     """
-    if not folder.is_dir():
-        return []
     return sorted(
-        int(child.name) for child in folder.iterdir() if child.name.isdigit() and is_complete(child)
+        int(child.name) for child in children(folder) if child.name.isdigit() and is_complete(child)
     )
+
+
+def children(folder: epath.Path) -> list[epath.Path]:
+    """What a folder holds; nothing if it is not there.
+
+    To look for it first would not do: in a bucket a folder ends with its last object, which another
+    process of the run may delete in between.
+    """
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def is_complete(step_folder: epath.Path) -> bool:

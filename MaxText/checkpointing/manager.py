@@ -451,9 +451,9 @@ class Checkpoints:
 
     def _remove_partial(self, name: str) -> None:
         """Frees what saves that were killed or that failed have left."""
-        if jax.process_index() != 0 or not self.directory.is_dir():
+        if jax.process_index() != 0:
             return
-        for folder in self.directory.iterdir():
+        for folder in layout.children(self.directory):
             is_partial = (
                 ".orbax-checkpoint-tmp" in folder.name
                 or folder.name.endswith(_GIVEN_UP)

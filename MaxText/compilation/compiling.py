@@ -7,17 +7,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from MaxText.checkpointing.growth.old_slots import slow_old_slots
 from MaxText.checkpointing.growth.settling import settle
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import batch_shapes
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan, plan_batches
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
-from MaxText.training import backend_defaults
-from MaxText.training import step as steps
-from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.assembly import assemble
 from MaxText.training.state import TrainState
 
 
@@ -59,30 +55,19 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     settled = settle(config, [])
     config = settled.config
-    section, choices = backend_defaults.resolve(config.model, devices[0].platform)
-    model = Model(section)
-    schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    optimizer = slow_old_slots(
-        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
-    )
-    mesh.check_lengths(section.shape.max_target_length, config.batch, layout)
-    mesh.check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
-    state = layout.abstract_state(
-        steps.make_initialize(model, optimizer, config.guard), model.parameters
-    )
+    built = assemble(settled, layout)
+    model, state = built.model, built.state
     plan = plan_batches(
         config.batch,
-        section.shape.max_target_length,
+        model.section.shape.max_target_length,
         lambda size: mesh.rows_of_update(config.batch, layout, size),
     )
     stage = plan.stages[-1]
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.attend_across_documents
     batch = layout.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
-    function = steps.train_step_of(config, model, optimizer, schedule)
-    lowered = layout.lower_step(function, state, batch)
-    lines = [*choices, *settled.lines]
+    lowered = layout.lower_step(built.step, state, batch)
+    lines = [*built.choices, *settled.lines]
     return Planned(config, model, layout, state, batch, plan, stage.length, lowered, lines)
 
 

@@ -12,6 +12,7 @@ import jax
 
 import MaxText
 from MaxText.configuration.catalogue import by_section, flat
+from MaxText.configuration.model_sections import Model
 from MaxText.configuration.schema import Config
 from MaxText.configuration.values import to_yaml
 from MaxText.parallelism.compilation_cache import kind_of_processor
@@ -29,16 +30,17 @@ _SOURCES = ("layers", "training", "parallelism/constraints.py", "parallelism/mes
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
 
 
-def facts(config: Config, layout: Layout, state: Any) -> dict[str, Any]:
+def facts(config: Config, section: Model, layout: Layout, state: Any) -> dict[str, Any]:
     """JSON values that two runs share if the same step serves both; batches are left out.
 
     Args:
       config: with the zoom of scores fixed where parameters grow.
+      section: its model with `auto` resolved, which may differ where cuDNN cannot be tried.
       layout: of the devices.
       state: shapes and shardings of the state.
     """
     device = layout.mesh.devices.flat[0]
-    values = flat(config)
+    values = flat(config.model_copy(update={"model": section}))
     names = [
         key.name for section, keys in by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS

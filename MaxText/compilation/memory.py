@@ -189,8 +189,9 @@ def _advice(
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
         if any(vocabulary in of for of in sizes) and section.objective.num_vocab_tiling == 1:
             lines.append("num_vocab_tiling=8: logits in parts of the sequence")
-        if any(of.count(length) >= 2 for of in sizes):
-            lines.append("attention=autoselected attention_block_size=512: scores in blocks")
+        whole = section.attention.attention == "dot_product"
+        if whole and any(of.count(length) >= 2 for of in sizes):
+            lines.append("attention=autoselected: scores by a kernel, or in blocks")
         rows = batch.per_device_batch_size
         if rows * layout.mesh.size / 2 >= layout.num_batch_parts:
             lines.append(

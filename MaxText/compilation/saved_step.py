@@ -8,6 +8,7 @@ from jax.experimental import serialize_executable
 
 from MaxText.compilation import executables, identity
 from MaxText.compilation.compiling import Planned
+from MaxText.configuration.model_sections import Model
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import Layout
@@ -29,18 +30,19 @@ def save(path: str, planned: Planned, compiled: jax.stages.Compiled) -> str:
             "key out: the compilation cache (jax_cache_dir) spares restarts the compilation."
         ) from error
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    facts = identity.facts(planned.config, planned.layout, planned.state)
+    facts = identity.facts(planned.config, planned.model.section, planned.layout, planned.state)
     kept = {"run": facts, "batch": identity.describe(planned.batch), "metrics": sorted(metrics)}
     return executables.write(path, kept, executable)
 
 
 def open_saved(
-    config: Config, layout: Layout, state: Any
+    config: Config, section: Model, layout: Layout, state: Any
 ) -> Callable[[Any], Callable | None] | None:
     """Shapes of a batch -> the saved step, or None where it is for batches of another shape.
 
     Args:
       config: whose compiled_trainstep_file is read; with the zoom of scores fixed.
+      section: its model with `auto` resolved.
       layout: of the devices to run on.
       state: shapes and shardings of the state.
 
@@ -55,7 +57,7 @@ def open_saved(
     if not path:
         return None
     kept, executable = executables.read(path)
-    different = identity.differences(kept["run"], identity.facts(config, layout, state))
+    different = identity.differences(kept["run"], identity.facts(config, section, layout, state))
     if different:
         more = len(different) - _SHOWN
         lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])

@@ -189,9 +189,11 @@ class Attention(Section):
         "What makes queries, keys, values and the output: matrices, or Pattention over slots "
         "(TokenFormer).",
     )
-    attention: Literal["autoselected", "dot_product", "blocked"] = key(
+    attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key(
         "autoselected",
-        "Backend. blocked: causal in blocks of query rows, half the products of dot_product.",
+        "Backend. blocked: causal in blocks of query rows, half the products of dot_product. "
+        "flash: a kernel that writes no scores to memory, JAX's splash attention on TPU, cuDNN's "
+        "on GPU. autoselected: flash where it can be, else blocked.",
     )
     attention_block_size: int = key(
         128, "Query rows of a block.", unit="tokens", ge=1,

@@ -41,7 +41,7 @@ _NOT_YET = "not available yet"
 _NO_DOWNLOAD = "nothing is downloaded while training: name files that are there"
 _FILES = "files of any kind are named by one key"
 _MOE = "the form of the products of experts is chosen by the program"
-_KERNEL = "kernels are not tuned by keys"
+_KERNEL = "blocks of the kernel of attention=flash go by the length"
 _FLOAT32 = "always on: attention scores and softmax accumulate in float32"
 _TIERS = "checkpoints of several tiers are not available yet"
 _GOODPUT = "goodput upload is not available; the time of every step is in metrics.jsonl"
@@ -108,8 +108,8 @@ UNAVAILABLE: dict[str, Absent] = {
         "parameters are read all through the step, unlike moments", "ici_fsdp_parallelism"
     ),
     "attention_type": Absent("kinds of attention go by layer", "attention_types"),
-    "sa_block_q": Absent(_KERNEL, "attention_block_size"),
-    "use_tokamax_splash": Absent(_KERNEL, "attention"),
+    "sa_block_q": Absent(_KERNEL),
+    "use_tokamax_splash": Absent("the kernel of TPU is JAX's splash attention", "attention"),
     "float32_qk_product": Absent(_FLOAT32),
     "float32_logits": Absent(_FLOAT32),
     # Parallelism
@@ -185,7 +185,7 @@ UNAVAILABLE: dict[str, Absent] = {
 
 # Families too large to list; the first prefix that fits counts.
 _FAMILIES: dict[str, Absent] = {
-    "sa_": Absent(_KERNEL, "attention_block_size"),
+    "sa_": Absent(_KERNEL),
     "hf_": Absent(_FILES, "grain_train_files"),
     "grain_": Absent("Grain reads by these keys", "grain_worker_count"),
     "dcn_": Absent(f"the mesh axes are {', '.join(MESH_AXES)}", "logical_axis_rules"),
@@ -199,8 +199,6 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
     ("dataset_type", "tfds"): "grain reads tfrecord and ArrayRecord files by grain_train_files",
     ("dataset_type", "hf"): "grain reads parquet and arrow files by grain_train_files",
     ("dataset_type", "olmo_grain"): "prepare the text once with prepare_data.py",
-    ("attention", "flash"): "autoselected takes the best form that is available",
-    ("attention", "cudnn_flash_te"): "autoselected takes the best form that is available",
     ("hardware", "gpu_multiprocess"): "processes are started by a launcher (docs/launch.md)",
     ("profiler", "nsys"): "start the program under nsys itself",
     ("context_parallel_strategy", "ulysses"): "all_gather and ring keep heads where they are",
@@ -242,6 +240,9 @@ def _nothing(why: str) -> Translation:
 # (key, value) -> ours. Values in lower case; null stands for all ways to write nothing.
 TRANSLATIONS: dict[tuple[str, str], Translation] = {
     ("opt_type", "adam_pax"): Translation("opt_type", "adamw"),
+    ("attention", "cudnn_flash_te"): Translation("attention", "flash"),
+    ("attention", "cudnn_flash_jax"): Translation("attention", "flash"),
+    ("remat_policy", "minimal_flash"): Translation("remat_policy", "minimal_with_context"),
     ("dataset_type", "pile"): Translation("dataset_type", "grain"),
     ("train_shuffle_buffer_size", "null"): Translation("enable_data_shuffling", "false"),
     ("eval_shuffle_buffer_size", "null"): _nothing("evaluation reads in order"),

@@ -1,5 +1,6 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
+import math
 from typing import Literal
 
 from MaxText.configuration.dense_connections_section import DenseConnections
@@ -274,7 +275,7 @@ class Pipeline(Section):
     num_layers_per_pipeline_stage: int = key(
         -1,
         "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
-        "leaves, and if that is -1, too, one of each kind.",
+        "leaves, and if that is -1, too, one pattern of kinds and of dense connections.",
         ge=-1,
     )
 
@@ -311,6 +312,11 @@ class Model(Section):
         return self.attention.kinds(self.shape.dimensions.num_layers)
 
     @property
+    def softmax_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of the layers whose attention has a softmax over keys."""
+        return tuple(kind for kind in self.attention_kinds if kind in ("global", "local"))
+
+    @property
     def attention_period(self) -> int:
         """Length of the shortest pattern of kinds that layers repeat."""
         kinds = self.attention_kinds
@@ -320,6 +326,12 @@ class Model(Section):
             ):
                 return period
         raise AssertionError("there are no layers")
+
+    @property
+    def layer_period(self) -> int:
+        """Layers after which kinds of attention and places of dense connections both repeat."""
+        dense = self.dense_connections
+        return math.lcm(self.attention_period, dense.dense_period if dense.dense_conn else 1)
 
     @property
     def is_random(self) -> bool:
@@ -359,7 +371,7 @@ class Model(Section):
         unlike = self._unfit_for_stages()
         if unlike:
             raise ValueError(f"{unlike}\n{NO_STAGES}")
-        period, per_stage = self.attention_period, asked.num_layers_per_pipeline_stage
+        period, per_stage = self.layer_period, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
@@ -374,8 +386,8 @@ class Model(Section):
         if per_stage % period:
             raise ValueError(
                 f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are no multiple of "
-                f"the {period} kinds of attention that layers repeat: all stages run the same "
-                f"program\n" + self._fitting_stages(num_stages)
+                f"the {period} after which kinds of attention and dense connections repeat: all "
+                f"stages run the same program\n" + self._fitting_stages(num_stages)
             )
         microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
@@ -389,11 +401,6 @@ class Model(Section):
 
     def _unfit_for_stages(self) -> str:
         """Why layers cannot be cut into stages at all; empty if they can."""
-        if self.dense_connections.dense_conn:
-            return (
-                "dense_conn=true: each layer reads the outputs of all earlier ones, and has a "
-                "number of weights of its own for them, so that stages cannot run one program"
-            )
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to cut into stages"
         if not self.layers_are_alike:
@@ -401,12 +408,13 @@ class Model(Section):
                 "layers have weights of different shapes (dynamic_mlp_dim, experts or attention "
                 "in some layers only), so that stages cannot run one program"
             )
-        return ""
+        refused = self.dense_connections.scan_refused(self.shape.dimensions.num_layers)
+        return f"stages walk their layers in a scan: {refused}" if refused else ""
 
     def _fitting_stages(self, num_stages: int) -> str:
         """What to set instead, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
-        if rest == 0 and per_repeat % self.attention_period == 0:
+        if rest == 0 and per_repeat % self.layer_period == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
         return NO_STAGES
 

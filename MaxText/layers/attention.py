@@ -14,6 +14,7 @@ from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
+from MaxText.layers.flash_attention import flash_attention, serves
 from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
 from MaxText.layers.linear_attention import (
     LinearState,
@@ -120,7 +121,6 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = constrain(k_BTKH, *_OF_KEYS), constrain(v_BTKH, *_OF_KEYS)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
         o_BTNH = constrain(o_BTNH, *_OF_QUERIES)
-        o_BTNH = checkpoint_name(o_BTNH, "context")
         return checkpoint_name(self.out(o_BTNH), "out_proj"), {}, state
 
     def _core(
@@ -177,27 +177,37 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Tokens of a batch among themselves, in the form that suits where they lie."""
         section = self.section
+        segments_BT, key = context.segments_BT, context.key_for(0)
+        drops = self.dropout_rate > 0 and key is not None
         blocked = section.attention != "dot_product"
-        given = {
-            "segments_BT": context.segments_BT,
-            "memory": memory,
-            "block_size": section.attention_block_size if blocked else None,
-        }
-        dropout = {"dropout_rate": self.dropout_rate, "dropout_key": context.key_for(0)}
+        block_size = section.attention_block_size if blocked else None
         of_queries = sharding_in_force(_OF_QUERIES, q_BTNH.shape)
         of_keys = sharding_in_force(_OF_KEYS, k_BTKH.shape)
-        if of_queries is None or of_keys is None or not split_axes(of_queries, 1):
-            return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scoring, **given, **dropout)
-        drops = self.dropout_rate > 0 and dropout["dropout_key"] is not None
-        if section.context_parallel_strategy == "ring" and not drops:
-            balanced = section.context_parallel_load_balance
-            return ring_attention(
-                q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys, balanced=balanced, **given
+        parts = 1
+        if of_queries is not None and of_keys is not None and split_axes(of_queries, 1):
+            if section.context_parallel_strategy == "ring" and not drops:
+                balanced = section.context_parallel_load_balance
+                o_BTNH = ring_attention(
+                    q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys,
+                    segments_BT=segments_BT, memory=memory, block_size=block_size,
+                    balanced=balanced,
+                )  # fmt: skip
+                return _named(o_BTNH)
+            whole = (_OF_KEYS[0], "activation_kv_length", *_OF_KEYS[2:])
+            k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+            parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
+        if section.attention == "flash" and serves(q_BTNH, of_queries):
+            assert memory is None, section
+            assert not drops, section
+            return flash_attention(
+                q_BTNH, k_BTKH, v_BTKH, scoring, of_queries, of_keys, segments_BT=segments_BT
             )
-        whole = (_OF_KEYS[0], "activation_kv_length", *_OF_KEYS[2:])
-        k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
-        parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
-        return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scoring, parts=parts, **given, **dropout)
+        o_BTNH = softmax_attention(
+            q_BTNH, k_BTKH, v_BTKH, scoring,
+            segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
+            dropout_rate=self.dropout_rate, dropout_key=key,
+        )  # fmt: skip
+        return _named(o_BTNH)
 
     def _linear(
         self,
@@ -212,7 +222,7 @@ class Attention(nnx.Module):
             o_BTNH = bidirectional_linear_attention(
                 q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
             )
-            return o_BTNH, None
+            return _named(o_BTNH), None
         assert state is None or isinstance(state, LinearState)
         o_BTNH, new_state = causal_linear_attention(
             q_BTNH,
@@ -226,4 +236,9 @@ class Attention(nnx.Module):
             precision=self.precision,
         )
         keeps = state is not None or context.capacity is not None
-        return o_BTNH, new_state if keeps else None
+        return _named(o_BTNH), new_state if keeps else None
+
+
+def _named(o_BTNH: jax.Array) -> jax.Array:
+    """With the name that policies of rematerialisation know; kernels name what they keep."""
+    return checkpoint_name(o_BTNH, "context")

@@ -229,6 +229,12 @@ def _in_windows(
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
+def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
+    """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
+    group = num_heads // num_kv_heads
+    return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
+
+
 def attend_to_slots(
     q_BTNH: jax.Array,
     keys: jax.Array,

@@ -30,7 +30,7 @@ from MaxText.layers.depth_mixing import (
 )
 from MaxText.layers.normalization import RMSNorm, factor, normalized
 from MaxText.layers.weights import Shape, constant, weight, zeros
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import HIDDEN, constrain
 
 
 class Normalized(NamedTuple):
@@ -313,7 +313,7 @@ class DepthSum(nnx.Module):
                 y_BTD = normalized(y_BTD, post_norms[way], self.epsilon)
             if self.section.adds:
                 y_BTD = x_BTD + y_BTD
-            y_BTD = constrain(y_BTD, "activation_batch", "activation_length", "activation_embed")
+            y_BTD = constrain(y_BTD, *HIDDEN)
             if self.kept:
                 y_BTD = checkpoint_name(y_BTD, "depth_sum")
             outputs[way] = Normalized(y_BTD) if place in fused.ways else y_BTD

@@ -25,10 +25,11 @@ from MaxText.layers.head_qk import HeadQK, Pointers
 from MaxText.layers.history import walk_with_history
 from MaxText.layers.normalization import normalization
 from MaxText.layers.pipeline import pipelined
+from MaxText.layers.pipelined_history import pipelined_with_history
 from MaxText.layers.rotary import rotary_table
 from MaxText.layers.stack import Walked, rematerialized, stack, walk, walk_written_out
 from MaxText.layers.weights import initializers
-from MaxText.parallelism.constraints import constrain, num_stages_in_force
+from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
 States = tuple[Any, ...]  # of the mixers, one per layer
 
@@ -132,7 +133,12 @@ class Decoder(nnx.Module):
         def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array, place: int):
             return layer(Inputs.all(x_BTD), context.for_layer(index, kinds[place]))[:2]
 
-        if num_stages > 1:
+        if num_stages == 1 and memory.scan_layers is not True:
+            walked = self._written_out(x_BTD, context, None, memory.remat_policy)
+            return self._normalized(self._last(walked, memory.remat_policy)), walked.scalars
+        if isinstance(self.connections, DenseConnections):
+            x_BTD, scalars = self._with_history(x_BTD, context, self.connections)
+        elif num_stages > 1:
             x_BTD, scalars = pipelined(
                 self.layers,
                 x_BTD,
@@ -142,12 +148,7 @@ class Decoder(nnx.Module):
                 period=period,
                 policy=memory.remat_policy,
             )
-            # Norm and head have rows on all stages.
-            return self._normalized(constrain(x_BTD, *_OF_HEAD, "activation_embed")), scalars
-        if memory.scan_layers is True and isinstance(self.connections, DenseConnections):
-            x_BTD, scalars = self._with_history(x_BTD, context, self.connections)
-            return self._normalized(x_BTD), scalars
-        if memory.scan_layers is True:
+        else:
             x_BTD, scalars = walk(
                 self.layers,
                 x_BTD,
@@ -156,9 +157,9 @@ class Decoder(nnx.Module):
                 period=period,
                 policy=memory.remat_policy,
             )
-            return self._normalized(x_BTD), scalars
-        walked = self._written_out(x_BTD, context, None, memory.remat_policy)
-        return self._normalized(self._last(walked, memory.remat_policy)), walked.scalars
+        if num_stages > 1:  # norm and head have rows on all stages
+            x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
+        return self._normalized(x_BTD), scalars
 
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
@@ -248,7 +249,7 @@ class Decoder(nnx.Module):
     def _with_history(
         self, x_BTD: jax.Array, context: Context, connections: DenseConnections
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """All layers in a scan, each with its sums, and the sum after the last one."""
+        """All layers in a scan or on stages, each with its sums, and the sum after the last one."""
         kinds = self.section.attention_kinds
         arrays, without = context.arrays_apart()
 
@@ -256,14 +257,21 @@ class Decoder(nnx.Module):
             own = without.with_arrays(arrays).for_layer(index, kinds[place])
             return layer(inputs, own)[:2]
 
-        return walk_with_history(
+        num_stages, policy = num_stages_in_force(), self.section.memory.remat_policy
+        period = self.section.attention_period
+        if num_stages == 1:
+            return walk_with_history(
+                self.layers, connections, x_BTD, apply, arrays, period=period, policy=policy
+            )
+        return pipelined_with_history(
             self.layers,
             connections,
             x_BTD,
             apply,
-            arrays,
-            period=self.section.attention_period,
-            policy=self.section.memory.remat_policy,
+            context,
+            schedule=self.section.pipeline_schedule(num_stages),
+            period=period,
+            policy=policy,
         )
 
     def _last(self, walked: Walked, policy: RematPolicy) -> jax.Array:
@@ -278,7 +286,7 @@ class Decoder(nnx.Module):
         x_BTD = self.token_embedder(tokens_BT)
         if self.position_embedder is not None:
             x_BTD = x_BTD + self.position_embedder(positions_BT).astype(x_BTD.dtype)
-        x_BTD = constrain(x_BTD, "activation_batch", "activation_length", "activation_embed")
+        x_BTD = constrain(x_BTD, *HIDDEN)
         # Layers are numbered from 0, so the stem takes a number that no layer can have.
         stem_key = context.for_layer(2**31 - 1).dropout_key
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)

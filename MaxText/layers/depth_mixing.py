@@ -19,13 +19,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.parallelism.constraints import platform, sharding_in_force, split_axes
+from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force, split_axes
 
 # With fewer tokens (a step of text generation) a tile of a kernel is not full.
 KERNEL_TOKENS = 16
 
 
-_STATE = ("activation_batch", "activation_length", "activation_embed")
 # Largest power of two that has to divide emb_dim for the kernels.
 KERNEL_WIDTHS = {"tpu": 128, "gpu": 64}
 
@@ -90,7 +89,7 @@ def normalizes(form: str, state_BTD: jax.Array) -> bool:
     """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
     writes what a kernel has made several times for a norm.
     """
-    sharding = sharding_in_force(_STATE, state_BTD.shape)
+    sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
     # Tiles have to be full, as gradients of norms are sums over tokens.
@@ -414,7 +413,7 @@ def _on_each_device(
     Args:
       result_specs: (spec of states, spec of weights) -> spec of what `run` returns.
     """
-    sharding = sharding_in_force(_STATE, sources[0].shape)
+    sharding = sharding_in_force(HIDDEN, sources[0].shape)
     if sharding is None:
         return run(Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
     batch, length, dims = state = sharding.spec

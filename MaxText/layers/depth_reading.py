@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from MaxText.layers.depth_mixing import KERNEL_WIDTHS, NO_NORMS, Axes, Norms, axes_of
-from MaxText.parallelism.constraints import platform, sharding_in_force
+from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force
 
-_STATE = ("activation_batch", "activation_length", "activation_embed")
 _REGISTER = 128  # numbers side by side in a TPU's register
 
 
@@ -95,7 +94,7 @@ def has_kernel(state_BTD: jax.Array, num_sources: int) -> bool:
     """Whether such states, as each device holds them, can be summed by a kernel."""
     from MaxText.layers.history_kernel import rows_of_tile
 
-    sharding = sharding_in_force(_STATE, state_BTD.shape)
+    sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     target = platform()
     if target not in ("cpu", "tpu") or (target == "tpu" and dims % KERNEL_WIDTHS["tpu"]):
@@ -228,7 +227,7 @@ def _on_each_device(run, history_HBTD: jax.Array, specs_of, arguments) -> Any:
     Args:
       specs_of: _Specs -> those of all arguments, and of the result.
     """
-    sharding = sharding_in_force(_STATE, history_HBTD.shape[1:])
+    sharding = sharding_in_force(HIDDEN, history_HBTD.shape[1:])
     if sharding is None:
         return run(Axes(), *arguments)
     batch, length, dims = sharding.spec

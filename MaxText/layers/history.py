@@ -12,7 +12,6 @@ makes these weights.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,135 +36,15 @@ from MaxText.layers.depth_reading import (
     Sum,
     differentiate,
     has_kernel,
-    num_lanes,
-    padded,
     read,
 )
+from MaxText.layers.history_plan import Plan, SumWeights, parameters_of, plan_of, stacked_parameters
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.stack import rematerialized
-from MaxText.parallelism.constraints import constrain, platform
+from MaxText.parallelism.constraints import HIDDEN, constrain, platform, token_by_token
 
 # (weights of a layer, its inputs, its index, its place in the pattern, arrays) -> (y, scalars)
 Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, jax.Array]]]
-_STATE = ("activation_batch", "activation_length", "activation_embed")
-
-
-class Plan(NamedTuple):
-    """Which states the sums read, as arrays for a loop. Sum j stands after j * every layers.
-
-    Before the first layer stands a sum, too, of the embedding alone and with weight 1.
-
-    Attributes:
-      period: layers of one turn of the loop.
-      every: layers from one sum to the next.
-      counts_J: sources of each sum inside the loop.
-      places_JS: which states; what stands behind the count is 0.
-      last: sources of the sum after the last layer.
-      row_of: state -> where its gradient stands, for states that sums read.
-      rows_H: the same as an array, 0 for states that no sum reads.
-      nested: whether each sum's sources begin with all those of the sum before.
-    """
-
-    period: int
-    every: int
-    counts_J: np.ndarray
-    places_JS: np.ndarray
-    last: tuple[int, ...]
-    row_of: dict[int, int]
-    rows_H: np.ndarray
-    nested: bool
-
-    @property
-    def num_rows(self) -> int:
-        """Of the gradients of states."""
-        return len(self.row_of)
-
-    def read_at(self, place: int) -> bool:
-        """Whether sums read the states before the layers at this place of a turn."""
-        return place in self.row_of
-
-
-def plan_of(connections: DenseConnections, period: int) -> Plan:
-    """The plan of layers whose kinds repeat after `period` of them."""
-    section, num_layers = connections.section, connections.num_layers
-    every = section.dense_period
-    period = math.lcm(period, every)
-    sources = [section.sources(depth) for depth in range(0, num_layers, every)]
-    last = section.sources(num_layers)
-    counts_J = np.array([len(one) for one in sources], np.int32)
-    places_JS = np.zeros((len(sources), counts_J.max()), np.int32)
-    for j, one in enumerate(sources):
-        places_JS[j, : len(one)] = one
-    # All states at a place of a turn have a row, or none of them.
-    read = {place % period for one in (*sources, last) for place in one}
-    row_of = {}
-    for place in range(num_layers + 1):
-        if place % period in read:
-            row_of[place] = len(row_of)
-    pairs = zip(sources, [*sources[1:], last], strict=True)
-    nested = all(later[: len(earlier)] == earlier for earlier, later in pairs)
-    rows_H = np.array([row_of.get(place, 0) for place in range(num_layers + 1)], np.int32)
-    return Plan(period, every, counts_J, places_JS, last, row_of, rows_H, nested)
-
-
-class SumWeights(NamedTuple):
-    """Parameters of sums, of all of one loop or of a single one; J is absent then.
-
-    What a sum lacks of the largest one is 0, so that it has no effect.
-
-    Attributes:
-      fixed_JE: float32 weights that are the same everywhere.
-      wi_JDK: None without weights that depend on the token.
-      wo_JKE: the same.
-      post_norms: way -> the factors [J, D] of the norm that its sum goes through.
-    """
-
-    fixed_JE: jax.Array
-    wi_JDK: jax.Array | None
-    wo_JKE: jax.Array | None
-    post_norms: dict[str, jax.Array]
-
-
-def _parameters_of(one: DepthSum, num_sources: int) -> SumWeights:
-    """Of one sum, with room for so many sources."""
-    C, S = len(one.ways), len(one.sources)
-    E = num_lanes(num_sources, C)
-
-    def laid_out(x_CS: jax.Array) -> jax.Array:
-        """[..., C, S] -> [..., E]"""
-        x_SC = jnp.swapaxes(x_CS, -1, -2)
-        before = [(0, 0)] * (x_SC.ndim - 2)
-        x_SC = jnp.pad(x_SC, [*before, (0, num_sources - S), (0, padded(C) - C)])
-        flat = x_SC.reshape(*x_SC.shape[:-2], -1)
-        return jnp.pad(flat, [*before, (0, E - flat.shape[-1])])
-
-    wi_DK = wo_KE = None
-    if one.wi is not None and one.wo is not None:
-        wi_DK, wo_KE = one.wi.kernel[...], laid_out(one.wo.kernel[...])
-    post_norms = {way: norm.factors() for way, norm in one.post_norms.items()}
-    return SumWeights(laid_out(one.fixed()), wi_DK, wo_KE, post_norms)
-
-
-def _stacked_parameters(connections: DenseConnections, plan: Plan) -> SumWeights:
-    """Of all sums inside the loop, that before the first layer being the identity."""
-    num_sums, num_sources = plan.places_JS.shape
-    depths = [str(j * plan.every) for j in range(1, num_sums)]
-    found = [_parameters_of(connections.after[depth], num_sources) for depth in depths]
-    hidden = max((one.wi_JDK.shape[1] for one in found if one.wi_JDK is not None), default=0)
-
-    def widened(one: SumWeights) -> SumWeights:
-        if one.wi_JDK is None or one.wo_JKE is None:
-            return one
-        missing = hidden - one.wi_JDK.shape[1]
-        wi_DK = jnp.pad(one.wi_JDK, ((0, 0), (0, missing)))
-        return one._replace(wi_JDK=wi_DK, wo_JKE=jnp.pad(one.wo_JKE, ((0, missing), (0, 0))))
-
-    found = [widened(one) for one in found]
-    first = jax.tree.map(jnp.zeros_like, found[0])
-    if not connections.section.adds:
-        num_ways = len(connections.section.dense_ways)
-        first = first._replace(fixed_JE=first.fixed_JE.at[:num_ways].set(1.0))
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *found)
 
 
 class _Kept(NamedTuple):
@@ -176,7 +55,7 @@ class _Kept(NamedTuple):
     inverse_rms_BT1: jax.Array | None
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """All that gradients are taken of."""
 
     x_BTD: jax.Array
@@ -184,6 +63,51 @@ class _Given(NamedTuple):
     sums: SumWeights
     last: SumWeights
     factors_JMD: jax.Array | None
+
+
+class Segment(NamedTuple):
+    """Layers one after another, and where a loop over them finds what is theirs.
+
+    Attributes:
+      num_layers: how many.
+      counts_I: int32, states that each of their sums reads: its own, or more, whose weights are 0.
+      first: number of the first one in the model.
+      base: place of the embedding in the history.
+      base_row: where its gradient stands.
+      stored: place of the first one's weights among those given.
+      stride: from there to those of the next layer.
+      has_work: of one of several passes through these layers, whose gradients are added up: whether
+        any comes of it, those that are given for it being 0 otherwise. None: it is the only pass.
+    """
+
+    num_layers: int
+    counts_I: Any
+    first: Any = 0
+    base: Any = 0
+    base_row: Any = 0
+    stored: Any = 0
+    stride: int = 1
+    has_work: Any = None
+
+    def place_of_weights(self, local: Any) -> Any:
+        """Of a layer counted from the first one of the segment."""
+        return self.stored + local * self.stride
+
+
+class Gradients(NamedTuple):
+    """Of what a segment is given: of weights, summed over its passes, and of hidden states.
+
+    Attributes:
+      of_given: of layers, of sums inside the loop, and of their norms' factors.
+      of_rows: of states that sums read, [R, B, T, D].
+      of_y_BTD: of the state that the segment ends with; afterwards of the one it begins with.
+      sums: of the last sum, where the sum after it has made it again.
+    """
+
+    of_given: tuple[Any, SumWeights, jax.Array | None]
+    of_rows: jax.Array
+    of_y_BTD: jax.Array
+    sums: list[jax.Array]
 
 
 def walk_with_history(
@@ -209,25 +133,49 @@ def walk_with_history(
       r of the sum after the last layer, and each scalar summed over layers.
     """
     plan = plan_of(connections, period)
-    walk = _Walk(layers, connections, plan, apply, x_BTD, policy)
+    walk = Walk(layers, connections, plan, apply, x_BTD, policy)
+    all_layers = Segment(walk.num_layers, plan.counts_J)
+    shape = (walk.num_layers + 1, *x_BTD.shape)
+
+    def forward(given: Given, arrays: Any, *, keep: bool):
+        # Nothing reads a state before it is there.
+        history_HBTD = with_state(jax.lax.empty(shape, x_BTD.dtype), given.x_BTD, 0)
+        history_HBTD, scalars, kept = walk.forward(
+            history_HBTD, given, arrays, all_layers, keep=keep
+        )
+        result_BTD, kept_last = walk.last(history_HBTD, given)
+        return (result_BTD, scalars), history_HBTD, (kept, kept_last)
 
     @jax.custom_vjp
-    def run(given: _Given, arrays: Any):
-        return walk.forward(given, arrays, keep=False)[0]
+    def run(given: Given, arrays: Any):
+        return forward(given, arrays, keep=False)[0]
 
-    def run_forward(given: _Given, arrays: Any):
-        results, history, kept = walk.forward(given, arrays, keep=True)
-        return results, (given, arrays, history, kept)
+    def run_forward(given: Given, arrays: Any):
+        results, history_HBTD, kept = forward(given, arrays, keep=True)
+        return results, (given, arrays, history_HBTD, kept)
 
     def run_backward(kept, gradients):
-        given, arrays, history_HBTD, rest = kept
-        return walk.backward(given, arrays, history_HBTD, rest, gradients), None
+        given, arrays, history_HBTD, (kept, kept_last) = kept
+        of_result_BTD, of_scalars = gradients
+        whole = walk.reading.kernel and len(plan.last) == plan.num_rows
+        of_rows: Any = plan.num_rows
+        if not whole:
+            of_rows = jnp.zeros((plan.num_rows, *x_BTD.shape), x_BTD.dtype)
+        before = walk.before(given, kept, all_layers, len(plan.counts_J) - 1, -1)
+        of_last, of_rows, of_y_BTD, sums = walk.last_backward(
+            history_HBTD, given, kept_last, of_result_BTD, of_rows, **before
+        )
+        none_yet = jax.tree.map(jnp.zeros_like, (given.layers, given.sums, given.factors_JMD))
+        so_far = Gradients(none_yet, of_rows, of_y_BTD, sums)
+        found = walk.backward(history_HBTD, given, arrays, all_layers, kept, of_scalars, so_far)
+        of_layers, of_sums, of_factors_JMD = found.of_given
+        return Given(found.of_y_BTD, of_layers, of_sums, of_last, of_factors_JMD), None
 
     run.defvjp(run_forward, run_backward)
-    return run(walk.given, arrays)
+    return run(walk.given(x_BTD), arrays)
 
 
-class _Walk:
+class Walk:
     """The loop forward and backward, and what both know when they are traced."""
 
     def __init__(
@@ -236,120 +184,163 @@ class _Walk:
         connections: DenseConnections,
         plan: Plan,
         apply: Apply,
-        x_BTD: jax.Array,
+        state_BTD: jax.Array,
         policy: RematPolicy,
     ):
-        self.graphdef, state = nnx.split(layers)
+        self.graphdef, self.weights = nnx.split(layers)
         self.plan, self.apply = plan, apply
         self.policy: RematPolicy = policy
-        self.section = section = connections.section
+        self.connections, self.section = connections, connections.section
         self.num_layers = num_layers = connections.num_layers
-        self.num_turns = num_layers // plan.period
         self.inner = connections.after[str(num_layers - plan.every)]
         self.outer = connections.after[str(num_layers)]
-        kernel = section.dense_mixing == "kernel" and has_kernel(x_BTD, len(plan.last))
-        norms, factors_LMD = NO_NORMS, None
-        if kernel and not section.adds and normalizes(section.dense_mixing, x_BTD):
-            norms, factors_LMD = _norms(layers, self.inner.ways)
+        mixing = self.section.dense_mixing
+        kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last))
+        norms, self.factors_LMD = NO_NORMS, None
+        if kernel and not self.section.adds and normalizes(mixing, state_BTD):
+            norms, self.factors_LMD = _norms(layers, self.inner.ways)
         self.reading = Reading(len(self.inner.ways), float(np.mean(plan.counts_J)), norms, kernel)
         self.reading_last = Reading(len(self.outer.ways), len(plan.last), kernel=kernel)
         # By the backward pass of the sum after it, from the same read.
         self.made_before = kernel and plan.nested
         self.residuals: dict[int, Any] = {}
-        self.given = _Given(
+
+    def given(self, x_BTD: jax.Array) -> Given:
+        """All parameters, as the modules hold them, and the embedding."""
+        plan, factors_LMD = self.plan, self.factors_LMD
+        return Given(
             x_BTD,
-            nnx.to_pure_dict(state),
-            _stacked_parameters(connections, plan),
-            _parameters_of(self.outer, len(plan.last)),
+            nnx.to_pure_dict(self.weights),
+            stacked_parameters(self.connections, plan),
+            parameters_of(self.outer, len(plan.last)),
             None if factors_LMD is None else factors_LMD[:: plan.every],
         )
 
-    def forward(self, given: _Given, arrays: Any, *, keep: bool):
-        """The results, the history, and what else the backward pass reads."""
-        plan, num_layers = self.plan, self.num_layers
-        shape, dtype = given.x_BTD.shape, given.x_BTD.dtype
-        # Nothing reads a state before it is there.
-        history_HBTD = jax.lax.empty((num_layers + 1, *shape), dtype)
-        history_HBTD = _with_state(history_HBTD, given.x_BTD, 0)
+    def forward(
+        self, history_HBTD: jax.Array, given: Given, arrays: Any, segment: Segment, *, keep: bool
+    ):
+        """The history with the segment's states, scalars, and what the backward pass reads."""
+        plan = self.plan
 
-        def one_turn(history_HBTD, first):
+        def one_turn(history_HBTD, local):
             kept_sums, kept_layers, found = [], [], []
             for place in range(plan.period):
-                index = first + place
-                x_BTD = _at(history_HBTD, index)
+                index = segment.first + local + place
+                x_BTD = _at(history_HBTD, segment.base + index)
                 read_BTD: Any = {"x": x_BTD}
                 if place % plan.every == 0:
-                    j = index // plan.every
+                    i = (local + place) // plan.every
+                    j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
                     weights_BTE, kept = self._weigh(self.inner, own, x_BTD)
                     kept_sums.append(kept)
-                    sources = self._sources(j)
                     one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
-                weights = _at(given.layers, index)
-                (y_BTD, scalars), kept = self._layer(place, weights, read_BTD, index, arrays, keep)
+                weights = _at(given.layers, segment.place_of_weights(local + place))
+                (y_BTD, scalars), kept = self._layer(
+                    place, weights, read_BTD, index, arrays, segment, keep
+                )
                 kept_layers.append(kept)
                 found.append(scalars)
-                history_HBTD = _with_state(history_HBTD, y_BTD, index + 1)
+                state_BTD = token_by_token(y_BTD)
+                history_HBTD = with_state(history_HBTD, state_BTD, segment.base + index + 1)
             return history_HBTD, (found, (kept_sums, kept_layers) if keep else None)
 
-        history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._firsts())
+        history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._turns(segment))
         totals: dict[str, jax.Array] = {}
         for scalars in found:
             totals |= {name: totals.get(name, 0) + jnp.sum(x) for name, x in scalars.items()}
-        x_BTD = history_HBTD[num_layers]
-        weights_BTE, kept_last = self._weigh(self.outer, given.last, x_BTD)
-        sources = self._last_sources()
+        return history_HBTD, totals, kept
+
+    def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0):
+        """r of the sum after the last layer, and what its backward pass reads."""
+        x_BTD = _at(history_HBTD, base + self.num_layers)
+        weights_BTE, kept = self._weigh(self.outer, given.last, x_BTD)
+        sources = self._last_sources(base, 0)
         sums = read(history_HBTD, sources, Sum(weights_BTE, sources.count), self.reading_last)
-        result_BTD = self._result(self._read(sums, x_BTD, given.last))
-        return (result_BTD, totals), history_HBTD, (kept, kept_last)
+        return self._result(self._read(sums, x_BTD, given.last)), kept
 
-    def backward(self, given: _Given, arrays: Any, history_HBTD, kept, gradients) -> _Given:
-        """Gradients of all that is given."""
-        plan = self.plan
-        kept, kept_last = kept
-        of_result_BTD, of_scalars = gradients
+    def last_backward(
+        self,
+        history_HBTD: jax.Array,
+        given: Given,
+        kept: "_Kept",
+        of_result_BTD: jax.Array,
+        of_rows: Any,
+        base: Any = 0,
+        base_row: Any = 0,
+        **before: Any,
+    ) -> tuple[SumWeights, jax.Array, jax.Array, list[jax.Array]]:
+        """Gradients of the last sum's parameters, of states that sums read and of the last state.
 
-        x_BTD = history_HBTD[self.num_layers]
-        sources = self._last_sources()
-        one = Sum(kept_last.weights_BTE, sources.count)
+        Besides, the sums before the last layers, where they are made again.
+
+        Args:
+          of_rows: gradients of states so far; or how many there are, as in `differentiate`.
+          before: of the sum before, as `before` returns it.
+        """
+        x_BTD = _at(history_HBTD, base + self.num_layers)
+        sources = self._last_sources(base, base_row)
+        one = Sum(kept.weights_BTE, sources.count)
         sums = [jnp.zeros_like(x_BTD)]
         if self.outer.post_norms:
             sums = read(history_HBTD, sources, one, self.reading_last)
         _, vjp = jax.vjp(self._result, self._read(sums, x_BTD, given.last))
         (of_read,) = vjp(of_result_BTD)
-        before = self._before(given, kept, len(plan.counts_J) - 1, -1)
-        whole = self.reading.kernel and len(plan.last) == plan.num_rows
-        accumulated: Any = plan.num_rows
-        if not whole:
-            accumulated = jnp.zeros((plan.num_rows, *x_BTD.shape), x_BTD.dtype)
         found = differentiate(
-            history_HBTD, sources, one, of_read["sums"], accumulated, self.reading_last, **before
+            history_HBTD, sources, one, of_read["sums"], of_rows, self.reading_last, **before
         )
         of_last, of_x_BTD = self._weigh_backward(
-            self.outer, given.last, x_BTD, kept_last, found.of_weights_BTE
+            self.outer, given.last, x_BTD, kept, found.of_weights_BTE
         )
         of_last = of_last._replace(post_norms=of_read["post_norms"])
-        of_rows = found.of_states_RBTD
-        of_y_BTD = _total(of_x_BTD, of_read.get("x"), of_rows[plan.row_of[self.num_layers]])
+        of_row_BTD = _at(found.of_states_RBTD, base_row + self.plan.row_of[self.num_layers])
+        of_y_BTD = _total(of_x_BTD, of_read.get("x"), of_row_BTD)
+        return of_last, found.of_states_RBTD, of_y_BTD, found.before
 
-        def one_turn(carry, given_of_turn):
-            of_rows, of_y_BTD, sums, so_far = carry
-            first, (kept_sums, kept_layers) = given_of_turn
-            of_layers, of_sums, of_factors = so_far
+    def backward(
+        self,
+        history_HBTD: jax.Array,
+        given: Given,
+        arrays: Any,
+        segment: Segment,
+        kept: Any,
+        of_scalars: dict[str, jax.Array],
+        so_far: Gradients,
+    ) -> Gradients:
+        """Gradients before the segment, from those after it."""
+        plan = self.plan
+
+        def with_own(stacked: Any, own: Any, index: Any) -> Any:
+            if segment.has_work is None:
+                return _put(stacked, own, index)
+            return _put(stacked, jax.tree.map(jnp.add, _at(stacked, index), own), index)
+
+        def one_turn(so_far: Gradients, given_of_turn):
+            (of_layers, of_sums, of_factors), of_rows, of_y_BTD, sums = so_far
+            local, (kept_sums, kept_layers) = given_of_turn
             for place in reversed(range(plan.period)):
-                index = first + place
-                x_BTD = _at(history_HBTD, index)
-                weights = _at(given.layers, index)
-                has_sum, which, j = (
+                here = local + place
+                if place + 1 < plan.period and platform() == "tpu":
+                    # As where layers are written out: see walk_written_out. All that this layer
+                    # reads waits until the weights' gradients of the one after it are in place.
+                    of_layers, of_y_BTD, sums, here = jax.lax.optimization_barrier(
+                        (of_layers, of_y_BTD, sums, here)
+                    )
+                index = segment.first + here
+                x_BTD = _at(history_HBTD, segment.base + index)
+                place_of_weights = segment.place_of_weights(here)
+                weights = _at(given.layers, place_of_weights)
+                has_sum, which, i = (
                     place % plan.every == 0,
                     place // plan.every,
-                    index // plan.every,
+                    here // plan.every,
                 )
                 read_BTD: Any = {"x": x_BTD}
                 if has_sum:
-                    own, sources = _at(given.sums, j), self._sources(j)
+                    j, sources = self._sources(segment, i)
+                    own = _at(given.sums, j)
                     weights_BTE = kept_sums[which].weights_BTE
                     one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     if not self.made_before:
@@ -359,13 +350,11 @@ class _Walk:
                 of_weights, of_read = self._layer_backward(
                     place, before_BTD, index, arrays, kept_layers[place], of_y
                 )
-                if plan.period > 1 and platform() == "tpu":
-                    # As where layers are written out: see walk_written_out.
-                    of_weights, of_read = jax.lax.optimization_barrier((of_weights, of_read))
-                of_layers = _put(of_layers, of_weights, index)
+                of_layers = with_own(of_layers, of_weights, place_of_weights)
+                of_read = jax.tree.map(token_by_token, of_read)
                 of_x_BTD, through_weights_BTD = of_read.get("x"), None
                 if has_sum:
-                    before = self._before(given, kept, j - 1, which - 1)
+                    before = self.before(given, kept, segment, i - 1, which - 1)
                     found = differentiate(
                         history_HBTD, sources, one, of_read["sums"], of_rows, self.reading, **before
                     )
@@ -374,46 +363,64 @@ class _Walk:
                         self.inner, own, x_BTD, kept_sums[which], found.of_weights_BTE
                     )
                     of_own = of_own._replace(post_norms=of_read["post_norms"])
-                    of_sums = _put(of_sums, of_own, j)
-                    of_factors = _put(of_factors, found.of_factors_MD, j)
+                    of_sums = with_own(of_sums, of_own, j)
+                    of_factors = with_own(of_factors, found.of_factors_MD, j)
                 of_row_BTD = None
                 if plan.read_at(place):
-                    of_row_BTD = _at(of_rows, jnp.asarray(plan.rows_H)[index])
+                    row = segment.base_row + jnp.asarray(plan.rows_H)[index]
+                    of_row_BTD = _at(of_rows, row)
+                    if segment.has_work is not None:
+                        of_row_BTD = jnp.where(segment.has_work, of_row_BTD, 0)
                 of_y_BTD = _total(through_weights_BTD, of_x_BTD, of_row_BTD)
-            so_far = (of_layers, of_sums, of_factors)
-            return (of_rows, of_y_BTD, sums if self.made_before else [], so_far), None
+            sums = sums if self.made_before else []
+            return Gradients((of_layers, of_sums, of_factors), of_rows, of_y_BTD, sums), None
 
-        so_far = jax.tree.map(jnp.zeros_like, (given.layers, given.sums, given.factors_JMD))
-        carry = (of_rows, of_y_BTD, found.before, so_far)
-        (_, of_y_BTD, _, so_far), _ = jax.lax.scan(
-            one_turn, carry, (self._firsts(), kept), reverse=True
-        )
-        of_layers, of_sums, of_factors_JMD = so_far
-        return _Given(of_y_BTD, of_layers, of_sums, of_last, of_factors_JMD)
+        turns = (self._turns(segment), kept)
+        return jax.lax.scan(one_turn, so_far, turns, reverse=True)[0]
 
-    def _firsts(self) -> jax.Array:
-        """The first layer of each turn."""
-        return jnp.arange(0, self.num_layers, self.plan.period)
+    def _turns(self, segment: Segment) -> jax.Array:
+        """The first layer of each turn, counted from that of the segment."""
+        return jnp.arange(0, segment.num_layers, self.plan.period)
 
-    def _sources(self, j: jax.Array) -> Sources:
+    def _sources(self, segment: Segment, i: jax.Array) -> tuple[jax.Array, Sources]:
+        """The number among all sums of a segment's sum i, and what that reads."""
         places_JS = self.plan.places_JS
-        arrays = (self.plan.counts_J, places_JS, self.plan.rows_H[places_JS])
-        return Sources(*(_at(jnp.asarray(x), j) for x in arrays))
+        j = segment.first // self.plan.every + i
+        count = _at(jnp.asarray(segment.counts_I), i)
+        places_S, rows_S = (
+            _at(jnp.asarray(x), j) for x in (places_JS, self.plan.rows_H[places_JS])
+        )
+        return j, Sources(count, segment.base + places_S, segment.base_row + rows_S)
 
-    def _last_sources(self) -> Sources:
+    def _last_sources(self, base: Any, base_row: Any) -> Sources:
         places_S = np.array(self.plan.last, np.int32)
         rows_S = self.plan.rows_H[places_S]
-        return Sources(jnp.int32(len(places_S)), jnp.asarray(places_S), jnp.asarray(rows_S))
+        return Sources(
+            jnp.int32(len(places_S)), base + jnp.asarray(places_S), base_row + jnp.asarray(rows_S)
+        )
 
-    def _before(self, given: _Given, kept: Any, j: Any, which: int) -> dict[str, Any]:
-        """What sum j is made again of, which was made at this sum of its turn, or of the last."""
+    def sums_before_end(
+        self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment
+    ) -> list[jax.Array]:
+        """A segment's last sums, as `backward` goes on with where sums are made again."""
+        i = segment.num_layers // self.plan.every - 1
+        before = self.before(given, kept, segment, i, -1)
+        if not before:
+            return []
+        _, sources = self._sources(segment, jnp.int32(i))
+        return read(history_HBTD, sources, before["before"], self.reading)
+
+    def before(
+        self, given: Given, kept: Any, segment: Segment, i: Any, which: int
+    ) -> dict[str, Any]:
+        """What sum i is made again of, which was made at this sum of its turn, or of the last."""
         if not self.made_before:
             return {}
         kept_sums, _ = kept
-        j = jnp.maximum(j, 0)  # nothing reads what stands before the first sum
-        weights_BTE = _at(kept_sums[which].weights_BTE, j // len(kept_sums))
-        count = jnp.asarray(self.plan.counts_J)[j]
-        one = Sum(weights_BTE, count, _at(given.factors_JMD, j))
+        i = jnp.maximum(i, 0)  # nothing reads what stands before the first sum
+        weights_BTE = _at(kept_sums[which].weights_BTE, i // len(kept_sums))
+        j, sources = self._sources(segment, i)
+        one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
         return {"before": one, "reading_before": self.reading}
 
     def _weigh(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> tuple[jax.Array, "_Kept"]:
@@ -491,12 +498,12 @@ class _Walk:
         layer = nnx.merge(self.graphdef, weights)
         return self.apply(layer, self._inputs(read_BTD), index, place, arrays)
 
-    def _layer(self, place: int, weights, read_BTD, index, arrays, keep: bool):
+    def _layer(self, place: int, weights, read_BTD, index, arrays, segment: Segment, keep: bool):
         """A layer's output, and what `policy` keeps of it besides all that stands before it."""
         block = functools.partial(self._block, place, index, arrays)
         if not keep or self.policy == "full":
             return block(weights, read_BTD), []
-        block = rematerialized(block, self.policy, in_scan=self.num_turns > 1)
+        block = rematerialized(block, self.policy, in_scan=segment.num_layers > self.plan.period)
         results, vjp = jax.vjp(block, weights, read_BTD)
         leaves, structure = jax.tree.flatten(vjp)
         # What stands before the layer is there in the backward pass, too, or is made again.
@@ -546,8 +553,9 @@ def _put(stacked: Any, own: Any, index: Any) -> Any:
     )
 
 
-def _with_state(history_HBTD: jax.Array, x_BTD: jax.Array, index: Any) -> jax.Array:
-    return constrain(_put(history_HBTD, x_BTD, index), None, *_STATE)
+def with_state(history_HBTD: jax.Array, x_BTD: jax.Array, index: Any) -> jax.Array:
+    """The history with x as its state at `index`."""
+    return constrain(_put(history_HBTD, x_BTD, index), None, *HIDDEN)
 
 
 def _total(*gradients: jax.Array | None) -> jax.Array:

@@ -25,9 +25,7 @@ from MaxText.configuration.model_sections import RematPolicy
 from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.layers.context import Context
 from MaxText.layers.stack import walk
-from MaxText.parallelism.constraints import constrain, joined_rows, split_rows
-
-_HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, split_rows
 
 
 def pipelined(
@@ -61,7 +59,7 @@ def pipelined(
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
     graphdef, state = nnx.split(layers)
-    weights_SK = _by_stage(state, schedule)
+    weights_SK = by_stage(state, schedule)
 
     def stage(number: jax.Array, x_bTD: jax.Array, weights_K: Any, turn: jax.Array):
         visit = turn - number
@@ -94,28 +92,28 @@ def pipelined(
     def one_turn(carry: tuple[jax.Array, jax.Array], turn: jax.Array):
         arrived_SbTD, waiting_SMbTD = carry
         next_SbTD = _at(waiting_SMbTD, turn % num_microbatches)
-        x_SbTD = _staged(jnp.where(is_first_S, next_SbTD, arrived_SbTD))
+        x_SbTD = staged(jnp.where(is_first_S, next_SbTD, arrived_SbTD))
         y_SbTD, scalars = all_stages(numbers_S, x_SbTD, weights_SK, turn)
-        arrived_SbTD = _staged(jnp.roll(_staged(y_SbTD), 1, axis=0))
+        arrived_SbTD = staged(jnp.roll(staged(y_SbTD), 1, axis=0))
         # What has come around from the last stage; nothing has before its first visit is over.
         place = (turn - (num_stages - 1)) % num_microbatches
         has_come = turn >= num_stages - 1
         kept_SbTD = jnp.where(has_come, arrived_SbTD, _at(waiting_SMbTD, place))
         waiting_SMbTD = jax.lax.dynamic_update_index_in_dim(waiting_SMbTD, kept_SbTD, place, 1)
-        return (arrived_SbTD, _staged(waiting_SMbTD)), jax.tree.map(jnp.sum, scalars)
+        return (arrived_SbTD, staged(waiting_SMbTD)), jax.tree.map(jnp.sum, scalars)
 
-    x_MbTD = split_rows(constrain(x_BTD, *_HIDDEN), num_microbatches, *_HIDDEN[1:])
+    x_MbTD = split_rows(constrain(x_BTD, *HIDDEN), num_microbatches, *HIDDEN[1:])
     # Only the first stage's places are ever read. The others get rows as well, not zeros, and so
     # do stages that wait for their first visit: what they compute stays finite, as must be for
     # its gradient to be 0.
-    waiting_SMbTD = _staged(jnp.broadcast_to(x_MbTD, (num_stages, *x_MbTD.shape)))
+    waiting_SMbTD = staged(jnp.broadcast_to(x_MbTD, (num_stages, *x_MbTD.shape)))
     carry = (_at(waiting_SMbTD, 0), waiting_SMbTD)
     (_, waiting_SMbTD), scalars = jax.lax.scan(one_turn, carry, jnp.arange(schedule.num_turns))
-    y_MbTD = constrain(waiting_SMbTD[0], None, *_HIDDEN)
-    return constrain(joined_rows(y_MbTD), *_HIDDEN), jax.tree.map(jnp.sum, scalars)
+    y_MbTD = constrain(waiting_SMbTD[0], None, *HIDDEN)
+    return constrain(joined_rows(y_MbTD), *HIDDEN), jax.tree.map(jnp.sum, scalars)
 
 
-def _by_stage(state: Any, schedule: PipelineSchedule) -> dict:
+def by_stage(state: Any, schedule: PipelineSchedule) -> dict:
     """Stacked weights [L, ...] as [S, K, R, ...], each stage's on its devices; R = 1 is left out.
 
     With one repeat they lie there already. With several, runs of layers move between stages once
@@ -134,9 +132,9 @@ def _by_stage(state: Any, schedule: PipelineSchedule) -> dict:
     return nnx.to_pure_dict(state, arranged)
 
 
-def _staged(x: jax.Array) -> jax.Array:
+def staged(x: jax.Array) -> jax.Array:
     """Hidden states [S, ..., b, T, D], those of each stage on its devices."""
-    return constrain(x, "activation_stage", *[None] * (x.ndim - 4), *_HIDDEN)
+    return constrain(x, "activation_stage", *[None] * (x.ndim - 4), *HIDDEN)
 
 
 def _at(waiting_SMbTD: jax.Array, place: jax.Array | int) -> jax.Array:

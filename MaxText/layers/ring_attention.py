@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.layers.attention_core import Memory, Scoring
+from MaxText.layers.attention_core import Memory, Scoring, copies_of_heads
 from MaxText.parallelism.constraints import split_axes
 
 Axes = tuple[str, ...]
@@ -63,7 +63,7 @@ def ring_attention(
     assert ring == split_axes(of_keys, 1), (of_queries, of_keys)
     if split_axes(of_keys, 2) != heads:
         # The mesh divides no heads of keys: with copies it does.
-        copies = _copies(k_BTKH.shape[2], q_BTNH.shape[2], _size(mesh, heads))
+        copies = copies_of_heads(k_BTKH.shape[2], q_BTNH.shape[2], _size(mesh, heads))
         k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
         if memory is not None:
             memory = (jnp.repeat(memory[0], copies, axis=1), jnp.repeat(memory[1], copies, axis=1))
@@ -92,12 +92,6 @@ def ring_attention(
 
 def _size(mesh: Any, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _copies(num_kv_heads: int, num_heads: int, parts: int) -> int:
-    """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
-    group = num_heads // num_kv_heads
-    return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
 
 
 class _Rows(NamedTuple):

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from MaxText.configuration.model_sections import RematPolicy
 from MaxText.layers.weights import ShapesOnly
-from MaxText.parallelism.constraints import platform
+from MaxText.parallelism.constraints import platform, token_by_token
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
@@ -213,6 +213,7 @@ def walk(
             # A loop of one turn is none to the compiler.
             one_layer = rematerialized(one_layer, policy, in_scan=num_layers > period)
             x_BTD, found = one_layer(x_BTD, weights, first + place)
+            x_BTD = token_by_token(x_BTD)
             scalars.append(found)
         return x_BTD, scalars
 

@@ -71,7 +71,9 @@ from collections.abc import Iterable
 
 from MaxText.configuration.layer_sections import Attention, AttentionKind
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers import flash_attention
 from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
+from MaxText.layers.flash_attention import TILE
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
 from MaxText.layers.static_sgu import sgu_blocks
@@ -326,13 +328,17 @@ def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> flo
 def keys_multiplied(section: Attention, length: int, kind: AttentionKind = "global") -> float:
     """Keys that a query is multiplied with on average, those masked afterwards included.
 
-    attention=dot_product multiplies the whole square. The others take query rows in blocks, each
+    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
+    not skip. The others take query rows in blocks, each
     with the keys up to its last row; without a causal mask that is the whole square, too. With a
     window, blocks are about as long as it is, each with those beside it.
 
     Args:
       kind: global or local.
     """
+    if section.attention == "flash" and length % TILE == 0:
+        window = section.sliding_window_size if kind == "local" else None
+        return flash_attention.keys_multiplied(length, causal=section.causal, window=window)
     if kind == "local":
         rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
         if rows is None:
@@ -389,6 +395,13 @@ def _recomputed(model: Model, parts: Iterable[Part], length: int) -> float | Non
         adds = 2.0 * d.num_kv_heads * d.head_dim**2 * -(-length // chunk) * chunk / length
         of_a_layer = sum(executed for _, executed in _linear(section, length)) - adds
         again += section.attention_kinds.count("linear") * of_a_layer
+    if section.attention.attention == "flash" and length % TILE == 0:
+        # Both kernels of the backward pass make scores and the gradient of probabilities.
+        d = section.shape.dimensions
+        keys = sum(
+            keys_multiplied(section.attention, length, kind) for kind in section.softmax_kinds
+        )
+        again += 3 * 2 * d.num_query_heads * d.head_dim * keys
     if policy == "none":
         return again
     if policy != "full" or section.dense_connections.dense_kept_sums:

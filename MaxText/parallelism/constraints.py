@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, Sequence[str]]]
+# Logical names of the dimensions of hidden states [B, T, D].
+HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 
 _in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(
     "axis_rules", default=None
@@ -90,6 +93,18 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
     sharding = sharding_in_force(names, x.shape)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def token_by_token(x: jax.Array) -> jax.Array:
+    """`x` with all that a token has side by side in a TPU's memory.
+
+    For what layers hand on. Left to itself, the compiler has tokens side by side after some
+    products and dimensions after others, and copies whole states in between. No effect elsewhere,
+    nor without a mesh: what is exported is for other machines, too.
+    """
+    if _in_force.get() is None or platform() != "tpu":
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:

@@ -216,7 +216,10 @@ class Layout:
         self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParameterInfo]
     ) -> Any:
         """Shapes and shardings of what `initialize` makes of a key."""
-        shapes = jax.eval_shape(initialize, jax.random.key(0))
+        return self.laid_out(jax.eval_shape(initialize, jax.random.key(0)), parameters)
+
+    def laid_out(self, shapes: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
+        """Shapes of a state with the shardings of `state_shardings`."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,

@@ -8,8 +8,9 @@ Counted is what a device receives:
     weights that an axis copies     gradients added up, 2 times their bytes
     weights of a pipeline's stages  gathered, and gradients scattered, in every turn that uses them;
                                     between stages where they have several runs of layers
-    stage                           hidden states of a microbatch in every turn, forward and
-                                    backward, and all rows from the last stage to the head and back
+    stage                           a hidden state of a microbatch in every turn, with dense
+                                    connections those of all other stages' runs, forward and
+                                    backward; all rows from the last stage to the head and back
     tensor                          sums of hidden states after products that contract what it
                                     splits, forward and backward, and those computed again; 2 times
                                     their bytes
@@ -146,7 +147,7 @@ def _hidden_states(program: Program) -> float:
     # head add one each.
     number = 2 * sums + 2 + (again if policy in _OUT_AGAIN else 0)
     n = layout.mesh.shape["tensor"]
-    return 2 * number * _state_bytes(program) * (n - 1) / n
+    return 2 * number * program.state_bytes * (n - 1) / n
 
 
 def _handed_on(program: Program) -> float:
@@ -155,14 +156,9 @@ def _handed_on(program: Program) -> float:
     if schedule is None:
         return 0.0
     turns = schedule.num_turns / schedule.num_microbatches
-    return 2 * (turns + 1) * _state_bytes(program)
-
-
-def _state_bytes(program: Program) -> float:
-    """Of one hidden state of a device's tokens."""
-    section = program.config.model
-    width = np.dtype(section.numerics.dtype).itemsize
-    return program.local_tokens * section.shape.dimensions.emb_dim * width
+    # With dense connections, all that other stages have made since a microbatch was here last.
+    states = program.states_of_others // schedule.num_repeats or 1
+    return 2 * (turns * states + 1) * program.state_bytes
 
 
 def _rows(program: Program) -> float:
@@ -178,7 +174,7 @@ def _rows(program: Program) -> float:
         layers = section.shape.dimensions.num_layers
     passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
     n = program.layout.mesh.shape["expert"]
-    return 2 * passes * layers * filled * _state_bytes(program) * (n - 1) / n
+    return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
 
 
 def _keys_and_values(program: Program) -> float:
@@ -187,7 +183,7 @@ def _keys_and_values(program: Program) -> float:
     attention, d = section.attention, program.local_model.section.shape.dimensions
     width = np.dtype(section.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = sum(kind in ("global", "local") for kind in section.attention_kinds)
+    layers = len(section.softmax_kinds)
     others = program.layout.mesh.shape["context"] - 1
     forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
     if attention.context_parallel_strategy == "ring":

@@ -2,118 +2,205 @@
 
 An update keeps its number of sequences: smaller microbatches are accumulated. What GPT-Neo's
 --auto_layout and --auto_layout_and_mesh_shape did for its own model is done here for any.
+
+Meshes are looked at in the order of the least time that they can take, which is known without
+tracing a program; the search ends where none that is left can be among the proposals.
 """
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
+import bisect
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from MaxText.configuration.catalogue import build
-from MaxText.configuration.saved import flat
+from MaxText.configuration.rules import RULES
+from MaxText.configuration.saved import differences, flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.monitoring.peak_flops import PeakFlops
+from MaxText.planning.communication import exchanges
 from MaxText.planning.hardware import Hardware
-from MaxText.planning.planning import Plan, make_plan
+from MaxText.planning.memory import least_memory
+from MaxText.planning.meshes import MESH_KEYS, candidates, sequences_of
+from MaxText.planning.planning import FULL, Plan, make_plan, program_on
+from MaxText.planning.program import Program
+from MaxText.planning.step_time import least_time
 
 # From what keeps most to what keeps least.
 POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
-LARGEST_TENSOR = 8
-CHANGED = (
-    "ici_data_parallelism", "ici_fsdp_parallelism", "ici_expert_parallelism",
-    "ici_tensor_parallelism", "dcn_data_parallelism", "dcn_fsdp_parallelism",
-    "per_device_batch_size", "gradient_accumulation_steps", "remat_policy",
-)  # fmt: skip
+MOST_PROPOSED = 8
+_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
+_RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
+
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mesh:
+    """A mesh to look at.
+
+    Attributes:
+      seconds: the least that an update can take.
+      keys: that make it.
+      batches: keys of fewer and smaller microbatches, the largest that divides first.
+    """
+
+    seconds: float
+    keys: dict[str, Any]
+    batches: list[dict[str, Any]]
 
 
 def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Plans that fit, the one with the shortest update first; of each mesh and policy the one with
-    the largest microbatch.
+    """Plans that fit, the one with the shortest update first, MOST_PROPOSED at most.
 
     Raises:
       UserError: nothing fits; says what comes closest.
     """
+    search = _Search(flat(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
-    for mesh, policy in itertools.product(_meshes(config, hardware), POLICIES):
-        for batch in _microbatches(config, hardware.num_devices):
-            plan = _tried(config, mesh | batch | {"remat_policy": policy}, hardware, peak)
-            if plan is None:
-                continue
-            if smallest is None or plan.memory.total < smallest.memory.total:
-                smallest = plan
-            if plan.fits:
-                found.append(plan)
-                break
+    for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
+        if len(found) == MOST_PROPOSED and mesh.seconds >= found[-1].time.middle:
+            break
+        fits, closest = search.plans(mesh)
+        found = sorted([*found, *fits], key=lambda plan: plan.time.middle)[:MOST_PROPOSED]
+        if closest and (smallest is None or closest.memory.total < smallest.memory.total):
+            smallest = closest
     if found:
-        return sorted(found, key=lambda plan: plan.time.middle)
+        return found
     if smallest is None:
         raise UserError(
-            f"no mesh of {hardware.num_devices} devices divides this model and batch. Set another "
+            f"no mesh of {hardware.num_devices} devices in {hardware.num_slices} equal slices "
+            "divides this model and batch. Set another number of devices, another "
             "per_device_batch_size, or a higher sharding_tolerance."
         )
+    keys = " ".join(command((), smallest, config)) or "the configuration as it is"
     raise UserError(
         f"nothing fits {hardware.describe()}: the least that is needed is "
-        f"{smallest.memory.total / 1e9:.1f} GB per device, with {words(smallest)}; there are "
-        f"{hardware.memory / 1e9:.1f} GB. Take more devices, a smaller model, or an optimizer with "
-        "less state (opt_type=adafactor, mu_dtype=bfloat16)."
+        f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}; there "
+        f"are {hardware.memory / 1e9:.1f} GB. Take more devices, a smaller model, or an optimizer "
+        "with less state (opt_type=adafactor, mu_dtype=bfloat16)."
     )
 
 
-def words(plan: Plan) -> str:
-    """The keys that make a plan what it is, to be typed."""
-    keys = flat(plan.program.config)
-    slices = plan.hardware.num_slices > 1
-    names = [name for name in CHANGED if slices or not name.startswith("dcn_")]
-    return " ".join(f"{name}={_value(keys[name])}" for name in names)
+def words(plan: Plan, config: Config) -> dict[str, str]:
+    """The keys that make a plan of `config`, as they are typed."""
+    changed = differences(flat(config), flat(plan.program.config))
+    searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
+    return {name: changed[name][1] for name in searched if name in changed}
 
 
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
+    """The command line of `config` with a plan's keys: each key is given once."""
+    new = words(plan, config)
+    kept = [word for word in arguments if word.partition("=")[0] not in new]
+    return [*kept, *(f"{name}={value}" for name, value in new.items())]
 
 
-def _tried(
-    config: Config, changes: dict[str, Any], hardware: Hardware, peak: PeakFlops
-) -> Plan | None:
-    """The plan with other keys; None where they do not go together."""
-    try:
-        return make_plan(build(flat(config) | changes), hardware, peak)
-    except UserError:
-        return None
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What all candidates share.
 
-
-def _meshes(config: Config, hardware: Hardware) -> Iterator[dict[str, int]]:
-    """Sizes of mesh axes.
-
-    Weights are split over all devices of a slice, over a half of them, or copied; and across slices
-    split or copied.
+    Attributes:
+      given: keys of the configuration.
     """
-    num_devices = hardware.num_devices // hardware.num_slices
-    experts = config.model.mixture_of_experts
-    parts = [1]
-    if experts.num_experts > 1 and experts.capacity_factor > 0:
-        parts = [n for n in (1, 2, 4, 8) if experts.num_experts % n == 0]
-    for expert, tensor in itertools.product(parts, (1, 2, 4, LARGEST_TENSOR)):
-        if num_devices % (expert * tensor):
-            continue
-        rest = num_devices // (expert * tensor)
-        for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
-            if rest % fsdp:
-                continue
-            for across in dict.fromkeys((1, hardware.num_slices)):
-                copies = hardware.num_slices // across
-                sizes = (rest // fsdp, fsdp, expert, tensor, copies, across)
-                yield dict(zip(CHANGED[:6], sizes, strict=True))
+
+    given: dict[str, Any]
+    hardware: Hardware
+    peak: PeakFlops
+
+    def meshes(self, config: Config) -> Iterator[_Mesh]:
+        """Those that divide model and batch and that no rule refuses."""
+        every = _microbatches(config, self.hardware)
+        for keys in candidates(config, self.hardware):
+            for number, batch in enumerate(every):
+                program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
+                if program is not None:
+                    exchanged = exchanges(program, self.hardware)
+                    seconds = least_time(program, self.hardware, exchanged, self.peak)
+                    yield _Mesh(seconds, keys, every[number:])
+                    break
+
+    def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
+        """Plans that fit, and what needs least.
+
+        Of each policy the one with the largest microbatch, unless a policy that keeps more fits
+        with one as large, and so is faster.
+        """
+        batches = self._small_enough(mesh)
+
+        @functools.cache
+        def plan_of(policy: str, number: int) -> Plan | None:
+            return self._plan(mesh.keys | batches[number] | {"remat_policy": policy})
+
+        def fits(policy: str, number: int) -> bool:
+            plan = plan_of(policy, number)
+            return plan is not None and plan.fits
+
+        closest = plan_of(POLICIES[-1], len(batches) - 1) if batches else None
+        found: list[Plan] = []
+        if closest is None or not closest.fits:
+            return found, closest
+        larger = len(batches)  # microbatches before this one are larger than those that fit so far
+        for policy in POLICIES:
+            if larger and fits(policy, larger - 1):
+                is_fit = functools.partial(fits, policy)
+                larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
+                plan = plan_of(policy, larger)
+                assert plan is not None, "it fits"
+                found.append(plan)
+        return found, closest
+
+    def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
+        """The microbatches of a mesh without those that need too much by a first look; the last
+        one in any case.
+        """
+        left, last = [], []
+        for batch in mesh.batches:
+            program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
+            if program is not None:
+                last = [batch]
+                if least_memory(program) <= FULL * self.hardware.memory:
+                    left.append(batch)
+        return left or last
+
+    def _config(self, changes: dict[str, Any]) -> Config | None:
+        """The configuration with other keys; None where a rule refuses them."""
+        config = build(self.given | changes)
+        of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
+        blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
+        return None if any(rule.check(config) for rule in blamed) else config
+
+    def _program(self, changes: dict[str, Any]) -> Program | None:
+        return self._made(lambda config: program_on(config, self.hardware), changes)
+
+    def _plan(self, changes: dict[str, Any]) -> Plan | None:
+        return self._made(lambda config: make_plan(config, self.hardware, self.peak), changes)
+
+    def _made(self, make: Callable[[Config], _T], changes: dict[str, Any]) -> _T | None:
+        """What is made of the configuration with other keys; None where they do not go together."""
+        config = self._config(changes)
+        try:
+            return None if config is None else make(config)
+        except UserError:
+            return None
 
 
-def _microbatches(config: Config, num_devices: int) -> Iterator[dict[str, float]]:
+def _microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """The update's sequences in more and more microbatches."""
-    batch = config.batch
-    sequences = round(batch.per_device_batch_size * num_devices * batch.gradient_accumulation_steps)
+    given, sequences = config.batch, sequences_of(config, hardware)
+    found = []
     steps = 1
     while sequences % steps == 0 and sequences // steps:
-        yield {
-            "per_device_batch_size": sequences / steps / num_devices,
+        sizes = {
+            "per_device_batch_size": sequences / steps / hardware.num_devices,
             "gradient_accumulation_steps": steps,
         }
+        if given.enable_rampup_batch_size:
+            smaller = given.gradient_accumulation_steps / steps
+            sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
+        found.append(sizes)
         steps *= 2
+    return found

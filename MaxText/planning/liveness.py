@@ -2,11 +2,8 @@
 
 An array lives from the node that writes it to the last one that reads it, through whatever is
 fused between. The order is the program's, or one in which always that runs which frees most: of the
-two the one that needs less, as compilers choose.
-
-Two habits of XLA's TPU compiler are taken over. What the body of a loop works with has memory of
-its own beside the arrays outside of loops; loops take turns in it. And a loop that stacks gradients
-begins with zeros of each of their shapes, which it copies.
+two the one that needs less, as compilers choose. What the body of a loop works with is there while
+the loop runs.
 """
 
 import dataclasses
@@ -36,30 +33,33 @@ class Need:
     """Memory of a program besides what it is given.
 
     Attributes:
-      outside: bytes at the peak outside of loops.
-      in_loops: bytes that the largest body of a loop works with.
-      alive: what is in memory at the peak outside of loops, largest first.
-      in_body: the same of that body.
+      outside: bytes at the peak that no body of a loop works with.
+      in_loops: bytes that the body of the loop that runs then works with; 0 where none does.
+      between: bytes of what lives from the first loop to the last, if the peak is there.
+      alive: what else is in memory at the peak outside of that body, largest first.
+      in_body: the same inside of it.
     """
 
     outside: float
     in_loops: float
+    between: float
     alive: tuple[Alive, ...]
     in_body: tuple[Alive, ...] = ()
 
     @property
     def size(self) -> float:
         """Bytes in all."""
-        return self.outside + self.in_loops
+        return self.outside + self.in_loops + self.between
 
 
-def memory_need(program: Traced, kept: Sequence[float | None] = ()) -> Need:
+def memory_need(program: Traced, kept: Sequence[float | None] = (), between: float = 0.0) -> Need:
     """The memory that a program needs.
 
     Args:
       kept: of each result, the bytes that one device keeps of it once it is written, where devices
         share it (gradients); None for all. Results stay to the end. Empty for the body of a loop,
         whose results go where they belong as soon as they are written.
+      between: bytes of what is made before the first loop and lives to the end of the last.
     """
     steps = _steps(program)
     left: dict[Value, float] = {}
@@ -69,12 +69,12 @@ def memory_need(program: Traced, kept: Sequence[float | None] = ()) -> Need:
             if share is not None and value.size:
                 left[root] = root.size * min(share / value.size, 1.0)
     orders = (steps, _greedy(steps, left, results))
-    most, alive = min((_peak(order, left, results) for order in orders), key=lambda found: found[0])
-    nodes = program.nodes
-    bodies = [memory_need(body) for node in nodes for body in node.bodies]
-    largest = max(bodies, key=lambda need: need.size, default=Need(0.0, 0.0, ()))
-    by_size = tuple(sorted(alive, key=lambda array: -array.size))
-    return Need(most, largest.size, by_size, largest.alive)
+    return min(
+        (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
+    )
+
+
+_NOTHING = Need(0.0, 0.0, 0.0, ())
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,11 +84,13 @@ class _Step:
     Attributes:
       reads: arrays in memory.
       writes: arrays it makes.
+      body: what the largest of its bodies works with.
     """
 
     node: Node
     reads: frozenset[Value]
     writes: tuple[Value, ...]
+    body: Need
 
 
 def _steps(program: Traced) -> list[_Step]:
@@ -97,6 +99,7 @@ def _steps(program: Traced) -> list[_Step]:
             node,
             frozenset(root for value in node.reads for root in value.roots),
             tuple(value for value in node.makes if value.is_written),
+            max(map(memory_need, node.bodies), key=lambda need: need.size, default=_NOTHING),
         )
         for node in program.nodes
         if node.is_written
@@ -104,30 +107,29 @@ def _steps(program: Traced) -> list[_Step]:
 
 
 def _peak(
-    order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
-) -> tuple[float, tuple[Alive, ...]]:
-    """The most bytes in memory at once, and the arrays that they are."""
+    order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
+) -> Need:
+    """The most that is in memory at once."""
     last = {value: number for number, step in enumerate(order) for value in step.reads}
+    loops = [number for number, step in enumerate(order) if step.node.bodies]
     living: dict[Value, Alive] = {}
-    most, alive = 0.0, ()
+    most = _NOTHING
     for number, step in enumerate(order):
         for value in step.writes:
             # The stacked results of a loop are shared by devices from the beginning.
             size = left.get(value, value.size) if step.node.bodies else value.size
             living[value] = Alive(size, value.shape, step.node.name)
-        size = sum(array.size for array in living.values())
-        if step.node.bodies:
-            stacked = step.node.makes[step.node.params.get("num_carry", 0) :]
-            zeros = {value.shape: living[value].size for value in stacked if value in results}
-            size += sum(zeros.values())
-        if size > most:
-            most, alive = size, tuple(living.values())
+        outside = sum(array.size for array in living.values())
+        held = between if loops and loops[0] <= number <= loops[-1] else 0.0
+        if outside + step.body.size + held > most.size:
+            alive = tuple(sorted(living.values(), key=lambda array: -array.size))
+            most = Need(outside, step.body.size, held, alive, step.body.alive)
         for value in step.writes:
             living[value] = dataclasses.replace(living[value], size=left.get(value, value.size))
         for value in [*step.reads, *step.writes]:
             if value in living and value not in results and last.get(value, number) <= number:
                 del living[value]
-    return most, alive
+    return most
 
 
 def _greedy(

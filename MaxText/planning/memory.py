@@ -6,20 +6,23 @@ at the shapes that one device computes with.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from MaxText.configuration.axis_rules import MESH_AXES
-from MaxText.parallelism.constraints import axis_rules
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.input_pipeline.batch import batch_shapes
+from MaxText.layers.model import Model
+from MaxText.parallelism.constraints import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
 from MaxText.planning.liveness import Need, memory_need
-from MaxText.planning.program import Program
+from MaxText.planning.program import AbsentDevice, Program, model_of, remembered
 from MaxText.planning.traced import SizeOf, Traced, plain_size, tiled_size, traced
 from MaxText.training.objective import loss_sums, num_tokens
 
@@ -36,9 +39,11 @@ class Memory:
       batch: ids and weights of all microbatches.
       gradients: one for every parameter; of several microbatches their sum as well.
       need: what loss and gradients of a microbatch need besides what they are given, gradients
-        included.
-      converted: weights of scanned layers in the format of products: the compiler converts all of
-        them before the first loop, and that loop hands them on to the backward pass.
+        included. Between its loops are the weights of scanned layers in the format of products:
+        the compiler converts all of them before the first loop, and that loop hands them on to the
+        backward pass.
+      of_other_stages: hidden states of layers on other stages of a pipeline that those of this one
+        read, and the gradients of these states.
       update: what the optimizer's update works with besides gradients.
     """
 
@@ -48,7 +53,7 @@ class Memory:
     batch: float
     gradients: float
     need: Need
-    converted: float
+    of_other_stages: float
     update: float
 
     @property
@@ -65,13 +70,13 @@ class Memory:
     def temporaries(self) -> float:
         """What the step needs besides what it is given."""
         sums = self.gradients - self.parameters  # of several microbatches
-        passes = self.need.size + self.converted + sums
+        passes = self.need.size + self.of_other_stages + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
 def memory_of(program: Program) -> Memory:
     """The memory of a program on each of its devices."""
-    size_of = size_of_platform(program)
+    size_of = _size_of(program.platform)
     state = program.abstract_state
     gradients = parameters = _bytes(state.params, size_of)
     if program.num_microbatches > 1:
@@ -86,15 +91,30 @@ def memory_of(program: Program) -> Memory:
         fetched=fetched,
         batch=12.0 * program.local_rows * program.num_microbatches * program.length,
         gradients=gradients,
-        need=memory_need(trace(program), kept),
-        converted=_converted(program),
+        need=memory_need(trace(program), kept, _converted(program)),
+        of_other_stages=2 * program.states_of_others * program.state_bytes,
         update=_update_need(program),
     )
 
 
-def size_of_platform(program: Program) -> SizeOf:
-    """How arrays are laid out on the program's devices."""
-    return tiled_size if program.platform == "tpu" else plain_size
+def least_memory(program: Program) -> float:
+    """What a program needs at least: its state, and gradients or what goes into each layer.
+
+    That is known without tracing it.
+    """
+    section, state = program.config.model, program.abstract_state
+    size_of = _size_of(program.platform)
+    params = _bytes(state.params, size_of)
+    given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
+    d = section.shape.dimensions
+    layers = d.num_layers // program.layout.mesh.shape["stage"]
+    width = np.dtype(section.numerics.dtype).itemsize
+    return given + max(params, float(layers * program.local_tokens * d.emb_dim * width))
+
+
+def _size_of(platform: str) -> SizeOf:
+    """How arrays are laid out."""
+    return tiled_size if platform == "tpu" else plain_size
 
 
 def _bytes(tree: Any, size_of: SizeOf) -> float:
@@ -105,26 +125,50 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
     )
 
 
-@functools.lru_cache(maxsize=8)
 def trace(program: Program) -> Traced:
     """Loss and gradients of one microbatch, at the shapes of one device."""
-    model, objective = program.local_model, program.local_model.section.objective
+    model = program.local_model
+    names = ["/".join(entry.key for entry in path) for path in _paths(model)]
+    weights = tuple(_gathered(program, name) for name in names)
+    batch = program.local_batch()
+    size = batch.tokens_BT.shape
+    return _trace(model.section, size, program.platform, program.layout.rules, weights)
+
+
+@remembered
+def _trace(
+    section: ModelSection,
+    size: tuple[int, int],
+    platform: str,
+    rules: Rules,
+    weights: tuple[float, ...],
+) -> Traced:
+    """As trace; meshes on which a device computes with the same shapes share it.
+
+    Args:
+      size: of the batch.
+      weights: of each parameter, the share that a device gathers.
+    """
+    model, objective = model_of(section), section.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        key = jax.random.key(0) if model.section.is_random else None
+        key = jax.random.key(0) if section.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True)
         totals = jnp.maximum(jnp.sum(batch.weights_BT), 1.0), num_tokens(batch)
         return sum(sums.means(*totals).values())  # type: ignore[return-value]
 
-    device = program.layout.mesh.devices.flat[0]
-    alone = Mesh(np.array([device]).reshape((1,) * len(MESH_AXES)), MESH_AXES)
-    with axis_rules(alone, program.layout.rules):
-        closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, program.local_batch())
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(model.abstract)[0]]
-    names = ("/".join(entry.key for entry in path) for path in paths)
-    weights = [_gathered(program, name) for name in names]
-    weights += [0.0] * (len(closed.jaxpr.invars) - len(weights))
-    return traced(closed.jaxpr, weights=weights, size_of=size_of_platform(program))
+    alone = Mesh(
+        np.array([AbsentDevice(0, platform, platform)]).reshape((1,) * len(MESH_AXES)), MESH_AXES
+    )
+    batch = batch_shapes(*size, with_documents=False)
+    with axis_rules(alone, rules):
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
+    others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
+    return traced(closed.jaxpr, weights=weights + others, size_of=_size_of(platform))
+
+
+def _paths(model: Model) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(model.abstract)[0]]
 
 
 def _gathered(program: Program, name: str) -> float:
@@ -157,14 +201,30 @@ def _update_need(program: Program) -> float:
     state, layout = program.abstract_state, program.layout
     # Moments like their parameters: shard_optimizer_over_data cuts what is worked on, too.
     alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
-    shards = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype),
-        state,
-        alike,
+    leaves, structure = jax.tree.flatten((state.params, state.opt_state))
+    shardings = jax.tree.leaves((alike.params, alike.opt_state))
+    shards = tuple(
+        (sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
     )
-    params, moments = shards.params, shards.opt_state
-    closed = jax.make_jaxpr(program.optimizer.update)(params, moments, params)
-    found = traced(
-        closed.jaxpr, weights=[0.0] * len(closed.jaxpr.invars), size_of=size_of_platform(program)
-    )
-    return memory_need(found).size
+    return _need_of_update(program.optimizer, structure, shards, program.platform)
+
+
+@remembered
+def _need_of_update(
+    optimizer: optax.GradientTransformation,
+    structure: Any,
+    shards: tuple[tuple[tuple[int, ...], Any], ...],
+    platform: str,
+) -> float:
+    """As _update_need.
+
+    Args:
+      structure: of parameters and the optimizer's state.
+      shards: shape and format of each of these arrays on one device.
+    """
+    arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
+    params, moments = jax.tree.unflatten(structure, arrays)
+    closed = jax.make_jaxpr(optimizer.update)(params, moments, params)
+    weights = [0.0] * len(closed.jaxpr.invars)
+    return memory_need(traced(closed.jaxpr, weights=weights, size_of=_size_of(platform))).size

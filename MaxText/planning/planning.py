@@ -43,6 +43,26 @@ class Plan:
         return self.program.tokens_per_update / self.program.num_devices
 
 
+def program_on(config: Config, hardware: Hardware) -> Program:
+    """The program of a configuration on hardware.
+
+    Raises:
+      UserError: mesh, batch, evaluation or sharding do not fit the devices.
+    """
+    try:
+        program = make_program(
+            config,
+            hardware.num_devices,
+            hardware.platform,
+            hardware.device_kind,
+            hardware.num_slices,
+        )
+        check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
+    except UserError as error:
+        raise UserError(f"on {hardware.describe()}: {error}") from error
+    return program
+
+
 def make_plan(
     config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
@@ -56,17 +76,7 @@ def make_plan(
     Raises:
       UserError: mesh, batch or sharding do not fit the devices.
     """
-    try:
-        program = make_program(
-            config,
-            hardware.num_devices,
-            hardware.platform,
-            hardware.device_kind,
-            hardware.num_slices,
-        )
-        check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
-    except UserError as error:
-        raise UserError(f"on {hardware.describe()}: {error}") from error
+    program = program_on(config, hardware)
     memory = memory_of(program)
     exchanged = exchanges(program, hardware)
     time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)

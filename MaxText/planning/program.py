@@ -6,8 +6,10 @@ Legend: B sequences, T tokens.
 import dataclasses
 import functools
 import math
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, get_args
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -17,14 +19,26 @@ from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.schema import Config
+from MaxText.configuration.training_sections import Guard, Optimizer, Schedule
 from MaxText.input_pipeline.batch import Batch, batch_shapes
+from MaxText.input_pipeline.rows.batch_plan import plan_batches
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
-from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch
+from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch, rows_of_update
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def remembered(function: _Function) -> _Function:
+    """`function` with its last results kept: searches ask for the same again and again.
+
+    Type checkers do not know that sections can be hashed, which functools.lru_cache asks for.
+    """
+    return cast(_Function, functools.lru_cache(maxsize=256)(function))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +97,15 @@ class Program:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer of the whole model."""
-        schedule = learning_rate_schedule(self.config.schedule)
-        return make_optimizer(self.config.optimizer, schedule, self.model.parameters)
+        section = _weights_of(self.config.model)
+        return _optimizer(section, self.config.optimizer, self.config.schedule)
 
     @functools.cached_property
     def abstract_state(self) -> Any:
         """Shapes and shardings of the TrainState."""
-        initialize = make_initialize(self.model, self.optimizer, self.config.guard)
-        return self.layout.abstract_state(initialize, self.model.parameters)
+        config, section = self.config, _weights_of(self.config.model)
+        shapes = _state_shapes(section, config.optimizer, config.schedule, config.guard)
+        return self.layout.laid_out(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -98,7 +113,7 @@ class Program:
         to its heads, MLP columns, slots and ids; other weights are gathered before they are used.
         Of a pipeline's stage, its layers between embedding and head.
         """
-        return Model(_local(self.model.section, self.layout))
+        return model_of(_local(self.model.section, self.layout))
 
     @property
     def local_rows(self) -> int:
@@ -112,6 +127,14 @@ class Program:
         return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
+    def states_of_others(self) -> int:
+        """Hidden states that a stage with dense connections has of layers on other stages."""
+        if self.schedule is None or not self.model.section.dense_connections.dense_conn:
+            return 0
+        per_stage = self.schedule.num_repeats * self.schedule.layers_per_stage
+        return (self.schedule.num_stages - 1) * per_stage
+
+    @property
     def bubble(self) -> float:
         """Share of the time in which a stage has nothing to do."""
         return 0.0 if self.schedule is None else self.schedule.bubble
@@ -121,12 +144,19 @@ class Program:
         """Tokens of a microbatch on one device."""
         return self.local_rows * self.length // self.layout.num_length_parts
 
+    @property
+    def state_bytes(self) -> float:
+        """Of one hidden state of a device's tokens of a microbatch."""
+        section = self.config.model
+        width = np.dtype(section.numerics.dtype).itemsize
+        return float(self.local_tokens * section.shape.dimensions.emb_dim * width)
+
     def local_batch(self) -> Batch:
         """Shapes of a microbatch on one device.
 
         A part of each of many sequences costs what as many tokens of whole ones do: attention
         multiplies as many pairs. Where there are fewer sequences than parts, those are the first
-        tokens, and pairs with the other parts are left out.
+        tokens, and pairs with the other parts are left out: step_time.attention_to_other_parts.
         """
         parts = self.layout.num_length_parts
         rows = math.gcd(self.local_rows, parts)
@@ -148,32 +178,59 @@ def make_program(
     Raises:
       UserError: mesh or batch do not fit the devices.
     """
-    devices = [
-        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
-        for number in range(num_devices)
-    ]
+    devices = _absent(num_devices, platform, device_kind, num_slices)
     sizes = mesh_sizes(config.mesh, devices)
     # Only sizes matter: where a device lies in a slice is not planned.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memories to choose from: memory.py knows what lies in the host.
     layout = Layout(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
-    section, choices = backend_defaults.resolve(config.model, platform)
+    section, choices = backend_defaults.resolve(config.model, platform, layout)
     config = config.model_copy(update={"model": section})
     rows = rows_of_batch(config.batch, layout)
+    rows_of_batch(config.batch, layout, config.evaluation.eval_per_device_batch_size)
     length = section.shape.max_target_length
+    plan_batches(config.batch, length, lambda size: rows_of_update(config.batch, layout, size))
     check_lengths(length, config.batch, layout)
-    return Program(config, tuple(choices), layout, sizes, _model(section), rows, length)
+    return Program(config, tuple(choices), layout, sizes, model_of(section), rows, length)
 
 
-@functools.lru_cache(maxsize=64)
-def _cached_model(section: str) -> Model:
-    return Model(ModelSection.model_validate_json(section))
+@remembered
+def _absent(
+    num_devices: int, platform: str, device_kind: str, num_slices: int
+) -> tuple[AbsentDevice, ...]:
+    return tuple(
+        AbsentDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
+        for number in range(num_devices)
+    )
 
 
-def _model(section: ModelSection) -> Model:
-    """Searches ask for the same model again and again."""
-    return _cached_model(section.model_dump_json())
+@remembered
+def model_of(section: ModelSection) -> Model:
+    """The abstract model of a section."""
+    return Model(section)
+
+
+def _weights_of(section: ModelSection) -> ModelSection:
+    """The section without a choice that changes no weight."""
+    memory = section.memory.model_copy(update={"remat_policy": "none"})
+    return section.model_copy(update={"memory": memory})
+
+
+@remembered
+def _optimizer(
+    section: ModelSection, optimizer: Optimizer, schedule: Schedule
+) -> optax.GradientTransformation:
+    parameters = model_of(section).parameters
+    return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
+
+
+@remembered
+def _state_shapes(
+    section: ModelSection, optimizer: Optimizer, schedule: Schedule, guard: Guard
+) -> Any:
+    initialize = make_initialize(model_of(section), _optimizer(section, optimizer, schedule), guard)
+    return jax.eval_shape(initialize, jax.random.key(0))
 
 
 def _local(section: ModelSection, layout: Layout) -> ModelSection:
@@ -211,6 +268,11 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
             for place in places
         }
     )
-    return section.model_copy(
+    local = section.model_copy(
         update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
     )
+    if local.memory.scan_layers is True and local.scan_refused is not None:
+        # The layers of one stage can be too few for the pattern of dense connections.
+        memory = local.memory.model_copy(update={"scan_layers": False})
+        local = local.model_copy(update={"memory": memory})
+    return local

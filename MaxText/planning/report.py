@@ -1,17 +1,19 @@
 """A plan in words."""
 
+import shlex
 import textwrap
 from collections.abc import Sequence
 
+from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.schema import Config
 from MaxText.monitoring.cost import MFU_RULE
 from MaxText.monitoring.report.wording import short_count
 from MaxText.monitoring.tables import WIDTH, ruled_table
-from MaxText.planning.fitting import words
+from MaxText.planning.fitting import command
 from MaxText.planning.planning import FULL, Plan
 from MaxText.planning.program import Program
 
 _GB = 1e9
-MOST_PROPOSED = 8
 
 
 def describe(plan: Plan, tokens: float, price: float | None) -> str:
@@ -63,8 +65,12 @@ def _memory(plan: Plan) -> str:
         *([("moments, fetched for the update", memory.fetched, "exact")] * (memory.fetched > 0)),
         ("batch", memory.batch, "exact"),
         ("gradients", memory.gradients, "exact; where activations peak they are not all there"),
-        ("layers' weights, converted", memory.converted, "for products"),
+        ("layers' weights, converted", memory.need.between, "for products"),
         ("kept and worked on, outside of layers", memory.need.outside, _largest(memory.need.alive)),
+        *(
+            [("hidden states of other stages", memory.of_other_stages, "and their gradients")]
+            * (memory.of_other_stages > 0)
+        ),
         ("of one layer's pass", memory.need.in_loops, _largest(memory.need.in_body)),
     ]
     if memory.update:
@@ -159,24 +165,43 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     return [table, *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)]
 
 
-def proposals(plans: Sequence[Plan], tokens: float, price: float | None) -> str:
+def _mesh_words(program: Program) -> str:
+    """Axes and their sizes; of several slices also those across them, of stages how rows flow."""
+    words = program.layout.words
+    sizes = zip(MESH_AXES, program.sizes.across, strict=True)
+    if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
+        words += f"; across slices {', '.join(across)}"
+    if (schedule := program.schedule) is not None:
+        words += f"; {schedule.num_microbatches} microbatches"
+        words += f", {schedule.num_repeats} repeats" * (schedule.num_repeats > 1)
+    return words
+
+
+def proposals(
+    plans: Sequence[Plan],
+    config: Config,
+    arguments: Sequence[str],
+    tokens: float,
+    price: float | None,
+) -> str:
     """Plans that fit, the fastest first.
 
     Args:
+      config, arguments: that they were looked for, and the command line that makes it.
       tokens, price: as of describe.
     """
     header = ["mesh", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
     if price is not None:
         header.append("cost")
     rows = []
-    for plan in plans[:MOST_PROPOSED]:
-        config, seconds = plan.program.config, plan.time.middle
+    for plan in plans:
+        found, seconds = plan.program.config, plan.time.middle
         days = tokens / plan.program.tokens_per_update * seconds / 86400
         rows.append(
             [
-                plan.program.layout.words,
-                f"{plan.program.num_microbatches} x {config.batch.per_device_batch_size:g}",
-                config.model.memory.remat_policy,
+                _mesh_words(plan.program),
+                f"{plan.program.num_microbatches} x {found.batch.per_device_batch_size:g}",
+                found.model.memory.remat_policy,
                 f"{plan.memory.total / _GB:.1f}",
                 f"{plan.time.fast:.3g} - {plan.time.slow:.3g}",
                 f"{plan.time.mfu(seconds, plan.tokens_per_device):.1%}",
@@ -186,5 +211,8 @@ def proposals(plans: Sequence[Plan], tokens: float, price: float | None) -> str:
         if price is not None:
             rows[-1].append(f"{price * plan.hardware.num_chips * days * 24:,.0f}")
     first, *others = rows
-    table = ruled_table(header, [first, *others], [f"{len(plans)} fit"], right=range(3, 8))
-    return f"what fits, fastest first:\n{table}\nthe first: {words(plans[0])}"
+    table = ruled_table(
+        header, [first, *others], ["(other meshes are slower, or too large)"], right=range(3, 8)
+    )
+    line = shlex.join(["python", "MaxText/train.py", *command(arguments, plans[0], config)])
+    return f"what fits, fastest first:\n{table}\nthe first:\n  {line}"

@@ -9,14 +9,16 @@ computation, at worst none.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from MaxText.monitoring.flops import FlopCount, count_flops
+from MaxText.layers.flash_attention import splash_operations
+from MaxText.monitoring.flops import FlopCount, count_flops, keys_multiplied
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.planning.communication import Exchange
 from MaxText.planning.hardware import Hardware
 from MaxText.planning.memory import Memory, trace
 from MaxText.planning.program import Program
-from MaxText.planning.traced import PRODUCTS, Node, Traced
+from MaxText.planning.traced import PRODUCTS, REDUCTIONS, Node, Traced
 
 # Share of the memory's bandwidth that a loop over an array reaches.
 BANDWIDTH_SHARE = 0.8
@@ -24,8 +26,6 @@ BANDWIDTH_SHARE = 0.8
 # reached on two cores (docs/plan.md).
 CPU_BANDWIDTH = 30e9
 CPU_EFFICIENCY = (0.3, 0.8)
-# Reductions run in the same sweep as what makes the array or reads it next.
-_ALONG = ("reduce_", "argmax", "argmin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,30 +74,55 @@ class StepTime:
         return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
 
 
-def work_of(program: Traced, *, fused_attention: bool = False) -> list[Work]:
+def least_time(
+    program: Program, hardware: Hardware, exchanged: Sequence[Exchange], peak: PeakFlops
+) -> float:
+    """Seconds that the middle of an update's interval cannot be below.
+
+    That is known without tracing it, if `exchanged` is what the policy that computes nothing again
+    exchanges in the fewest microbatches.
+    """
+    count = count_flops(program.model, program.length)
+    executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
+    slow, fast = (executed / (share * peak.tflops) for share in _efficiency(hardware))
+    communicating = sum(exchange.seconds for exchange in exchanged)
+    return math.sqrt(max(fast, communicating) * (slow + communicating))
+
+
+def _efficiency(hardware: Hardware) -> tuple[float, float]:
+    """Shares of the peak that products reach, least and most."""
+    return CPU_EFFICIENCY if hardware.chip is None else hardware.chip.efficiency
+
+
+def work_of(
+    program: Traced, *, fused_attention: bool = False, keys_of_kernel: float = 0.0
+) -> list[Work]:
     """Everything that a program runs, bodies of loops as often as they run.
 
     Args:
       fused_attention: scores of attention are never written, as in a kernel for all of it.
+      keys_of_kernel: that splash attention multiplies a query with, on average over all layers.
     """
     found = []
     for node in program.nodes:
         for body in node.bodies:
             found += [
                 dataclasses.replace(work, times=work.times * node.times)
-                for work in work_of(body, fused_attention=fused_attention)
+                for work in work_of(
+                    body, fused_attention=fused_attention, keys_of_kernel=keys_of_kernel
+                )
             ]
-        if node.is_written and not node.bodies and not node.name.startswith(_ALONG):
+        if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
             roots = {root for value in node.reads for root in value.roots}
             arrays = [*roots, *(value for value in node.makes if value.is_written)]
             num_bytes = sum(
                 array.size for array in arrays if not (fused_attention and array.is_square)
             )
-            found.append(Work(operations(node), num_bytes, 1))
+            found.append(Work(operations(node, keys_of_kernel), num_bytes, 1))
     return found
 
 
-def operations(node: Node) -> float:
+def operations(node: Node, keys_of_kernel: float) -> float:
     """Operations of a product; 0 of other nodes."""
     if node.name not in PRODUCTS:
         return 0.0
@@ -106,11 +131,51 @@ def operations(node: Node) -> float:
         inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
         return 2.0 * inner * math.prod(node.makes[0].shape)
     if node.name == "pallas_call":
-        estimate = node.params.get("cost_estimate")
+        estimate, name = node.params.get("cost_estimate"), str(node.params.get("name"))
+        if estimate is None and name.startswith("splash_"):
+            return splash_operations(name, node.reads[2].shape, keys_of_kernel)
         return float(estimate.flops) if estimate is not None else 0.0
     # Rows of a ragged product meet one matrix each, whichever side is ragged.
     rows, width = node.reads[0].shape[-2:]
     return 2.0 * rows * width * node.reads[1].shape[-1]
+
+
+def _keys_of_kernel(program: Program) -> float:
+    """Keys of a query in the traced program, on average over layers with softmax attention."""
+    section = program.local_model.section
+    _, length = program.local_batch().tokens_BT.shape
+    keys = [keys_multiplied(section.attention, length, kind) for kind in section.softmax_kinds]
+    return sum(keys) / max(len(keys), 1)
+
+
+def attention_to_other_parts(program: Program) -> float:
+    """Operations of a microbatch by which attention exceeds the traced program's, on the device
+    that has most of it; 0 where sequences are whole.
+
+    The trace has too few keys where there are fewer sequences than parts. And under a causal mask
+    the last part of a sequence sees more than the mean, which evens out in a balanced ring alone.
+    """
+    parts = program.layout.num_length_parts
+    if parts == 1:
+        return 0.0
+    section = program.local_model.section
+    attention, dimensions = section.attention, section.shape.dimensions
+    _, traced_length = program.local_batch().tokens_BT.shape
+    ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
+    balanced = ring and attention.context_parallel_load_balance
+    exceeding = 0.0
+    for kind in section.softmax_kinds:
+        keys = keys_multiplied(attention, program.length, kind)
+        if not (ring or flash):
+            keys = program.length  # all of them, masked afterwards, of windows as well
+        elif kind == "global" and attention.causal and not balanced:
+            keys *= 2 - 1 / parts
+        exceeding += max(keys - keys_multiplied(attention, traced_length, kind), 0.0)
+    # Forward, backward twice; and again what is not kept, the kernel's scores in any case.
+    kept = section.memory.remat_policy in ("none", "minimal_with_context")
+    times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
+    per_key = 4 * dimensions.num_query_heads * dimensions.head_dim
+    return exceeding * per_key * times * program.local_tokens
 
 
 def step_time(
@@ -129,9 +194,12 @@ def step_time(
       fused_attention: as in work_of.
     """
     chip = hardware.chip
-    work = work_of(trace(program), fused_attention=fused_attention)
+    work = work_of(
+        trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)
+    )
+    work.append(Work(attention_to_other_parts(program), 0, 1))
     bandwidth = CPU_BANDWIDTH if chip is None else chip.bandwidth / chip.devices
-    efficiency = CPU_EFFICIENCY if chip is None else chip.efficiency
+    efficiency = _efficiency(hardware)
     bandwidth *= BANDWIDTH_SHARE
     # Parameters and moments are read and written, gradients read.
     state = memory.parameters + memory.optimizer + memory.fetched

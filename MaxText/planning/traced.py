@@ -4,8 +4,10 @@ What a compiler fuses takes no memory of its own: elementwise work, changes of f
 read through to the arrays that they are made of. The exceptions, each seen in what XLA's TPU
 compiler does with train steps:
 
-- a fused value that several products read is written once;
-- a product of which only another format is read is written in that format;
+- a fused value that several products read is written once, unless each of them computes in a
+  narrower format: then each makes it again (gradients of attention's scores);
+- a product of which only another format is read is written in the narrower of the two, or in that
+  one if something that cannot be fused reads it (logits, of which targets' are gathered);
 - slices of stacked weights that a product reads are gathered in the format of the product;
 - slices of other stacks are cut out before a loop's body reads them.
 """
@@ -20,8 +22,8 @@ from jax.extend import core
 
 # Computed where it is read, without work.
 _VIEWS = frozenset({
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "mesh_cast", "name",
-    "optimization_barrier", "pvary", "reduce_precision", "reshape", "rev",
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "layout_constraint",
+    "mesh_cast", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "rev",
     "sharding_constraint", "slice", "squeeze", "transpose",
 })  # fmt: skip
 # What has a result in memory of its own; all else is fused.
@@ -35,6 +37,8 @@ _WRITTEN = frozenset({
     "scatter_mul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve", "while",
 })  # fmt: skip
 PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "pallas_call"])
+# Run in the same sweep as what makes the array or reads it next.
+REDUCTIONS = ("reduce_", "argmax", "argmin")
 # Calls whose body stands where the call does, and the parameters that hold it.
 _CALLS = frozenset({
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_lin",
@@ -81,6 +85,7 @@ class Value:
     Attributes:
       shape: of one device.
       size: bytes.
+      width: bytes of an element.
       weight: of a parameter, or a view of parameters alone, the share of it that a device gathers
         to compute with; 0 for other arrays.
       is_square: scores of attention, or made of them at their size.
@@ -90,6 +95,7 @@ class Value:
 
     shape: tuple[int, ...] = ()
     size: float = 0.0
+    width: int = 0
     weight: float = 0.0
     is_square: bool = False
     roots: frozenset["Value"] = frozenset()
@@ -180,7 +186,7 @@ def _value(aval: Any, size_of: SizeOf) -> Value:
     if shape is None or dtype is None:
         return Value()
     width = np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else _KEY_BYTES
-    return Value(tuple(shape), size_of(shape, width))
+    return Value(tuple(shape), size_of(shape, width), width)
 
 
 def _written_out(
@@ -245,23 +251,33 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
             if node.name in PRODUCTS and len(readers) == 1:
                 reader = nodes[readers[0]]
                 if reader.name == "convert_element_type":
-                    value.size = reader.makes[0].size
+                    converted = reader.makes[0]
+                    if converted.size < value.size or _is_read_from_memory(converted, nodes):
+                        value.size = converted.size
         else:
             _fuse(node, value, nodes)
+
+
+def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
+    """Whether something reads it that is neither a product nor made on the way, as sums are."""
+    readers = {nodes[reader].name for reader in _behind_views(value, nodes)}
+    return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
 
 def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
     arrays = [read for read in node.reads if read.size]
     value.is_square = any(read.is_square and read.size >= value.size / 2 for read in arrays)
-    read_by = sum(nodes[reader].name in PRODUCTS for reader in _behind_views(value, nodes))
+    readers = [nodes[reader] for reader in _behind_views(value, nodes)]
+    products = [reader for reader in readers if reader.name in PRODUCTS]
     if arrays and all(read.weight for read in arrays):
         value.weight = min(read.weight for read in arrays)
-        if read_by:
+        if products:
             value.size *= value.weight
             value.roots, value.weight = frozenset([value]), 0.0
         return
     is_view = node.name in _VIEWS and all(read.is_written or not read.roots for read in arrays)
-    if read_by > 1 and not is_view:
+    are_narrower = all(min(read.width for read in node.reads) < value.width for node in products)
+    if len(products) > 1 and not is_view and not are_narrower:
         value.roots = frozenset([value])
     else:
         value.roots = frozenset().union(*(read.roots for read in arrays))
@@ -275,7 +291,7 @@ def _makes_squares(node: Node) -> bool:
         return False
     (contracted, _), (batch, _) = node.params["dimension_numbers"]
     inner = math.prod(node.reads[0].shape[axis] for axis in contracted)
-    return len(batch) > 1 and inner <= min(node.makes[0].shape[len(batch) :])
+    return len(batch) > 1 and inner <= min(node.makes[0].shape[len(batch) :], default=0)
 
 
 def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
@@ -289,14 +305,39 @@ def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
             yield reader
 
 
+def _body_of(loop: Node) -> Any:
+    """The program inside a scan; since jax 0.12 there is nothing around it."""
+    program = loop.params["jaxpr"]
+    return getattr(program, "jaxpr", program)
+
+
+def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
+    """How many arrays stand before those that a loop takes slices of, or stacks.
+
+    These have a dimension less inside. Numbers of constants and carries have other names in each
+    version of jax.
+    """
+    return next(
+        (
+            place
+            for place, (array, variable) in enumerate(zip(arrays, inside, strict=True))
+            if len(array.shape) > len(variable.aval.shape)
+        ),
+        len(arrays),
+    )
+
+
 def _handed_on(node: Node) -> dict[int, int]:
     """Results of a loop that are stacked again of what it was given, slice by slice: where they
     stand, and where the same array stands among what it reads. A compiler copies nothing.
     """
     if node.name != "scan":
         return {}
-    body, num_carry = node.params["jaxpr"].jaxpr, node.params["num_carry"]
-    first = node.params["num_consts"] + num_carry
+    body = _body_of(node)
+    first, num_carry = (
+        _first_stacked(node.reads, body.invars),
+        _first_stacked(node.makes, body.outvars),
+    )
     sliced = {variable: first + i for i, variable in enumerate(body.invars[first:])}
     viewed = {
         equation.outvars[0]: equation.invars[0]
@@ -316,12 +357,13 @@ def _handed_on(node: Node) -> dict[int, int]:
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
     """The programs inside a node, and how often they run."""
     if node.name == "scan":
+        inside = _body_of(node)
         body = traced(
-            node.params["jaxpr"].jaxpr,
+            inside,
             weights=[read.weight for read in node.reads],
             is_square=[read.is_square for read in node.reads],
             size_of=size_of,
-            first_slice=node.params["num_consts"] + node.params["num_carry"],
+            first_slice=_first_stacked(node.reads, inside.invars),
         )
         return (body,), node.params["length"]
     programs = node.params["branches"] if node.name == "cond" else [node.params["body_jaxpr"]]

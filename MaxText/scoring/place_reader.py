@@ -13,7 +13,7 @@ import numpy as np
 
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.input_pipeline.batch import Batch
-from MaxText.parallelism.constraints import constrain
+from MaxText.parallelism.constraints import HIDDEN, constrain
 from MaxText.parallelism.mesh import rows_of_batch
 from MaxText.scoring.masked_text import MaskIds
 from MaxText.training.objective import cross_entropy
@@ -193,7 +193,7 @@ def _read_places(
     h_BTD, _ = decoder.hidden(batch)
     pointers = decoder.pointers(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, places_BC[..., None], axis=1)
-    h_BCD = constrain(h_BCD, "activation_batch", "activation_length", "activation_embed")
+    h_BCD = constrain(h_BCD, *HIDDEN)
 
     def of_chunk(chunk):
         h_BCD, targets_BC, places_BC = chunk

@@ -1,7 +1,9 @@
 """What `auto` means on the device at hand. Every choice is printed and can be overridden."""
 
 from MaxText.configuration.model_sections import Model
+from MaxText.layers import flash_attention
 from MaxText.layers.depth_mixing import kernel_refused
+from MaxText.parallelism.mesh import Layout
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): written-out layers are 20 % faster at
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
@@ -9,11 +11,12 @@ CPU_UNROLLED_LAYERS = 8
 CPU_UNROLLED_WIDTH = 512
 
 
-def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
+def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple[Model, list[str]]:
     """The section without `auto`, and one line for each choice made.
 
     Args:
       backend: "cpu", "gpu" or "tpu", as jax names it.
+      layout: where the model will run; None is one device, on which nothing can be tried.
     """
     on_cpu = backend == "cpu"
     lines = []
@@ -67,7 +70,31 @@ def resolve(section: Model, backend: str) -> tuple[Model, list[str]]:
             ),
         }
     )
-    return resolved, lines
+    asked = section.attention.attention
+    if asked not in ("autoselected", "flash"):
+        return resolved, lines
+    refused = _flash_refused(resolved, backend, layout)
+    chosen = "flash" if refused is None else "blocked"
+    if asked != chosen:
+        reason = refused or "scores stay on the chip"
+        lines.append(f"attention: {asked} -> {chosen} ({reason})")
+    attention = section.attention.model_copy(update={"attention": chosen})
+    return resolved.model_copy(update={"attention": attention}), lines
+
+
+def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str | None:
+    """Why no library's kernel computes attention; None where one does."""
+    if backend == "cpu":
+        return "fastest on CPU"
+    parts, stages = 1, 1
+    if layout is not None:
+        parts, stages = layout.num_length_parts, layout.mesh.shape["stage"]
+    refused = flash_attention.kernel_refused(section, backend, parts, stages)
+    if refused is not None or backend == "tpu":
+        return refused
+    if layout is None:
+        return "cuDNN's kernel was not tried"
+    return flash_attention.cudnn_fails(section, layout.mesh.devices.flat)
 
 
 def _has_scanned_kernel(section: Model, backend: str) -> bool:

@@ -44,7 +44,7 @@ def with_keys(config, **keys):
 
 def open_with(planned, **keys):
     config = with_keys(planned.config, **keys)
-    return saved_step.open_saved(config, planned.layout, planned.state)
+    return saved_step.open_saved(config, planned.model.section, planned.layout, planned.state)
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):

@@ -278,13 +278,20 @@ BROKEN = [
     (
         "dcn_pipeline_parallelism=4 num_layers_per_pipeline_stage=1 sliding_window_size=8 "
         'attention_types=[[["local","global"],8]]',
-        "are no multiple of the 2 kinds",
+        "are no multiple of the 2 after which kinds of attention",
     ),
     (
         "ici_pipeline_parallelism=4 num_pipeline_microbatches=3",
         "is below the 4 stages",
     ),
-    ("ici_pipeline_parallelism=2 dense_conn=true", "reads the outputs of all earlier ones"),
+    (
+        "ici_pipeline_parallelism=2 dense_conn=true mudd_prenorm=true",
+        r"(?s)stages walk their layers in a scan: sums over normalised.*ici_pipeline_parallelism=1",
+    ),
+    (
+        "ici_pipeline_parallelism=4 dense_conn=true dense_period=2 num_layers_per_pipeline_stage=1",
+        r"(?s)no multiple of the 2 after which.*num_layers_per_pipeline_stage=4",
+    ),
     ("ici_pipeline_parallelism=2 share_parameters=true", "there is one layer"),
     (
         "ici_pipeline_parallelism=2 num_experts=4 moe_layers=[0,2]",

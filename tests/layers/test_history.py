@@ -20,7 +20,7 @@ from MaxText.layers.depth_reading import (
     num_lanes,
     read,
 )
-from MaxText.layers.history import plan_of
+from MaxText.layers.history_plan import plan_of
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ShapesOnly
 from MaxText.training import backend_defaults

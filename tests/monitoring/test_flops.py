@@ -422,6 +422,9 @@ def test_keys_by_rule():
         # No more than 16 blocks: of 256 rows.
         ({"attention": "blocked", "attention_block_size": 128}, 4096, 256 * (16 + 1) / 2),
         ({"attention": "blocked", "causal": False}, 4096, 4096),
+        ({"attention": "flash"}, 2048, 512 * (1 + 2 + 3 + 4) / 4),
+        # Not what the kernel serves.
+        ({"attention": "flash"}, 100, 100),
     ],
 )
 def test_keys_multiplied(section, length, keys):

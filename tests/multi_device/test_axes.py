@@ -28,8 +28,9 @@ FAMILIES = {
     "experts": {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 1.0,
                 "eval_capacity_factor": 2.0},
 }  # fmt: skip
-AXES = tuple(axis for axis in MESH_AXES if axis != "stage")
-ALONE = {axis: {size_key(axis): 4} for axis in AXES} | {
+# Stages need layers that are alike, and one or more each.
+ALIKE = {"muddformer": {"dynamic_mlp_dim": False, "dense_first_norms": "each"}}
+ALONE = {axis: {size_key(axis): 4} for axis in MESH_AXES} | {
     "context, ring": {size_key("context"): 4} | RING
 }
 
@@ -37,7 +38,7 @@ ALONE = {axis: {size_key(axis): 4} for axis in AXES} | {
 def mixes(family, number):
     """Sizes that multiply to 8, each of three halvings over any axis inside slices or across."""
     generator = np.random.default_rng(list(FAMILIES).index(family))
-    axes = [axis for axis in AXES if axis != "expert" or family == "experts"]
+    axes = [axis for axis in MESH_AXES if axis != "expert" or family == "experts"]
     found = []
     for _ in range(number):
         sizes = dict.fromkeys(["dcn_data_parallelism"], 1)
@@ -57,18 +58,27 @@ CASES = [
 MIXES = [(family, "mix", mesh) for family in FAMILIES for mesh in mixes(family, 4)]
 
 
+def model_of(family, stages):
+    """Keys of a model that can be cut into so many stages; it has two layers or more."""
+    if stages == 1:
+        return FAMILIES[family]
+    given = FAMILIES[family] | ALIKE.get(family, {}) | {"base_num_decoder_layers": stages}
+    return {name: value for name, value in given.items() if name != "mlp_dim_multiple"}
+
+
 @functools.cache
-def expected(family):
-    return loss_and_gradients(jax.devices()[:1], **FAMILIES[family])[0]
+def expected(family, stages):
+    return loss_and_gradients(jax.devices()[:1], **model_of(family, stages))[0]
 
 
 def check(family, mesh):
-    number = 1
+    number = stages = 1
     for name, size in mesh.items():
         number *= size if name.endswith("_parallelism") else 1
-    keys = {"ici_fsdp_parallelism": 1} | FAMILIES[family] | mesh
+        stages *= size if name.endswith("_pipeline_parallelism") else 1
+    keys = {"ici_fsdp_parallelism": 1} | model_of(family, stages) | mesh
     found, _, text = loss_and_gradients(jax.devices()[:number], **keys)
-    assert_same(found, expected(family), str(mesh))
+    assert_same(found, expected(family, stages), str(mesh))
     return text
 
 

@@ -1,5 +1,7 @@
 """Layers on stages of a pipeline: the same numbers as one device that has all of them."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +20,13 @@ FOUR = {"ici_pipeline_parallelism": 4}
 TWO = {"ici_pipeline_parallelism": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
+# Connections with large noise nearly cancel states (rounding shows).
+DENSE = {"dense_conn": True, "dense_mixing": "sum", "weight_init": "fan_in", "noise": 0.02}
+TWO_BY_TWO = DENSE | {
+    "dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2,
+    "base_num_decoder_layers": 8,
+}  # fmt: skip
+FLASH = {"attention": "flash", "max_target_length": 256}
 KINDS = {"attention_types": [[["local", "global"], 2]], "sliding_window_size": 5}
 
 # name -> (family, keys of the model, keys of mesh and pipeline)
@@ -35,6 +44,13 @@ CASES = {
     "kinds of attention": ("gpt_neox", KINDS, TWO | {"ici_data_parallelism": 2}),
     "TokenFormer": ("tokenformer", {}, TWO | {
         "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_repeats": 2,
+    }),
+    "MUDDFormer": ("llama2", DENSE, TWO | {
+        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_repeats": 2,
+        "num_pipeline_microbatches": 3, "remat_policy": "full",
+    }),
+    "MUDDFormer on four stages": ("llama2", DENSE, FOUR | {
+        "ici_data_parallelism": 2, "num_pipeline_microbatches": 2,
     }),
     "experts": ("llama2", EXPERTS, TWO | {
         "ici_data_parallelism": 2, "ici_tensor_parallelism": 2, "num_vocab_tiling": 2,
@@ -62,7 +78,45 @@ SLOW = {
         "dcn_pipeline_parallelism": 2, "dcn_data_parallelism": 1, "ici_fsdp_parallelism": 4,
     }),
     "TokenFormer on four stages": ("tokenformer", {}, FOUR | {"ici_data_parallelism": 2}),
+    "MUDDFormer, two stages": ("llama2", DENSE, TWO | {"num_pipeline_repeats": 1}),
+    "MUDDFormer, two stages, two repeats": ("llama2", DENSE, TWO | {"num_pipeline_repeats": 2}),
+    "MUDDFormer, four stages": ("llama2", DENSE, FOUR),
+    "MUDDFormer, four stages, two repeats": (
+        "llama2", DENSE | {"base_num_decoder_layers": 8}, FOUR | {
+            "num_pipeline_repeats": 2, "num_pipeline_microbatches": 6, "remat_policy": "full",
+        },
+    ),
+    "MUDDFormer, every second state": ("llama2", TWO_BY_TWO, TWO | {
+        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_microbatches": 3,
+    }),
+    "MUDDFormer by kernel": ("llama2", DENSE | {"dense_mixing": "kernel"}, TWO | {
+        "ici_data_parallelism": 2, "ici_tensor_parallelism": 2,
+    }),
+    "MUDDFormer with experts, sequences split": ("llama2", DENSE | EXPERTS, TWO | {
+        "ici_data_parallelism": 2, "ici_context_parallelism": 2, "remat_policy": "minimal",
+    }),
+    "MUDDFormer, norms after, ring attention": (
+        "llama2", DENSE | {"mudd_postnorm": "all", "dense_ways": ["r", "v"]}, TWO | {
+            "ici_context_parallelism": 2, "num_pipeline_repeats": 1,
+            "context_parallel_strategy": "ring",
+        },
+    ),
+    "MUDDFormer, few states, fewer microbatches than stages": (
+        "llama2", DENSE | {"dense_sources": "window", "dense_window": 2}, FOUR | {
+            "num_pipeline_microbatches": 1,
+        },
+    ),
+    "MUDDFormer, fixed weights": (
+        "llama2", DENSE | {"dense_dynamic": False, "dense_sources": "list",
+                           "dense_source_list": [0, 2]}, FOUR,
+    ),
     "experts on four stages": ("llama2", PLACES, FOUR | {"ici_expert_parallelism": 2}),
+    "kernel of attention": ("llama2", FLASH, TWO | {
+        "ici_data_parallelism": 2, "ici_tensor_parallelism": 2, "remat_policy": "full",
+    }),
+    "kernel of attention, MUDDFormer, sequences split": ("llama2", DENSE | FLASH, TWO | {
+        "ici_data_parallelism": 2, "ici_context_parallelism": 2,
+    }),
 }  # fmt: skip
 
 
@@ -95,6 +149,34 @@ def test_equal_losses_and_gradients(name):
 @pytest.mark.parametrize("name", SLOW)
 def test_equal_losses_and_gradients_of_more(name):
     check(*SLOW[name], ROWS)
+
+
+def in_pieces(text, shape):
+    """Whether a program makes an array of one stage's devices and none of all stages."""
+    per_stage, whole = (re.escape(f"[{','.join(map(str, (n, *shape)))}]") for n in (1, 2))
+    return re.search(per_stage, text) is not None and re.search(whole, text) is None
+
+
+def test_a_history_stays_on_its_stage_and_is_kept_once():
+    # Two microbatches of 12 rows with 5 states each; a backward pass of every turn's own history
+    # would keep those of all 5 turns.
+    text = results("llama2", 2, ROWS, **DENSE, **TWO, num_pipeline_repeats=2)[2]
+    assert in_pieces(text, (10, 12, 16, 32))
+    assert not re.search(r"\[5,1,10,12,16,32\]", text)
+    # States of the other stage's run are handed on, and back; nothing asks how many there are.
+    assert re.search(r"f32\[1,1,12,16,32\]\S* collective-permute", text)
+    assert not re.search(r"pred\[\]\S* all-reduce", text)
+
+
+def test_dense_connections_accumulation_and_dropout():
+    # Not by Adam: it makes whole steps of gradients that are 0 but for rounding, as those of the
+    # first product that makes weights of sums are here.
+    keys = DENSE | {"residual_dropout_rate": 0.2, "scan_layers": True, "opt_type": "sgd"}
+    keys["ici_fsdp_parallelism"] = 1
+    del keys["noise"]
+    expected, _ = train("llama2", jax.devices()[:1], num_microbatches=4, **keys)
+    numbers, _ = train("llama2", jax.devices()[:2], **keys, **TWO, num_pipeline_microbatches=4)
+    np.testing.assert_allclose(numbers, expected, rtol=1e-5)
 
 
 def test_accumulation_and_dropout():
@@ -138,10 +220,21 @@ def losses(run):
     return {row["step"]: row["learning/loss"] for row in rows if "learning/loss" in row}
 
 
-def test_a_run_goes_on_with_other_stages(users_environment, tmp_path):
+@pytest.mark.parametrize(
+    "connections",
+    [
+        pytest.param((), id="llama"),
+        pytest.param(
+            ("dense_conn=true", "sharding_tolerance=1", "opt_type=sgd"),
+            id="dense",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_on_with_other_stages(connections, users_environment, tmp_path):
     def run(name, steps, *arguments):
         keys = RUN | {"run_name": name, "steps": steps}
-        given = [*(f"{key}={value}" for key, value in keys.items()), *arguments]
+        given = [*(f"{key}={value}" for key, value in keys.items()), *connections, *arguments]
         ended = start("train.py", given, tmp_path, users_environment)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout

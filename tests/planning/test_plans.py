@@ -1,15 +1,17 @@
 """Plans of small configurations, and plan.py as a user runs it."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from MaxText.configuration.saved import flat
 from MaxText.errors import UserError
 from MaxText.monitoring.flops import count_flops
 from MaxText.planning import report, request
-from MaxText.planning.fitting import fitting, words
+from MaxText.planning.fitting import _Search, command, fitting
 from MaxText.planning.hardware import find
 from MaxText.planning.memory import memory_of
 from MaxText.planning.planning import Plan, make_plan, peak_of
@@ -116,13 +118,15 @@ def test_a_second_fsdp_axis_splits_weights_and_no_products():
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_parts_of_sequences(strategy):
     keys: dict[str, Any] = {"per_device_batch_size": 1, "dtype": "bfloat16"}
+    keys |= {"attention": "blocked", "attention_block_size": 4}
     plan = plan_of(
         "4xH100", ici_fsdp_parallelism=1, ici_context_parallelism=4,
         context_parallel_strategy=strategy, **keys,
     )  # fmt: skip
     alone = plan_of("1xH100", **keys)
     assert plan.program.local_tokens == alone.program.local_tokens
-    assert plan.time.operations == alone.time.operations
+    # Gathered keys are all multiplied, also those of later tokens.
+    assert (plan.time.operations > 1.02 * alone.time.operations) == (strategy == "all_gather")
     assert plan.memory.parameters < alone.memory.parameters / 3
     (found,) = plan.exchanged
     assert (found.axis, found.size) == ("context", 4)
@@ -131,6 +135,16 @@ def test_parts_of_sequences(strategy):
     part = 2 * 2 * plan.program.local_tokens * shape.num_kv_heads * shape.head_dim
     times = {"all_gather": 3 * 3, "ring": 3 * 3 + 4 * 2}[strategy]
     assert found.num_bytes == pytest.approx(weights + 3 * times * part, rel=0.01)
+
+
+def test_a_single_sequence_in_parts_is_computed_whole():
+    keys: dict[str, Any] = {"ici_fsdp_parallelism": 1, "dtype": "bfloat16"}
+    plan = plan_of(
+        "4xH100", ici_context_parallelism=4, per_device_batch_size=0.25,
+        context_parallel_strategy="ring", **keys,
+    )  # fmt: skip
+    whole = plan_of("1xH100", per_device_batch_size=1, **keys)
+    assert 4 * plan.time.operations == pytest.approx(whole.time.operations, rel=0.02)
 
 
 def test_experts_lie_on_their_own_devices():
@@ -165,6 +179,26 @@ def test_the_interval_holds_its_middle_and_mfu_falls_with_time():
     )
 
 
+def test_each_key_is_given_once_in_what_is_proposed():
+    given = tiny_config(per_device_batch_size=2)
+    plan = plan_of("1xH100", remat_policy="full", per_device_batch_size=2)
+    proposed = command(["a.yml", "remat_policy=none", "steps=3"], plan, given)
+    assert proposed == ["a.yml", "steps=3", "remat_policy=full"]
+
+
+def test_rules_of_training_hold_for_what_is_proposed():
+    # Samples are not drawn over stages; a rule that plan.py itself does not ask.
+    place = dataclasses.replace(find("8xH100"), num_slices=2)
+    for sample_tokens in (0, 4):
+        config = tiny_config(
+            base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
+            sample_tokens=sample_tokens, prompt="a",
+        )  # fmt: skip
+        meshes = _Search(flat(config), place, peak_of(place)).meshes(config)
+        stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
+        assert stages == (sample_tokens == 0)
+
+
 @pytest.mark.slow
 def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     monkeypatch.setattr("MaxText.planning.fitting.POLICIES", ("minimal", "full"))
@@ -173,9 +207,8 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     plans = fitting(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
     assert [plan.time.middle for plan in plans] == sorted(plan.time.middle for plan in plans)
-    assert "remat_policy=" in words(plans[0])
-    shown = report.proposals(plans, 1e6, 2.0)
-    assert words(plans[0]) in shown
+    shown = report.proposals(plans, config, ["steps=10", "remat_policy=none"], 1e6, 2.0)
+    assert shown.endswith(" ".join(command(["steps=10", "remat_policy=none"], plans[0], config)))
     assert max(map(len, shown.splitlines()[:-1])) <= 110
 
 
@@ -231,6 +264,25 @@ def test_the_program_refuses_what_it_does_not_know(users_environment):
     assert done.returncode == 2
     assert "not known" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_dense_connections_over_stages():
+    def planned(**keys: Any):
+        plan = plan_of(
+            "8xH100", base_num_decoder_layers=8, ici_pipeline_parallelism=4, scan_layers=True,
+            num_pipeline_repeats=2, num_pipeline_microbatches=4, dtype="bfloat16",
+            sharding_tolerance=0.2, **keys,
+        )  # fmt: skip
+        (handed_on,) = (one.num_bytes for one in plan.exchanged if one.axis == "stage")
+        return plan, handed_on
+
+    (plan, handed_on), (plain, plain_handed_on) = planned(dense_conn=True), planned()
+    state = plan.program.local_tokens * 32 * 2
+    # States of 6 layers on other stages with their gradients; 3 instead of 1 handed on in a turn.
+    assert plan.memory.of_other_stages == 2 * 6 * state
+    assert plain.memory.of_other_stages == 0
+    assert handed_on - plain_handed_on >= 2 * 2 * 11 / 4 * state
+    assert "hidden states of other stages" in report.describe(plan, 1e6, None)
 
 
 def test_stages_of_a_pipeline():

@@ -46,12 +46,40 @@ def test_what_two_products_read_is_written():
     assert need(twice, (N, N), (N, N)).outside == 3 * SQUARE
 
 
-def test_a_product_is_written_in_the_format_in_which_it_is_read():
-    def convert(x):
-        product = (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32)
-        return jnp.sin(product).sum()
+def product(x, dtype):
+    return (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(dtype)
 
-    assert need(convert, (N, N)).alive[0].size == SQUARE
+
+def test_a_product_is_written_in_the_narrower_of_two_formats():
+    def widened(x):
+        return jnp.sin(product(x, jnp.float32)).sum()
+
+    def narrowed(x):
+        return (x @ x).astype(jnp.bfloat16).sum()
+
+    assert need(widened, (N, N)).alive[0].size == SQUARE / 2
+    assert need(narrowed, (N, N)).alive[0].size == SQUARE / 2
+
+
+def test_what_is_gathered_is_written_in_the_format_in_which_it_is_read():
+    def gathered(x):
+        logits = product(x, jnp.float32)
+        return jnp.take_along_axis(logits, jnp.zeros((N, 1), int), axis=1).sum()
+
+    assert need(gathered, (N, N)).alive[0].size == SQUARE
+
+
+def test_narrow_products_make_a_wide_fused_value_again():
+    def twice(x, y):
+        wide = jnp.tanh(x @ x)
+        narrow = y.astype(jnp.bfloat16)
+        return [
+            jax.lax.dot(wide, other, preferred_element_type=jnp.float32)
+            for other in (narrow, narrow.T)
+        ]
+
+    found = need(twice, (N, N), (N, N), kept=(None, None))
+    assert [array.writer for array in found.alive] == ["dot_general"] * 3
 
 
 def test_what_a_device_keeps_of_a_result_is_less_once_it_is_written():
@@ -62,14 +90,35 @@ def test_what_a_device_keeps_of_a_result_is_less_once_it_is_written():
     assert need(results, (N, N), kept=(SQUARE / 4, None)).outside == 1.25 * SQUARE
 
 
-def test_bodies_of_loops_have_memory_of_their_own():
+def test_the_body_of_a_loop_works_while_the_loop_runs():
     def loop(x):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x) @ x, x), x, None, length=3)
 
     found = need(loop, (N, N), kept=(None, None))
-    # The last x, three stacked ones, and as many zeros to begin with.
-    assert found.outside == 7 * SQUARE
+    # The last x and three stacked ones.
+    assert found.outside == 4 * SQUARE
     assert found.in_loops == 2 * SQUARE
+
+
+def test_the_peak_is_inside_of_a_loop_or_outside():
+    def loop_and_more(x):
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ x) @ x, None), x, None, length=3)[0]
+        wide = jnp.concatenate([x] * 9)
+        return wide @ wide.T
+
+    found = need(loop_and_more, (N, N), kept=(None,))
+    assert (found.outside, found.in_loops) == ((9 + 81) * SQUARE, 0)
+
+
+def test_what_lives_from_the_first_loop_to_the_last():
+    def loops(x):
+        for _ in range(2):
+            x = jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=3)[0]
+        return x
+
+    program = read(loops, (N, N))
+    assert memory_need(program, (None,), between=1e6).between == 1e6
+    assert memory_need(read(lambda x: x @ x, (N, N)), (None,), between=1e6).between == 0
 
 
 def test_stacked_weights_that_a_loop_hands_on_are_no_copies():

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tests.house.sources import REPOSITORY
@@ -19,6 +20,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def end(runs: Iterable[subprocess.Popen]) -> None:
+    """Ends runs of launch.py that still go on, with all their processes."""
+    for run in runs:
+        if run.poll() is None:
+            run.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            run.send_signal(signal.SIGTERM)  # kills
+            run.wait(60)
 
 
 class Group:

@@ -12,6 +12,7 @@ import pytest
 
 from MaxText import exit_codes
 from tests.house.sources import REPOSITORY
+from tests.several_processes.group import end
 
 pytestmark = pytest.mark.slow
 
@@ -87,19 +88,14 @@ def launch(place):
         return process, path
 
     yield launch
-    for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)  # kills
-            process.wait(60)
+    end(started)
 
 
 def wait_for_step(process, path, step):
-    end = time.monotonic() + LONGEST_SECONDS
+    until = time.monotonic() + LONGEST_SECONDS
     while f"completed step: {step}," not in path.read_text():
         assert process.poll() is None, path.read_text()
-        assert time.monotonic() < end, path.read_text()
+        assert time.monotonic() < until, path.read_text()
         time.sleep(0.02)
 
 

@@ -1,0 +1,313 @@
+"""Softmax attention by kernels of libraries, which keep scores on the chip (Dao et al. 2022).
+
+On TPU that is splash attention of JAX (jax.experimental.pallas.ops.tpu.splash_attention), on GPU
+cuDNN's. Each kernel is written for one device: here is what divides the work among several.
+
+Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim,
+W window.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.attention_core import Scoring, copies_of_heads
+from MaxText.parallelism.constraints import platform, split_axes
+
+# A block of splash attention has whole tiles, and no more rows and keys than MaxText's default
+# (its sa_block_* keys); twice as many compile five times longer, four times do not fit a v5p.
+TILE = 128
+LARGEST_BLOCK = 512
+# Bytes of a head's part of a token, beyond which blocks of that size do not fit a v4.
+_LARGEST_HEAD = 1024
+# Products of a kernel's phases; both backward ones make scores and the gradient of probabilities.
+_PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}
+# What the kernel hands to its backward pass, for policies of rematerialisation.
+_KEPT = "context"
+
+
+def kernel_refused(
+    section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
+) -> str | None:
+    """Why no kernel serves a model on "gpu" or "tpu"; None where one does.
+
+    Args:
+      section: with its `auto` resolved.
+      num_length_parts: devices that share a sequence.
+      num_stages: of a pipeline.
+    """
+    attention, dimensions = section.attention, section.shape.dimensions
+    length = dimensions.max_target_length
+    if not section.softmax_kinds:
+        return "no layer has softmax attention"
+    if section.position.position_embedding == "alibi":
+        return "position_embedding=alibi adds to scores"
+    if attention.num_mem_kv:
+        return "num_mem_kv adds keys that are no tokens"
+    if section.dropout.rate("attention"):
+        return "dropout of probabilities, which are on the chip alone"
+    if section.numerics.matmul_precision != "default":
+        return f"matmul_precision={section.numerics.matmul_precision}: kernels have the default"
+    if num_length_parts > 1 and attention.context_parallel_strategy == "ring":
+        return "context_parallel_strategy=ring has a form of its own"
+    if backend == "gpu":
+        return _cudnn_refused(section, num_length_parts, num_stages)
+    dtype = np.dtype(section.numerics.dtype)
+    if dtype.name == "float16":
+        return "splash attention does not know dtype=float16"
+    if dimensions.head_dim * dtype.itemsize > _LARGEST_HEAD:
+        return f"head_dim {dimensions.head_dim} is too large for blocks on the chip"
+    if length % (TILE * num_length_parts):
+        each = f" on each of {num_length_parts} devices" if num_length_parts > 1 else ""
+        return f"max_target_length {length} is no multiple of {TILE}{each}"
+    return None
+
+
+def _cudnn_refused(section: ModelSection, num_length_parts: int, num_stages: int) -> str | None:
+    attention, head_dim = section.attention, section.shape.dimensions.head_dim
+    if section.numerics.dtype not in ("bfloat16", "float16"):
+        return f"cuDNN has no kernel for dtype={section.numerics.dtype}"
+    if head_dim % 8:
+        return f"head_dim {head_dim} is no multiple of 8"
+    if attention.attn_logits_soft_cap:
+        return "cuDNN has no attn_logits_soft_cap"
+    if "local" in section.attention_kinds and not attention.causal:
+        return "cuDNN has no windows to both sides"
+    if num_length_parts > 1:
+        return "sequences are divided over devices"
+    if num_stages > 1:
+        return "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"
+    return None
+
+
+def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
+    """Why cuDNN has no kernel for a model on these devices, found by compiling one layer's; None
+    where it has.
+
+    Args:
+      section: that `kernel_refused` does not refuse.
+      devices: GPUs, here or those of a topology; absent ones cannot be tried.
+    """
+    device = next((x for x in devices if x.process_index == jax.process_index()), None)
+    if not isinstance(device, jax.Device):
+        return "no GPU here to try cuDNN's kernel on"
+    d, attention = section.shape.dimensions, section.attention
+    length, there = d.max_target_length, SingleDeviceSharding(device)
+
+    def of(heads: int) -> jax.ShapeDtypeStruct:
+        shape = (1, length, heads, d.head_dim)
+        return jax.ShapeDtypeStruct(shape, section.numerics.dtype, sharding=there)
+
+    queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
+    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
+    for kind in sorted(set(section.softmax_kinds)):
+        window = attention.sliding_window_size if kind == "local" else None
+        scoring = Scoring(attention.causal, window, attention.attention_scale)
+
+        def total(q, k, v, segments, scoring=scoring):
+            return _cudnn(None, q, k, v, segments, segments, scoring=scoring).sum()
+
+        gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        try:
+            gradients.lower(queries, keys, keys, segments_BT).compile()
+        except Exception as error:  # what it is depends on what is missing of cuDNN
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            return f"cuDNN has no kernel for it: {reason}"
+    return None
+
+
+def serves(q_BTNH: jax.Array, of_queries: NamedSharding | None) -> bool:
+    """Whether a kernel can take queries of this shape: not every batch is max_target_length long.
+
+    Args:
+      of_queries: how they lie; None on one device.
+    """
+    length = q_BTNH.shape[1]
+    own = length if of_queries is None else of_queries.shard_shape(q_BTNH.shape)[1]
+    if platform() == "gpu":
+        return own == length and length % 2 == 0  # as JAX asks of gradients
+    return own % TILE == 0
+
+
+def flash_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    scoring: Scoring,
+    of_queries: NamedSharding | None,
+    of_keys: NamedSharding | None,
+    *,
+    segments_BT: jax.Array | None = None,
+) -> jax.Array:
+    """What attention_core.softmax_attention computes, without ALiBi, memories and dropout.
+
+    The output, and on TPU the logarithms of sums that the backward pass reads, have the name
+    "context" for policies of rematerialisation.
+
+    Args:
+      of_queries: how `q_BTNH` is split; T over any axes, which `serves` has agreed to. None on one
+        device.
+      of_keys: how `k_BSKH` and `v_BSKH` are split; S is whole.
+      segments_BT: tokens attend only to tokens with the same number; None is one segment.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
+    """
+    assert scoring.slopes_N is None, scoring
+    assert scoring.precision in (None, "default"), scoring
+    run = _cudnn if platform() == "gpu" else _splash
+    if of_queries is None or of_keys is None:
+        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT, scoring=scoring)
+    mesh = of_queries.mesh
+    batch, length, heads = (split_axes(of_queries, dim) for dim in range(3))
+    if split_axes(of_keys, 2) != heads:
+        # The mesh divides no heads of keys: with copies it does.
+        parts = math.prod(mesh.shape[axis] for axis in heads)
+        copies = copies_of_heads(k_BSKH.shape[2], q_BTNH.shape[2], parts)
+        k_BSKH, v_BSKH = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKH))
+    queries, keys = PartitionSpec(batch, length, heads), PartitionSpec(batch, None, heads)
+    mask = of_mask = None
+    if length and (scoring.causal or (scoring.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
+        # Each device has its rows of the mask.
+        parts = math.prod(mesh.shape[axis] for axis in length)
+        shard = of_queries.shard_shape(q_BTNH.shape)
+        mask = _kernel_of(scoring, (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts)
+        of_mask = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
+    of_segments = None, None
+    if segments_BT is not None:
+        of_segments = PartitionSpec(batch, length), PartitionSpec(batch)
+    return jax.shard_map(
+        functools.partial(run, scoring=scoring),
+        mesh=mesh,
+        in_specs=(of_mask, queries, keys, keys, *of_segments),
+        out_specs=queries,
+        check_vma=False,
+    )(mask, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+
+
+def block_of(length: int) -> int:
+    """Rows and keys of a block of splash attention; `length` is a multiple of TILE."""
+    return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
+
+
+def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
+    """Operations of products in a call of splash attention, whose call declares none.
+
+    Args:
+      name: of the kernel.
+      queries: shape of q_BNTH.
+      num_keys: that a query is multiplied with, as `keys_multiplied` says.
+    """
+    products = next(number for phase, number in _PRODUCTS.items() if phase in name)
+    return 2.0 * products * math.prod(queries) * num_keys
+
+
+def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> float:
+    """Keys that a query is multiplied with on average by splash attention, hidden ones included.
+
+    Args:
+      length: a multiple of TILE.
+      window: keys a query may see to each side, itself included; None is all of them.
+    """
+    block = block_of(length)
+    num_blocks = length // block
+    # Of blocks so far away, the nearest query and key stand (far - 1) * block + 1 tokens apart.
+    reach = num_blocks - 1 if window is None else (window - 2) // block + 1
+    before = sum(num_blocks - far for far in range(1, min(reach, num_blocks - 1) + 1))
+    return float((num_blocks + (1 if causal else 2) * before) * block) / num_blocks
+
+
+def _kernel_of(
+    scoring: Scoring, shape: tuple[int, int], num_heads: int, num_length_parts: int
+) -> Any:
+    window = scoring.window
+    if window is not None and window >= shape[1]:
+        window = None  # splash attention divides no mask that hides nothing
+    return _splash_kernel(
+        shape, num_heads, num_length_parts,
+        scoring.causal, window, scoring.soft_cap or None, platform() == "cpu",
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _splash_kernel(
+    shape: tuple[int, int],
+    num_heads: int,
+    num_length_parts: int,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool,
+) -> Any:
+    """The kernel for all rows of the mask, its arrays on the host.
+
+    The same one for all layers: it is a key of jit's cache, and its blocks take a while to count.
+    """
+    # Pallas takes a second to import.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    if window is not None:
+        mask = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+    else:
+        mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    block = block_of(shape[0] // num_length_parts)
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block,
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
+        block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * num_heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=num_length_parts,
+            attn_logits_soft_cap=soft_cap,
+            residual_checkpoint_name=_KEPT,
+            interpret=interpret,
+        )
+        return jax.tree.map(np.asarray, kernel)
+
+
+def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
+    """Splash attention of one device's queries.
+
+    Args:
+      kernel: with this device's rows of the mask; None is all of it.
+      of_queries_BT, of_keys_BS: segments; None is one.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    _, length, num_heads, head_dim = q_BTNH.shape
+    if kernel is None:
+        kernel = _kernel_of(scoring, (length, k_BSKH.shape[1]), num_heads, 1)
+    segments = None
+    if of_queries_BT is not None:
+        segments = splash.SegmentIds(of_queries_BT, of_keys_BS)
+    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+    q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (q_BTNH * scale, k_BSKH, v_BSKH))
+    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
+
+
+def _cudnn(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
+    """cuDNN's attention; the compiler knows no mask of segments but one of [T, S] in memory."""
+    del kernel
+    mask_B1TS = None
+    if of_queries_BT is not None:
+        mask_B1TS = (of_queries_BT[:, :, None] == of_keys_BS[:, None])[:, None]
+    window = None if scoring.window is None else (scoring.window - 1, 0)
+    o_BTNH = jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH,
+        mask=mask_B1TS, scale=scoring.scale, is_causal=scoring.causal, local_window_size=window,
+        implementation="cudnn",
+    )  # fmt: skip
+    return checkpoint_name(o_BTNH, _KEPT)

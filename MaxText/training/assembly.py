@@ -1,0 +1,61 @@
+"""The parts of a train step, made of a configuration for the devices that it will run on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from MaxText.checkpointing.growth.old_slots import slow_old_slots
+from MaxText.checkpointing.growth.settling import Settled
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
+from MaxText.training import backend_defaults
+from MaxText.training import step as steps
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.state import TrainState
+
+
+class Assembled(NamedTuple):
+    """What train.py runs, and what train_compile.py compiles.
+
+    Attributes:
+      model: with what depends on the devices resolved.
+      optimizer: of its parameters; those from before growth may be slowed down.
+      initialize: key -> the state of a run that begins.
+      state: shapes and shardings of the state.
+      step: (state, batch) -> (state, metrics), not compiled.
+      whole: share of the parameters that no axis of the mesh divides.
+      choices: one line for each `auto`.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    initialize: Callable[[Any], TrainState]
+    state: TrainState
+    step: Callable[..., Any]
+    whole: float
+    choices: Sequence[str]
+
+
+def assemble(settled: Settled, layout: Layout) -> Assembled:
+    """Makes them.
+
+    Raises:
+      UserError: the mesh divides too few of the parameters, or the sequences unevenly.
+    """
+    config = settled.config
+    platform = layout.mesh.devices.flat[0].platform
+    section, choices = backend_defaults.resolve(config.model, platform, layout)
+    model = Model(section)
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    optimizer = slow_old_slots(
+        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
+    )
+    initialize = steps.make_initialize(model, optimizer, config.guard)
+    check_lengths(section.shape.max_target_length, config.batch, layout)
+    whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
+    state = layout.abstract_state(initialize, model.parameters)
+    step = steps.train_step_of(config, model, optimizer, schedule)
+    return Assembled(model, optimizer, initialize, state, step, whole, choices)

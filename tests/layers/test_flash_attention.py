@@ -1,0 +1,239 @@
+"""Kernels of libraries, interpreted, against plain attention; and when they are taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from MaxText.layers import flash_attention
+from MaxText.layers.attention_core import Scoring, softmax_attention
+from MaxText.layers.stack import rematerialized
+from MaxText.planning.step_time import operations
+from MaxText.planning.traced import traced
+from MaxText.training import backend_defaults
+from tests.small_models import some_quick, tiny_config
+
+B, T = 1, 256
+# An interpreted kernel takes long to compile, and not long to run.
+QUICK = {"xla_backend_optimization_level": 0}
+
+# (query heads, key/value heads, head_dim, scoring, several documents)
+CASES = [
+    (4, 2, 80, {"soft_cap": 3.0, "window": 100}, True),
+    (2, 2, 64, {}, False),
+    (2, 2, 64, {}, True),
+    (4, 1, 64, {"scale": 0.3}, False),
+    (2, 1, 128, {"soft_cap": 3.0}, False),
+    (2, 2, 64, {"causal": False}, True),
+    (2, 2, 64, {"causal": False, "window": 100}, False),
+    (2, 2, 64, {"window": 1}, False),
+]
+
+
+@pytest.fixture(autouse=True)
+def _blocks_of_a_tile(monkeypatch):
+    """So that these short texts have several blocks."""
+    monkeypatch.setattr(flash_attention, "LARGEST_BLOCK", flash_attention.TILE)
+    flash_attention._splash_kernel.cache_clear()
+    yield
+    flash_attention._splash_kernel.cache_clear()
+
+
+def given(heads, kv_heads, head_dim, documents, batch=B):
+    generator = np.random.default_rng(0)
+    q, k, v, weights = (
+        jnp.asarray(generator.normal(size=(batch, T, n, head_dim)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    segments = np.sort(generator.integers(0, 4, (batch, T)), axis=1).astype(np.int32)
+    return q, k, v, weights, jnp.asarray(segments) if documents else None
+
+
+def differentiated(function, q, k, v, weights):
+    """The output, and gradients of its weighted sum."""
+
+    def total(q, k, v):
+        o = function(q, k, v)
+        return (o * weights).sum(), o
+
+    graded = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)
+    return jax.block_until_ready(graded(q, k, v))
+
+
+def near(found, expected):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "scores", "documents"), some_quick(CASES, len(CASES))
+)
+def test_the_same_outputs_and_gradients(heads, kv_heads, head_dim, scores, documents):
+    *arrays, segments = given(heads, kv_heads, head_dim, documents)
+    scoring = Scoring(**scores)
+
+    def kernel(q, k, v):
+        return flash_attention.flash_attention(q, k, v, scoring, None, None, segments_BT=segments)
+
+    def plain(q, k, v):
+        return softmax_attention(q, k, v, scoring, segments_BT=segments)
+
+    near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
+
+
+# (axes of the batch, of the sequence, of the heads, key/value heads, scoring)
+MESHES = [
+    (("data",), ("context",), ("tensor",), 1, {}),
+    (("data", "context"), (), ("tensor",), 2, {"window": 100}),
+    ((), ("context",), (), 2, {"soft_cap": 3.0}),
+    ((), ("context",), ("tensor",), 2, {"causal": False}),
+]
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "scores"), some_quick(MESHES, len(MESHES))
+)
+def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
+    """Each device has its rows of the mask, and heads of keys that no mesh divides are copied."""
+    *arrays, segments = given(4, kv_heads, 8, True, batch=4)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "tensor"))
+    of_queries = NamedSharding(mesh, PartitionSpec(batch, length, heads))
+    own = heads if kv_heads % 2 == 0 else None
+    of_keys = NamedSharding(mesh, PartitionSpec(batch, None, own))
+    scoring = Scoring(**scores)
+
+    def kernel(q, k, v):
+        return flash_attention.flash_attention(
+            q, k, v, scoring, of_queries, of_keys, segments_BT=segments
+        )
+
+    def plain(q, k, v):
+        return softmax_attention(q, k, v, scoring, segments_BT=segments)
+
+    near(differentiated(kernel, *arrays), differentiated(plain, *arrays))
+
+
+@pytest.mark.parametrize(
+    ("keys", "backend", "chosen", "reason"),
+    [
+        ({}, "tpu", "flash", "scores stay on the chip"),
+        ({"attention": "flash"}, "tpu", "flash", None),
+        ({"attention": "blocked"}, "tpu", "blocked", None),
+        ({}, "cpu", "blocked", "fastest on CPU"),
+        ({"attention": "flash"}, "cpu", "blocked", "fastest on CPU"),
+        ({"max_target_length": 200}, "tpu", "blocked", "max_target_length 200 is no multiple of "
+         "128"),
+        ({"position_embedding": "alibi"}, "tpu", "blocked", "position_embedding=alibi adds to "
+         "scores"),
+        ({"num_mem_kv": 2}, "tpu", "blocked", "num_mem_kv adds keys that are no tokens"),
+        ({"attention_dropout_rate": 0.1}, "tpu", "blocked", "dropout of probabilities, which are "
+         "on the chip alone"),
+        ({"matmul_precision": "high"}, "tpu", "blocked", "matmul_precision=high: kernels have the "
+         "default"),
+        ({"attention_types": [[["linear"], 3]]}, "tpu", "blocked", "no layer has softmax "
+         "attention"),
+        ({"attn_logits_soft_cap": 30.0}, "tpu", "flash", "scores stay on the chip"),
+        ({"attn_logits_soft_cap": 30.0}, "gpu", "blocked", "cuDNN has no attn_logits_soft_cap"),
+        ({"dtype": "float32"}, "gpu", "blocked", "cuDNN has no kernel for dtype=float32"),
+        ({"head_dim": 6}, "gpu", "blocked", "head_dim 6 is no multiple of 8"),
+        ({"mlm_training": True, "attention_types": [[["local"], 3]]}, "gpu", "blocked",
+         "cuDNN has no windows to both sides"),
+        ({}, "gpu", "blocked", "cuDNN's kernel was not tried"),
+        ({"dtype": "float16"}, "tpu", "blocked", "splash attention does not know dtype=float16"),
+        ({"head_dim": 520}, "tpu", "blocked", "head_dim 520 is too large for blocks on the chip"),
+    ],
+)  # fmt: skip
+def test_form_on_each_backend(keys, backend, chosen, reason):
+    given = {"max_target_length": 256, "dtype": "bfloat16"} | keys
+    section = tiny_config(**given).model
+    resolved, lines = backend_defaults.resolve(section, backend)
+    assert resolved.attention.attention == chosen
+    asked = keys.get("attention", "autoselected")
+    expected = [] if reason is None else [f"attention: {asked} -> {chosen} ({reason})"]
+    assert [line for line in lines if line.startswith("attention:")] == expected
+
+
+def test_cudnn_takes_no_stages():
+    section = tiny_config(max_target_length=256, dtype="bfloat16").model
+    assert flash_attention.kernel_refused(section, "gpu") is None
+    refused = flash_attention.kernel_refused(section, "gpu", num_stages=2)
+    assert "stages of a pipeline" in (refused or "")
+    assert flash_attention.kernel_refused(section, "tpu", num_stages=2) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "length", "parts", "reason"),
+    [
+        ("all_gather", 256, 2, None),
+        ("all_gather", 256, 4, "max_target_length 256 is no multiple of 128 on each of 4 devices"),
+        ("ring", 256, 2, "context_parallel_strategy=ring has a form of its own"),
+    ],
+)
+def test_where_sequences_are_divided(strategy, length, parts, reason):
+    section = tiny_config(context_parallel_strategy=strategy, max_target_length=length).model
+    assert flash_attention.kernel_refused(section, "tpu", parts) == reason
+
+
+@pytest.mark.parametrize(("length", "rows"), [(128, 128), (1280, 256), (1152, 384), (2048, 512)])
+def test_blocks_divide_the_length(length, rows, monkeypatch):
+    monkeypatch.undo()
+    assert flash_attention.block_of(length) == rows
+
+
+def test_other_lengths_are_served_by_the_plain_form():
+    """Evaluation, prompts and stages of training may be of any length."""
+    q = given(2, 2, 8, False)[0]
+    assert flash_attention.serves(q, None)
+    assert not flash_attention.serves(q[:, :200], None)
+
+
+WINDOWS = [
+    (True, None), (False, None), (True, 1), (True, 129), (True, 130), (True, 250), (False, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+def test_products_are_those_of_the_blocks_that_are_not_skipped(causal, window):
+    length, tile = 512, flash_attention.TILE
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = np.asarray(Scoring(causal=causal, window=window).sees(jnp.asarray(distance)))
+    blocks = seen.reshape(length // tile, tile, length // tile, tile).any((1, 3))
+    found = flash_attention.keys_multiplied(length, causal=causal, window=window)
+    assert found == blocks.sum() * tile / len(blocks)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, None), (False, None), (True, 70), (False, 200)]
+)
+def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
+    """As traced for a TPU, seven for each block in the backward pass and two in the forward one."""
+    monkeypatch.setattr(flash_attention, "platform", lambda: "tpu")
+    scoring = Scoring(causal=causal, window=window)
+    q, k, v, _, _ = given(4, 2, 64, False)
+
+    def total(q, k, v):
+        return flash_attention.flash_attention(q, k, v, scoring, None, None).sum()
+
+    program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
+    nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
+    keys = flash_attention.keys_multiplied(T, causal=causal, window=window)
+    found = sum(operations(node, keys) for node in nodes if node.name == "pallas_call")
+    assert not any(value.is_square for node in nodes for value in node.makes)
+    assert found == (2 + 7) * 2 * B * T * keys * 4 * 64
+
+
+@pytest.mark.parametrize(("policy", "times"), [("full", 2), ("minimal_with_context", 1)])
+def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, times, monkeypatch):
+    monkeypatch.setattr(flash_attention, "platform", lambda: "tpu")
+    q, k, v, _, _ = given(2, 2, 64, False)
+
+    def attend(q, k, v):
+        return flash_attention.flash_attention(q, k, v, Scoring(), None, None)
+
+    layer = rematerialized(attend, policy, in_scan=False)
+    program = jax.make_jaxpr(jax.grad(lambda *x: (layer(*x) ** 2).sum()))(q, k, v)
+    nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
+    names = [node.params["name"] for node in nodes if node.name == "pallas_call"]
+    assert sum("_fwd" in name for name in names) == times

@@ -1,0 +1,98 @@
+"""What plan.py --fit proposes is a command line with which a step of training runs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText.compilation.compiling import plan_step
+from MaxText.configuration.loading import load
+from MaxText.planning import fitting
+from MaxText.planning.hardware import find
+from MaxText.planning.meshes import candidates
+from MaxText.planning.planning import peak_of
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize
+from tests.small_models import TINY, random_batch, some_quick
+
+pytestmark = pytest.mark.multi_device
+
+EIGHT = find("8xH100")
+TWO_SLICES = dataclasses.replace(EIGHT, num_slices=2)
+KEYS = {"base_num_kv_heads": 4, "base_num_decoder_layers": 4, "per_device_batch_size": 2}
+MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0, "eval_capacity_factor": 2.0,
+}  # fmt: skip
+TOKENFORMER = {"decoder_block": "tokenformer", "base_mlp_dim": None}
+MUDD = {"decoder_block": "muddformer", "mlp_dim_multiple": 8, "scan_layers": False}
+# name -> (hardware, keys of the model, sizes that the mesh must have; none for what is proposed)
+CASES = {
+    "llama": (EIGHT, {}, {}),
+    "tokenformer": (EIGHT, TOKENFORMER, {}),
+    "mudd": (EIGHT, MUDD, {}),
+    "moe": (EIGHT, MOE, {}),
+    "gpt2": (EIGHT, {"decoder_block": "gpt2"}, {}),
+    "llama, fewer sequences than devices": (
+        EIGHT, {"per_device_batch_size": 0.25}, {"ici_context_parallelism": 4},
+    ),
+    "llama, layers over slices": (
+        TWO_SLICES, {}, {"dcn_pipeline_parallelism": 2, "ici_tensor_parallelism": 2},
+    ),
+    "gpt2, a width that fsdp does not divide": (
+        EIGHT, {"decoder_block": "gpt2", "base_emb_dim": 36, "sharding_tolerance": 0.2},
+        {"ici_fsdp_parallelism": 4, "ici_fsdp_transpose_parallelism": 2},
+    ),
+    "tokenformer, stages and parts of sequences": (
+        TWO_SLICES, TOKENFORMER | {"per_device_batch_size": 0.5},
+        {"dcn_pipeline_parallelism": 2, "ici_context_parallelism": 2},
+    ),
+    "moe, stages and experts": (
+        TWO_SLICES, MOE, {"dcn_pipeline_parallelism": 2, "ici_expert_parallelism": 2},
+    ),
+    "mudd, parts of sequences": (
+        EIGHT, MUDD | {"per_device_batch_size": 0.5, "sharding_tolerance": 0.2},
+        {"ici_context_parallelism": 2},
+    ),
+}  # fmt: skip
+
+
+def proposed(words, hardware, sizes, monkeypatch):
+    """The command line with the fastest plan on meshes of these sizes."""
+    config = load(words).config
+    meshes = [
+        keys
+        for keys in candidates(config, hardware)
+        if all(keys[name] == size for name, size in sizes.items())
+    ]
+    assert meshes
+    monkeypatch.setattr(fitting, "candidates", lambda *_: meshes)
+    # Of many proposals one is run; tiny models fit under any policy.
+    monkeypatch.setattr(fitting, "MOST_PROPOSED", 1)
+    monkeypatch.setattr(fitting, "POLICIES", ("minimal", "full"))
+    plan = fitting.fitting(config, hardware, peak_of(hardware))[0]
+    assert plan.program.tokens_per_update == 8 * 16 * config.batch.per_device_batch_size
+    return fitting.command(words, plan, config)
+
+
+@pytest.mark.parametrize("name", some_quick(CASES, 2))
+def test_a_step_runs_as_proposed(name, monkeypatch):
+    hardware, keys, sizes = CASES[name]
+    given = {name: value for name, value in (TINY | KEYS | keys).items() if value is not None}
+    words = [f"{name}={value}" for name, value in given.items()]
+    command = proposed(words, hardware, sizes, monkeypatch)
+    config = load(command, program="train.py").config
+    for size, number in sizes.items():
+        assert getattr(config.mesh, size) == number
+    planned = plan_step(config, jax.devices()[:8])
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), planned.model.parameters
+    )
+    initialize = make_initialize(planned.model, optimizer, config.guard)
+    state = planned.layout.draw_state(initialize, planned.state, seed=0)
+    rows = round(8 * keys.get("per_device_batch_size", 2))
+    batch = jax.tree.map(np.asarray, random_batch(config, rows))
+    compiled = planned.lowered.compile()
+    _, metrics = compiled(state, planned.layout.place(batch, rows))
+    assert 3 < float(metrics["loss"]) < 6
