@@ -1,5 +1,7 @@
 """Checkpoints in a bucket: whole or not there, whatever it answers meanwhile."""
 
+import gc
+
 import pytest
 
 from MaxText.buckets.failures import BucketFailure, is_outage
@@ -80,16 +82,19 @@ def test_a_save_that_was_killed_is_not_there(folder, opened, bucket, emulator):
 
 
 @pytest.mark.slow
+# Where one array fails, Orbax drops the reads of the others when they are collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damage_is_found_and_set_aside(folder, opened, emulator, bucket):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
     name = bucket.removeprefix("gs://")
     for file in emulator.names(name, "run/checkpoints/1/items/ocdbt.process_0/d/"):
-        content = bytearray((path_of(f"{bucket}/{file}", "x")).read_bytes())
-        content[len(content) // 2] ^= 1
-        emulator.write(name, file, bytes(content))
+        content = path_of(f"{bucket}/{file}", "x").read_bytes()
+        # Every byte: half of such a file is parts that later ones of it have replaced.
+        emulator.write(name, file, bytes(byte ^ 1 for byte in content))
     again = opened()
     with pytest.raises(Unreadable):
         again.restore(1, abstract(state))
+    gc.collect()
     again.mark_unreadable(1)
     restored, *_ = again.restore(0, abstract(state))
     assert_bit_equal(restored, kept[0])
