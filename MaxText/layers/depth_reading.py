@@ -80,12 +80,14 @@ class Found(NamedTuple):
     Attributes:
       of_weights_BTE: float32, 0 behind the sources.
       of_states_RBTD: with what was there before.
+      of_last_BTD: of the last source, where that has no row; else None.
       of_factors_MD: float32; None without norms.
       before: y_BTD of each way of the sum before; empty if that was not asked for.
     """
 
     of_weights_BTE: jax.Array
     of_states_RBTD: jax.Array
+    of_last_BTD: jax.Array | None
     of_factors_MD: jax.Array | None
     before: list[jax.Array]
 
@@ -134,7 +136,7 @@ def differentiate(
     sources: Sources,
     one: Sum,
     of_sums: list[jax.Array],
-    accumulated_RBTD: jax.Array | int,
+    accumulated_RBTD: jax.Array | None,
     reading: Reading,
     *,
     before: Sum | None = None,
@@ -144,12 +146,13 @@ def differentiate(
 
     Args:
       of_sums: gradients of what `read` returned.
-      accumulated_RBTD: gradients of states so far; or R, if there are none, and these sources are
-        all that have any.
+      accumulated_RBTD: gradients of states so far. None, for a kernel: there are none, and the
+        result has a row for each of these sources but the last.
       before: a sum over the first of these sources, for a kernel to make again from the same read.
     """
     if not reading.kernel:
         assert before is None
+        assert accumulated_RBTD is not None
         return _differentiate_plainly(
             history_HBTD, sources, one, of_sums, accumulated_RBTD, reading
         )
@@ -161,7 +164,7 @@ def differentiate(
         "one": one,
         "of_sums": of_sums,
     }
-    if not isinstance(accumulated_RBTD, int):
+    if accumulated_RBTD is not None:
         given["accumulated"] = accumulated_RBTD
     if before is not None:
         given["before"] = before
@@ -175,7 +178,7 @@ def differentiate(
             given["sources"],
             _flat_sum(given["one"]),
             [g.reshape(-1, shape[-1]) for g in given["of_sums"]],
-            accumulated_RBTD if old is None else _flat_states(old),
+            None if old is None else _flat_states(old),
             reading.norms,
             _target(),
             mean_count=reading.mean_count,
@@ -186,6 +189,7 @@ def differentiate(
         # A device that holds some of the dimensions, or some of the tokens, has that part of
         # what is summed over them.
         of_weights_NE, of_factors_MD = found.of_weights_NE, found.of_factors_MD
+        of_last_ND = found.of_last_ND
         if axes.dims:
             of_weights_NE = jax.lax.psum(of_weights_NE, axes.dims)
         if of_factors_MD is not None and axes.tokens:
@@ -193,6 +197,7 @@ def differentiate(
         return Found(
             of_weights_NE.reshape(*shape[:2], -1),
             found.of_states_RND.reshape(-1, *shape),
+            None if of_last_ND is None else of_last_ND.reshape(shape),
             of_factors_MD,
             [y_ND.reshape(shape) for y_ND in found.before],
         )
@@ -206,8 +211,9 @@ def differentiate(
             "accumulated": specs.states,
             "before": specs.of_sum,
         }
-        found = Found(specs.weights, specs.states, PartitionSpec(), specs.state)  # pyright: ignore
-        return ({name: of_given[name] for name in given},), found
+        state, states = specs.state, specs.states
+        found: Any = (specs.weights, states, state, PartitionSpec(), state)
+        return ({name: of_given[name] for name in given},), Found(*found)
 
     return _on_each_device(run, history_HBTD, specs_of, (given,))
 
@@ -282,9 +288,6 @@ def _differentiate_plainly(history_HBTD, sources, one, of_sums, accumulated_RBTD
     of_sums_CBTD = jnp.stack([g.astype(jnp.float32) for g in of_sums])
     lanes = padded(reading.num_ways)
     filling = lanes - reading.num_ways
-    if isinstance(accumulated_RBTD, int):
-        shape = (accumulated_RBTD, *history_HBTD.shape[1:])
-        accumulated_RBTD = jnp.zeros(shape, history_HBTD.dtype)
 
     def add(s, carry):
         of_weights_BTE, accumulated_RBTD = carry
@@ -305,7 +308,7 @@ def _differentiate_plainly(history_HBTD, sources, one, of_sums, accumulated_RBTD
 
     first = (jnp.zeros_like(one.weights), accumulated_RBTD)
     of_weights_BTE, of_states_RBTD = jax.lax.fori_loop(0, sources.count, add, first)
-    return Found(of_weights_BTE, of_states_RBTD, None, [])
+    return Found(of_weights_BTE, of_states_RBTD, None, None, [])
 
 
 # Of float32 in float32 on every device.

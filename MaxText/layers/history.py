@@ -48,11 +48,15 @@ Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, 
 
 
 class _Kept(NamedTuple):
-    """What a sum keeps for the backward pass besides hidden states: few numbers of each token."""
+    """What a sum keeps for the backward pass besides hidden states: few numbers of each token.
 
-    weights_BTE: jax.Array
-    product_BTK: jax.Array | None
-    inverse_rms_BT1: jax.Array | None
+    Attributes:
+      y_BTK: the product that its weights are made of, r x W, in the format of x.
+      inverse_rms_BT1: r.
+    """
+
+    y_BTK: jax.Array
+    inverse_rms_BT1: jax.Array
 
 
 class Given(NamedTuple):
@@ -157,9 +161,8 @@ def walk_with_history(
     def run_backward(kept, gradients):
         given, arrays, history_HBTD, (kept, kept_last) = kept
         of_result_BTD, of_scalars = gradients
-        whole = walk.reading.kernel and len(plan.last) == plan.num_rows
-        of_rows: Any = plan.num_rows
-        if not whole:
+        of_rows = None
+        if not (walk.reading.kernel and plan.last == tuple(plan.row_of)):
             of_rows = jnp.zeros((plan.num_rows, *x_BTD.shape), x_BTD.dtype)
         before = walk.before(given, kept, all_layers, len(plan.counts_J) - 1, -1)
         of_last, of_rows, of_y_BTD, sums = walk.last_backward(
@@ -190,6 +193,7 @@ class Walk:
         self.graphdef, self.weights = nnx.split(layers)
         self.plan, self.apply = plan, apply
         self.policy: RematPolicy = policy
+        self.tokens = state_BTD.shape[:2]
         self.connections, self.section = connections, connections.section
         self.num_layers = num_layers = connections.num_layers
         self.inner = connections.after[str(num_layers - plan.every)]
@@ -232,7 +236,8 @@ class Walk:
                     i = (local + place) // plan.every
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
-                    weights_BTE, kept = self._weigh(self.inner, own, x_BTD)
+                    kept = self._product(self.inner, own, x_BTD)
+                    weights_BTE = self._weights(self.inner, own, kept)
                     kept_sums.append(kept)
                     one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     sums = read(history_HBTD, sources, one, self.reading)
@@ -256,7 +261,8 @@ class Walk:
     def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0):
         """r of the sum after the last layer, and what its backward pass reads."""
         x_BTD = _at(history_HBTD, base + self.num_layers)
-        weights_BTE, kept = self._weigh(self.outer, given.last, x_BTD)
+        kept = self._product(self.outer, given.last, x_BTD)
+        weights_BTE = self._weights(self.outer, given.last, kept)
         sources = self._last_sources(base, 0)
         sums = read(history_HBTD, sources, Sum(weights_BTE, sources.count), self.reading_last)
         return self._result(self._read(sums, x_BTD, given.last)), kept
@@ -265,9 +271,9 @@ class Walk:
         self,
         history_HBTD: jax.Array,
         given: Given,
-        kept: "_Kept",
+        kept: "_Kept | None",
         of_result_BTD: jax.Array,
-        of_rows: Any,
+        of_rows: jax.Array | None,
         base: Any = 0,
         base_row: Any = 0,
         **before: Any,
@@ -277,12 +283,12 @@ class Walk:
         Besides, the sums before the last layers, where they are made again.
 
         Args:
-          of_rows: gradients of states so far; or how many there are, as in `differentiate`.
+          of_rows: gradients of states so far; None as in `differentiate`.
           before: of the sum before, as `before` returns it.
         """
         x_BTD = _at(history_HBTD, base + self.num_layers)
         sources = self._last_sources(base, base_row)
-        one = Sum(kept.weights_BTE, sources.count)
+        one = Sum(self._weights(self.outer, given.last, kept), sources.count)
         sums = [jnp.zeros_like(x_BTD)]
         if self.outer.post_norms:
             sums = read(history_HBTD, sources, one, self.reading_last)
@@ -291,11 +297,13 @@ class Walk:
         found = differentiate(
             history_HBTD, sources, one, of_read["sums"], of_rows, self.reading_last, **before
         )
-        of_last, of_x_BTD = self._weigh_backward(
+        of_last, of_x_BTD = self._weights_backward(
             self.outer, given.last, x_BTD, kept, found.of_weights_BTE
         )
         of_last = of_last._replace(post_norms=of_read["post_norms"])
-        of_row_BTD = _at(found.of_states_RBTD, base_row + self.plan.row_of[self.num_layers])
+        of_row_BTD = found.of_last_BTD
+        if of_row_BTD is None:
+            of_row_BTD = _at(found.of_states_RBTD, base_row + self.plan.row_of[self.num_layers])
         of_y_BTD = _total(of_x_BTD, of_read.get("x"), of_row_BTD)
         return of_last, found.of_states_RBTD, of_y_BTD, found.before
 
@@ -341,7 +349,7 @@ class Walk:
                 if has_sum:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
-                    weights_BTE = kept_sums[which].weights_BTE
+                    weights_BTE = self._weights(self.inner, own, kept_sums[which])
                     one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     if not self.made_before:
                         sums = read(history_HBTD, sources, one, self.reading)
@@ -359,8 +367,16 @@ class Walk:
                         history_HBTD, sources, one, of_read["sums"], of_rows, self.reading, **before
                     )
                     of_rows, sums = found.of_states_RBTD, found.before
-                    of_own, through_weights_BTD = self._weigh_backward(
-                        self.inner, own, x_BTD, kept_sums[which], found.of_weights_BTE
+                    of_weights_BTE = found.of_weights_BTE
+                    if platform() == "tpu":
+                        # Or the compiler copies this state out of the history at once, and again
+                        # in another layout, and both wait while the layer's backward pass runs.
+                        index, of_weights_BTE = jax.lax.optimization_barrier(
+                            (index, of_weights_BTE)
+                        )
+                    x_BTD = _at(history_HBTD, segment.base + index)
+                    of_own, through_weights_BTD = self._weights_backward(
+                        self.inner, own, x_BTD, kept_sums[which], of_weights_BTE
                     )
                     of_own = of_own._replace(post_norms=of_read["post_norms"])
                     of_sums = with_own(of_sums, of_own, j)
@@ -418,48 +434,27 @@ class Walk:
             return {}
         kept_sums, _ = kept
         i = jnp.maximum(i, 0)  # nothing reads what stands before the first sum
-        weights_BTE = _at(kept_sums[which].weights_BTE, i // len(kept_sums))
         j, sources = self._sources(segment, i)
+        kept_sum = _at(kept_sums[which], i // len(kept_sums))
+        weights_BTE = self._weights(self.inner, _at(given.sums, j), kept_sum)
         one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
         return {"before": one, "reading_before": self.reading}
 
-    def _weigh(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> tuple[jax.Array, "_Kept"]:
-        """Weights [B, T, E] of a sum after the state x, and what their gradients need."""
+    def _product(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> "_Kept | None":
+        """What the weights of a sum after the state x are made of; None if they are fixed."""
         if of.norm is None or own.wi_JDK is None:
-            shape = (*x_BTD.shape[:2], own.fixed_JE.shape[-1])
-            weights_BTE = jnp.broadcast_to(own.fixed_JE, shape)
-            return weights_BTE, _Kept(weights_BTE, None, None)
-        _, kept = product_of_normalized_forward(
+            return None
+        y_BTK, (_, _, inverse_rms_BT1, _) = product_of_normalized_forward(
             x_BTD, own.wi_JDK.astype(x_BTD.dtype), of.norm.epsilon, self._precision(of)
         )
-        _, _, inverse_rms_BT1, product_BTK = kept
-        weights_BTE = self._weights(of, own, (inverse_rms_BT1 * product_BTK).astype(x_BTD.dtype))
-        return weights_BTE, _Kept(weights_BTE, product_BTK, inverse_rms_BT1)
+        return _Kept(y_BTK, inverse_rms_BT1)
 
-    def _weigh_backward(
-        self, of: DepthSum, own: SumWeights, x_BTD: jax.Array, kept: "_Kept", of_weights_BTE
-    ) -> tuple[SumWeights, jax.Array | None]:
-        """Gradients of the parameters, and of x."""
-        if own.wi_JDK is None or of.norm is None:
-            of_fixed_E = jnp.sum(of_weights_BTE, axis=(0, 1))
-            return SumWeights(of_fixed_E, None, None, {}), None
-        assert kept.inverse_rms_BT1 is not None
-        assert kept.product_BTK is not None
-        y_BTK = (kept.inverse_rms_BT1 * kept.product_BTK).astype(x_BTD.dtype)
-        _, vjp = jax.vjp(functools.partial(self._weights, of), own, y_BTK)
-        of_own, of_y_BTK = vjp(of_weights_BTE)
-        kernel_DK = own.wi_JDK.astype(x_BTD.dtype)
-        of_x_BTD, of_kernel_DK = product_of_normalized_backward(
-            of.norm.epsilon,
-            self._precision(of),
-            (x_BTD, kernel_DK, kept.inverse_rms_BT1, kept.product_BTK),
-            of_y_BTK,
-        )
-        return of_own._replace(wi_JDK=of_kernel_DK.astype(own.wi_JDK.dtype)), of_x_BTD
-
-    def _weights(self, of: DepthSum, own: SumWeights, y_BTK: jax.Array) -> jax.Array:
+    def _weights(self, of: DepthSum, own: SumWeights, kept: "_Kept | None") -> jax.Array:
+        """Weights [B, T, E] of a sum: kept, all layers' would take more than what makes them."""
+        if kept is None:
+            return jnp.broadcast_to(own.fixed_JE, (*self.tokens, own.fixed_JE.shape[-1]))
         assert own.wo_JKE is not None
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](y_BTK)
+        hidden_BTK = ACTIVATIONS[self.section.dense_activation](kept.y_BTK)
         moving_BTE = jnp.einsum(
             "btk,ke->bte",
             hidden_BTK,
@@ -467,6 +462,25 @@ class Walk:
             precision=self._precision(of),
         )
         return own.fixed_JE + moving_BTE.astype(jnp.float32)
+
+    def _weights_backward(
+        self, of: DepthSum, own: SumWeights, x_BTD: jax.Array, kept: "_Kept | None", of_weights_BTE
+    ) -> tuple[SumWeights, jax.Array | None]:
+        """Gradients of the parameters, and of x."""
+        if kept is None or of.norm is None or own.wi_JDK is None:
+            of_fixed_E = jnp.sum(of_weights_BTE, axis=(0, 1))
+            return SumWeights(of_fixed_E, None, None, {}), None
+        _, vjp = jax.vjp(functools.partial(self._weights, of), own, kept)
+        of_own, of_kept = vjp(of_weights_BTE)
+        kernel_DK = own.wi_JDK.astype(x_BTD.dtype)
+        product_BTK = kept.y_BTK.astype(jnp.float32) / kept.inverse_rms_BT1
+        of_x_BTD, of_kernel_DK = product_of_normalized_backward(
+            of.norm.epsilon,
+            self._precision(of),
+            (x_BTD, kernel_DK, kept.inverse_rms_BT1, product_BTK),
+            of_kept.y_BTK,
+        )
+        return of_own._replace(wi_JDK=of_kernel_DK.astype(own.wi_JDK.dtype)), of_x_BTD
 
     def _precision(self, of: DepthSum) -> Any:
         return None if of.wi is None else of.wi.precision

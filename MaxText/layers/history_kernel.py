@@ -31,12 +31,14 @@ class Gradients(NamedTuple):
     Attributes:
       of_weights_NE: float32, 0 behind the sources.
       of_states_RND: with what was there before.
+      of_last_ND: of the last source, where that has no row; else None.
       of_factors_MD: float32; None without norms.
       before: y_ND of each way of the sum before, if that was asked for.
     """
 
     of_weights_NE: jax.Array
     of_states_RND: jax.Array
+    of_last_ND: jax.Array | None
     of_factors_MD: jax.Array | None
     before: list[jax.Array]
 
@@ -99,7 +101,7 @@ def backward(
     sources: Sources,
     one: Sum,
     of_sums: list[jax.Array],
-    accumulated_RND: jax.Array | int,
+    accumulated_RND: jax.Array | None,
     norms: Norms,
     target: Literal["tpu", "interpret"],
     *,
@@ -116,8 +118,8 @@ def backward(
 
     Args:
       of_sums: gradients of what `forward` returned, [N, D] each.
-      accumulated_RND: gradients of states so far, whose memory is used for the result; or R, if
-        there are none and the sources are all R.
+      accumulated_RND: gradients of states so far, whose memory is used for the result. None: there
+        are none, and the result has a row for each source but the last.
       before: a sum over the first of these sources, to be made again from the same read.
     """
     _, N, D = history_HND.shape
@@ -125,9 +127,10 @@ def backward(
     state = jax.ShapeDtypeStruct((N, D), history_HND.dtype)
     given: dict[str, Any] = {"history": history_HND, "weights": one.weights, "of_sums": of_sums}
     results: dict[str, Any] = {"of_weights": jax.ShapeDtypeStruct(one.weights.shape, jnp.float32)}
-    fresh = isinstance(accumulated_RND, int)
+    fresh = accumulated_RND is None
     if fresh:
-        shape = (accumulated_RND, N, D)
+        shape = (sources.places_S.shape[0] - 1, N, D)
+        results["of_last"] = state
     else:
         given["accumulated"], shape = accumulated_RND, accumulated_RND.shape
     results["accumulated"] = jax.ShapeDtypeStruct(shape, history_HND.dtype)
@@ -159,11 +162,15 @@ def backward(
     if "of_factors" in found:
         of_factors_MD = jnp.sum(found["of_factors"], axis=0)
     return Gradients(
-        found["of_weights"], found["accumulated"], of_factors_MD, found.get("sums", [])
+        found["of_weights"],
+        found["accumulated"],
+        found.get("of_last"),
+        of_factors_MD,
+        found.get("sums", []),
     )
 
 
-_IN_PLACE = ("history", "accumulated")  # what a kernel copies by itself
+_IN_PLACE = ("history", "accumulated", "of_last")  # what a kernel copies by itself
 
 
 def _call(
@@ -311,12 +318,17 @@ class _Turn:
     def _depart(self, turn, results, do: Callable) -> None:
         slot, semaphore = turn % 2, self.scratch["departures"].at[turn % 2]
 
-        def copies(s):
-            here = self.scratch["new"].at[slot, s]
-            there = results["accumulated"].at[self._row(s), self._tokens(turn)]
-            do(pltpu.make_async_copy(here, there, semaphore))
+        def copy(s, there):
+            do(pltpu.make_async_copy(self.scratch["new"].at[slot, s], there, semaphore))
 
-        _for_each(self.count, copies)
+        num_rows = self.count
+        if "of_last" in results:
+            num_rows = self.count - 1
+            copy(num_rows, results["of_last"].at[self._tokens(turn)])
+        _for_each(
+            num_rows,
+            lambda s: copy(s, results["accumulated"].at[self._row(s), self._tokens(turn)]),
+        )
 
     def open(self, given) -> None:
         """Waits for this tile's states, after it has sent for the next tile's."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.configuration.layer_sections import Position
+from MaxText.parallelism.constraints import platform
 
 
 def rotary_table(
@@ -82,6 +83,8 @@ def frequencies(num_dims: int, section: Position) -> jax.Array | np.ndarray:
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the first R dimensions of each head; R is twice the table's last size."""
+    if platform() == "tpu":
+        return rotate_whole(x_BTNH, *table)
     sin, cos = table
     half = sin.shape[-1]
     x_float = x_BTNH[..., : 2 * half].astype(jnp.float32)
@@ -92,3 +95,49 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     if 2 * half == x_BTNH.shape[-1]:
         return turned
     return jnp.concatenate([turned, x_BTNH[..., 2 * half :]], axis=-1)
+
+
+@jax.custom_vjp
+def rotate_whole(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    """The same with no array of halves: y = x cos + swapped(x) sin, the first half's sin negated.
+
+    A TPU stores 64 numbers in the place of 128, and the compiler would write halves to memory, in
+    the backward pass in float32. There is no gradient of the table. That of x is the gradient of
+    y turned back, which keeps the product below one of numbers in the format of x.
+    """
+    rest = x_BTNH.shape[-1] - 2 * sin.shape[-1]
+    whole_cos = _joined([cos, cos], rest, 1.0)
+    whole_sin = _joined([-sin, sin], rest, 0.0)
+    swapped_BTNH = _swapped(x_BTNH, sin.shape[-1])
+    y_BTNH = x_BTNH.astype(jnp.float32) * whole_cos + swapped_BTNH.astype(jnp.float32) * whole_sin
+    return y_BTNH.astype(x_BTNH.dtype)
+
+
+def _rotate_forward(x_BTNH, sin, cos):
+    return rotate_whole(x_BTNH, sin, cos), (sin, cos)
+
+
+def _rotate_backward(table, of_y_BTNH):
+    sin, cos = table
+    return rotate_whole(of_y_BTNH, -sin, cos), None, None
+
+
+rotate_whole.defvjp(_rotate_forward, _rotate_backward)
+
+
+def _joined(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
+    shape = (*halves[0].shape[:-1], rest)
+    return jnp.concatenate([*halves, jnp.full(shape, filling, halves[0].dtype)], axis=-1)
+
+
+def _swapped(x_BTNH: jax.Array, half: int) -> jax.Array:
+    """With the first two halves in each other's place; of the rest, nothing that counts."""
+    if x_BTNH.dtype != jnp.bfloat16:
+        halves = [x_BTNH[..., half : 2 * half], x_BTNH[..., :half], x_BTNH[..., 2 * half :]]
+        return jnp.concatenate(halves, axis=-1)
+    # A product with a permutation is exact in the format that the matrix unit takes, and the
+    # compiler joins it with what stands around it.
+    i = np.arange(half)
+    permutation_HH = np.zeros((x_BTNH.shape[-1],) * 2)
+    permutation_HH[i, i + half] = permutation_HH[i + half, i] = 1.0
+    return jnp.einsum("btnh,hk->btnk", x_BTNH, jnp.asarray(permutation_HH, x_BTNH.dtype))

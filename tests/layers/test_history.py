@@ -166,13 +166,14 @@ def test_kernels(norms, fresh, monkeypatch):
     def normal(*shape):
         return jnp.asarray(numbers.normal(size=shape), jnp.float32)
 
-    lanes = num_lanes(len(PLACES), C)
+    lanes = num_lanes(COUNT if fresh else len(PLACES), C)
     history, weights, weights_before = normal(H, N, D), normal(N, lanes), normal(N, lanes)
     factors = normal(len(norms.ways), D) if norms.ways else None
     of_sums = [normal(N, D) for _ in range(C)]
-    num_rows = COUNT if fresh else COUNT + 1
-    accumulated: Any = num_rows if fresh else normal(num_rows, N, D)
-    sources = Sources(jnp.int32(COUNT), jnp.array(PLACES), jnp.array(ROWS))
+    accumulated: Any = None if fresh else normal(COUNT + 1, N, D)
+    # Without gradients so far all places are read, and each has a row but the last.
+    places, rows = (PLACES[:COUNT], [*range(COUNT - 1), 0]) if fresh else (PLACES, ROWS)
+    sources = Sources(jnp.int32(COUNT), jnp.array(places), jnp.array(rows))
     unread = np.array([place not in PLACES[:COUNT] for place in range(H)])
     given = history.at[unread].set(jnp.nan)
 
@@ -205,11 +206,16 @@ def test_kernels(norms, fresh, monkeypatch):
         history, weights, jnp.zeros((1, D)) if factors is None else factors
     )
     close(found.of_weights_NE, of_weights)
-    for s in range(COUNT):
-        before = 0 if fresh else accumulated[ROWS[s]]
-        close(found.of_states_RND[ROWS[s]], before + of_history[PLACES[s]])
-    if not fresh:
+    of_sources = [of_history[place] for place in PLACES[:COUNT]]
+    if fresh:
+        of_rows, of_last = found.of_states_RND, found.of_last_ND
+        for one, wanted in zip([*of_rows, of_last], of_sources, strict=True):
+            close(one, wanted)
+    else:
+        for row, wanted in zip(ROWS, of_sources, strict=False):
+            close(found.of_states_RND[row], accumulated[row] + wanted)
         close(found.of_states_RND[-1], accumulated[-1])
+        assert found.of_last_ND is None
     if norms.ways:
         close(found.of_factors_MD, of_factors)
 

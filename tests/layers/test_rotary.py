@@ -3,12 +3,13 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from MaxText.configuration.layer_sections import Position
-from MaxText.layers.rotary import frequencies, rotary_table
+from MaxText.layers.rotary import frequencies, rotary_table, rotate, rotate_whole
 from tests.layers.test_parts import logits_of
 from tests.small_models import random_batch, tiny_config
 
@@ -114,3 +115,21 @@ def test_linear_is_the_default_at_positions_in_between():
     found = logits_of(linear, spread)
     np.testing.assert_allclose(found, logits_of(small(), batch), atol=2e-5)
     assert np.abs(found - logits_of(linear, batch)).max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_dims", [16, 8, 2])
+def test_whole_heads_turn_as_halves_do(num_dims, dtype):
+    """What TPUs compile, with some of 16 dimensions turned or all."""
+    numbers = np.random.default_rng(num_dims)
+    x_BTNH, of_y_BTNH = (jnp.asarray(numbers.normal(size=(2, 5, 3, 16)), dtype) for _ in range(2))
+    positions_BT = jnp.asarray(numbers.integers(0, 100, (2, 5)))
+    table = rotary_table(positions_BT, num_dims, small().model.position)
+    y_BTNH, vjp = jax.vjp(lambda x_BTNH: rotate(x_BTNH, table), x_BTNH)
+    whole_BTNH, whole_vjp = jax.vjp(lambda x_BTNH: rotate_whole(x_BTNH, *table), x_BTNH)
+    assert whole_BTNH.dtype == x_BTNH.dtype
+    tolerance = 1e-6 if dtype == "float32" else 1e-2  # one rounding in the end
+    for got, wanted in ((whole_BTNH, y_BTNH), (whole_vjp(of_y_BTNH)[0], vjp(of_y_BTNH)[0])):
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), wanted.astype(jnp.float32), rtol=tolerance, atol=tolerance
+        )
