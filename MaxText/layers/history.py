@@ -47,18 +47,6 @@ from MaxText.parallelism.constraints import HIDDEN, constrain, platform, token_b
 Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-class _Kept(NamedTuple):
-    """What a sum keeps for the backward pass besides hidden states: few numbers of each token.
-
-    Attributes:
-      y_BTK: the product that its weights are made of, r x W, in the format of x.
-      inverse_rms_BT1: r.
-    """
-
-    y_BTK: jax.Array
-    inverse_rms_BT1: jax.Array
-
-
 class Given(NamedTuple):
     """All that gradients are taken of."""
 
@@ -147,8 +135,7 @@ def walk_with_history(
         history_HBTD, scalars, kept = walk.forward(
             history_HBTD, given, arrays, all_layers, keep=keep
         )
-        result_BTD, kept_last = walk.last(history_HBTD, given)
-        return (result_BTD, scalars), history_HBTD, (kept, kept_last)
+        return (walk.last(history_HBTD, given), scalars), history_HBTD, kept
 
     @jax.custom_vjp
     def run(given: Given, arrays: Any):
@@ -159,14 +146,14 @@ def walk_with_history(
         return results, (given, arrays, history_HBTD, kept)
 
     def run_backward(kept, gradients):
-        given, arrays, history_HBTD, (kept, kept_last) = kept
+        given, arrays, history_HBTD, kept = kept
         of_result_BTD, of_scalars = gradients
         of_rows = None
         if not (walk.reading.kernel and plan.last == tuple(plan.row_of)):
             of_rows = jnp.zeros((plan.num_rows, *x_BTD.shape), x_BTD.dtype)
-        before = walk.before(given, kept, all_layers, len(plan.counts_J) - 1, -1)
+        before = walk.before(history_HBTD, given, all_layers, len(plan.counts_J) - 1)
         of_last, of_rows, of_y_BTD, sums = walk.last_backward(
-            history_HBTD, given, kept_last, of_result_BTD, of_rows, **before
+            history_HBTD, given, of_result_BTD, of_rows, **before
         )
         none_yet = jax.tree.map(jnp.zeros_like, (given.layers, given.sums, given.factors_JMD))
         so_far = Gradients(none_yet, of_rows, of_y_BTD, sums)
@@ -193,7 +180,6 @@ class Walk:
         self.graphdef, self.weights = nnx.split(layers)
         self.plan, self.apply = plan, apply
         self.policy: RematPolicy = policy
-        self.tokens = state_BTD.shape[:2]
         self.connections, self.section = connections, connections.section
         self.num_layers = num_layers = connections.num_layers
         self.inner = connections.after[str(num_layers - plan.every)]
@@ -227,19 +213,15 @@ class Walk:
         plan = self.plan
 
         def one_turn(history_HBTD, local):
-            kept_sums, kept_layers, found = [], [], []
+            kept_layers, found = [], []
             for place in range(plan.period):
                 index = segment.first + local + place
                 x_BTD = _at(history_HBTD, segment.base + index)
                 read_BTD: Any = {"x": x_BTD}
                 if place % plan.every == 0:
-                    i = (local + place) // plan.every
-                    j, sources = self._sources(segment, i)
+                    j, sources = self._sources(segment, (local + place) // plan.every)
                     own = _at(given.sums, j)
-                    kept = self._product(self.inner, own, x_BTD)
-                    weights_BTE = self._weights(self.inner, own, kept)
-                    kept_sums.append(kept)
-                    one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
+                    one = self._sum(given, j, sources, x_BTD)
                     sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
                 weights = _at(given.layers, segment.place_of_weights(local + place))
@@ -250,7 +232,7 @@ class Walk:
                 found.append(scalars)
                 state_BTD = token_by_token(y_BTD)
                 history_HBTD = with_state(history_HBTD, state_BTD, segment.base + index + 1)
-            return history_HBTD, (found, (kept_sums, kept_layers) if keep else None)
+            return history_HBTD, (found, kept_layers if keep else None)
 
         history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._turns(segment))
         totals: dict[str, jax.Array] = {}
@@ -258,20 +240,18 @@ class Walk:
             totals |= {name: totals.get(name, 0) + jnp.sum(x) for name, x in scalars.items()}
         return history_HBTD, totals, kept
 
-    def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0):
-        """r of the sum after the last layer, and what its backward pass reads."""
+    def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0) -> jax.Array:
+        """r of the sum after the last layer."""
         x_BTD = _at(history_HBTD, base + self.num_layers)
-        kept = self._product(self.outer, given.last, x_BTD)
-        weights_BTE = self._weights(self.outer, given.last, kept)
+        weights_BTE = self._weights(self.outer, given.last, x_BTD)
         sources = self._last_sources(base, 0)
         sums = read(history_HBTD, sources, Sum(weights_BTE, sources.count), self.reading_last)
-        return self._result(self._read(sums, x_BTD, given.last)), kept
+        return self._result(self._read(sums, x_BTD, given.last))
 
     def last_backward(
         self,
         history_HBTD: jax.Array,
         given: Given,
-        kept: "_Kept | None",
         of_result_BTD: jax.Array,
         of_rows: jax.Array | None,
         base: Any = 0,
@@ -288,7 +268,7 @@ class Walk:
         """
         x_BTD = _at(history_HBTD, base + self.num_layers)
         sources = self._last_sources(base, base_row)
-        one = Sum(self._weights(self.outer, given.last, kept), sources.count)
+        one = Sum(self._weights(self.outer, given.last, x_BTD), sources.count)
         sums = [jnp.zeros_like(x_BTD)]
         if self.outer.post_norms:
             sums = read(history_HBTD, sources, one, self.reading_last)
@@ -298,7 +278,7 @@ class Walk:
             history_HBTD, sources, one, of_read["sums"], of_rows, self.reading_last, **before
         )
         of_last, of_x_BTD = self._weights_backward(
-            self.outer, given.last, x_BTD, kept, found.of_weights_BTE
+            self.outer, given.last, x_BTD, found.of_weights_BTE
         )
         of_last = of_last._replace(post_norms=of_read["post_norms"])
         of_row_BTD = found.of_last_BTD
@@ -327,7 +307,7 @@ class Walk:
 
         def one_turn(so_far: Gradients, given_of_turn):
             (of_layers, of_sums, of_factors), of_rows, of_y_BTD, sums = so_far
-            local, (kept_sums, kept_layers) = given_of_turn
+            local, kept_layers = given_of_turn
             for place in reversed(range(plan.period)):
                 here = local + place
                 if place + 1 < plan.period and platform() == "tpu":
@@ -340,18 +320,13 @@ class Walk:
                 x_BTD = _at(history_HBTD, segment.base + index)
                 place_of_weights = segment.place_of_weights(here)
                 weights = _at(given.layers, place_of_weights)
-                has_sum, which, i = (
-                    place % plan.every == 0,
-                    place // plan.every,
-                    here // plan.every,
-                )
+                has_sum, i = place % plan.every == 0, here // plan.every
                 read_BTD: Any = {"x": x_BTD}
                 if has_sum:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
-                    weights_BTE = self._weights(self.inner, own, kept_sums[which])
-                    one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
                     if not self.made_before:
+                        one = self._sum(given, j, sources, x_BTD)
                         sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
                 before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
@@ -362,21 +337,22 @@ class Walk:
                 of_read = jax.tree.map(token_by_token, of_read)
                 of_x_BTD, through_weights_BTD = of_read.get("x"), None
                 if has_sum:
-                    before = self.before(given, kept, segment, i - 1, which - 1)
-                    found = differentiate(
-                        history_HBTD, sources, one, of_read["sums"], of_rows, self.reading, **before
-                    )
-                    of_rows, sums = found.of_states_RBTD, found.before
-                    of_weights_BTE = found.of_weights_BTE
+                    of_way_sums = of_read["sums"]
                     if platform() == "tpu":
                         # Or the compiler copies this state out of the history at once, and again
                         # in another layout, and both wait while the layer's backward pass runs.
-                        index, of_weights_BTE = jax.lax.optimization_barrier(
-                            (index, of_weights_BTE)
+                        index, i, of_way_sums = jax.lax.optimization_barrier(
+                            (index, i, of_way_sums)
                         )
                     x_BTD = _at(history_HBTD, segment.base + index)
+                    one = self._sum(given, j, sources, x_BTD)
+                    before = self.before(history_HBTD, given, segment, i - 1)
+                    found = differentiate(
+                        history_HBTD, sources, one, of_way_sums, of_rows, self.reading, **before
+                    )
+                    of_rows, sums = found.of_states_RBTD, found.before
                     of_own, through_weights_BTD = self._weights_backward(
-                        self.inner, own, x_BTD, kept_sums[which], of_weights_BTE
+                        self.inner, own, x_BTD, found.of_weights_BTE
                     )
                     of_own = of_own._replace(post_norms=of_read["post_norms"])
                     of_sums = with_own(of_sums, of_own, j)
@@ -416,45 +392,64 @@ class Walk:
         )
 
     def sums_before_end(
-        self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment
+        self, history_HBTD: jax.Array, given: Given, segment: Segment
     ) -> list[jax.Array]:
         """A segment's last sums, as `backward` goes on with where sums are made again."""
         i = segment.num_layers // self.plan.every - 1
-        before = self.before(given, kept, segment, i, -1)
+        before = self.before(history_HBTD, given, segment, i)
         if not before:
             return []
         _, sources = self._sources(segment, jnp.int32(i))
         return read(history_HBTD, sources, before["before"], self.reading)
 
     def before(
-        self, given: Given, kept: Any, segment: Segment, i: Any, which: int
+        self, history_HBTD: jax.Array, given: Given, segment: Segment, i: Any
     ) -> dict[str, Any]:
-        """What sum i is made again of, which was made at this sum of its turn, or of the last."""
+        """What sum i of a segment is made again of, along with the gradients of the sum after."""
         if not self.made_before:
             return {}
-        kept_sums, _ = kept
         i = jnp.maximum(i, 0)  # nothing reads what stands before the first sum
         j, sources = self._sources(segment, i)
-        kept_sum = _at(kept_sums[which], i // len(kept_sums))
-        weights_BTE = self._weights(self.inner, _at(given.sums, j), kept_sum)
-        one = Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
+        x_BTD = _at(history_HBTD, segment.base + segment.first + i * self.plan.every)
+        one = self._sum(given, j, sources, x_BTD)
         return {"before": one, "reading_before": self.reading}
 
-    def _product(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> "_Kept | None":
-        """What the weights of a sum after the state x are made of; None if they are fixed."""
+    def _sum(self, given: Given, j: jax.Array, sources: Sources, x_BTD: jax.Array) -> Sum:
+        """Sum j of all, which stands after the state x."""
+        weights_BTE = self._weights(self.inner, _at(given.sums, j), x_BTD)
+        return Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
+
+    def _weights(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> jax.Array:
+        """Weights [B, T, E] of a sum after the state x.
+
+        The backward pass makes them again, too: a read of x costs less than room for all layers'.
+        """
         if of.norm is None or own.wi_JDK is None:
-            return None
-        y_BTK, (_, _, inverse_rms_BT1, _) = product_of_normalized_forward(
+            return jnp.broadcast_to(own.fixed_JE, (*x_BTD.shape[:2], own.fixed_JE.shape[-1]))
+        y_BTK, _ = product_of_normalized_forward(
             x_BTD, own.wi_JDK.astype(x_BTD.dtype), of.norm.epsilon, self._precision(of)
         )
-        return _Kept(y_BTK, inverse_rms_BT1)
+        return self._weights_of_product(of, own, y_BTK)
 
-    def _weights(self, of: DepthSum, own: SumWeights, kept: "_Kept | None") -> jax.Array:
-        """Weights [B, T, E] of a sum: kept, all layers' would take more than what makes them."""
-        if kept is None:
-            return jnp.broadcast_to(own.fixed_JE, (*self.tokens, own.fixed_JE.shape[-1]))
+    def _weights_backward(
+        self, of: DepthSum, own: SumWeights, x_BTD: jax.Array, of_weights_BTE: jax.Array
+    ) -> tuple[SumWeights, jax.Array | None]:
+        """Gradients of the parameters, and of x."""
+        if of.norm is None or own.wi_JDK is None:
+            of_fixed_E = jnp.sum(of_weights_BTE, axis=(0, 1))
+            return SumWeights(of_fixed_E, None, None, {}), None
+        kernel_DK, precision = own.wi_JDK.astype(x_BTD.dtype), self._precision(of)
+        y_BTK, product = product_of_normalized_forward(x_BTD, kernel_DK, of.norm.epsilon, precision)
+        _, vjp = jax.vjp(functools.partial(self._weights_of_product, of), own, y_BTK)
+        of_own, of_y_BTK = vjp(of_weights_BTE)
+        of_x_BTD, of_kernel_DK = product_of_normalized_backward(
+            of.norm.epsilon, precision, product, of_y_BTK
+        )
+        return of_own._replace(wi_JDK=of_kernel_DK.astype(own.wi_JDK.dtype)), of_x_BTD
+
+    def _weights_of_product(self, of: DepthSum, own: SumWeights, y_BTK: jax.Array) -> jax.Array:
         assert own.wo_JKE is not None
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](kept.y_BTK)
+        hidden_BTK = ACTIVATIONS[self.section.dense_activation](y_BTK)
         moving_BTE = jnp.einsum(
             "btk,ke->bte",
             hidden_BTK,
@@ -462,25 +457,6 @@ class Walk:
             precision=self._precision(of),
         )
         return own.fixed_JE + moving_BTE.astype(jnp.float32)
-
-    def _weights_backward(
-        self, of: DepthSum, own: SumWeights, x_BTD: jax.Array, kept: "_Kept | None", of_weights_BTE
-    ) -> tuple[SumWeights, jax.Array | None]:
-        """Gradients of the parameters, and of x."""
-        if kept is None or of.norm is None or own.wi_JDK is None:
-            of_fixed_E = jnp.sum(of_weights_BTE, axis=(0, 1))
-            return SumWeights(of_fixed_E, None, None, {}), None
-        _, vjp = jax.vjp(functools.partial(self._weights, of), own, kept)
-        of_own, of_kept = vjp(of_weights_BTE)
-        kernel_DK = own.wi_JDK.astype(x_BTD.dtype)
-        product_BTK = kept.y_BTK.astype(jnp.float32) / kept.inverse_rms_BT1
-        of_x_BTD, of_kernel_DK = product_of_normalized_backward(
-            of.norm.epsilon,
-            self._precision(of),
-            (x_BTD, kernel_DK, kept.inverse_rms_BT1, product_BTK),
-            of_kept.y_BTK,
-        )
-        return of_own._replace(wi_JDK=of_kernel_DK.astype(own.wi_JDK.dtype)), of_x_BTD
 
     def _precision(self, of: DepthSum) -> Any:
         return None if of.wi is None else of.wi.precision

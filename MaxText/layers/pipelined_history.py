@@ -142,45 +142,42 @@ class _Stages:
 
         def last_of_slot(_, slot):
             # On all stages, as there is one program. That of the last stage is the result.
-            result_SbTD, kept = _on_stages(last, (0, None))(history_SPbTD, slot)
-            return None, (staged(result_SbTD), kept)
+            return None, staged(_on_stages(last, (0, None))(history_SPbTD, slot))
 
         slots = jnp.arange(num_microbatches)
-        _, (result_MSbTD, kept_last) = jax.lax.scan(last_of_slot, None, slots)
+        _, result_MSbTD = jax.lax.scan(last_of_slot, None, slots)
         result_BTD = joined_rows(jnp.roll(result_MSbTD[:, -1], 1 - num_stages, axis=0))
-        return (result_BTD, jax.tree.map(jnp.sum, scalars)), (history_SPbTD, kept, kept_last)
+        return (result_BTD, jax.tree.map(jnp.sum, scalars)), (history_SPbTD, kept)
 
     def backward(self, given: Given, arrays_of: Any, kept: Any, gradients: Any) -> Given:
         """Gradients of all that is given."""
         num_stages, _, _, num_microbatches = self.schedule
-        history_SPbTD, kept, kept_last = kept
+        history_SPbTD, kept = kept
         of_result_BTD, of_scalars = gradients
         of_result_MbTD = split_rows(of_result_BTD, num_microbatches, *HIDDEN[1:])
         of_result_MbTD = jnp.roll(of_result_MbTD, num_stages - 1, axis=0)
         is_last_S = (self.numbers_S == num_stages - 1)[:, None, None, None]
 
-        def last(history_PbTD, of_rows, kept, of_result_bTD, slot):
+        def last(history_PbTD, of_rows, of_result_bTD, slot):
             base, base_row = slot * self.num_states, slot * self.num_rows
             of_last, of_rows, of_y_bTD, _ = self.walk.last_backward(
-                history_PbTD, given, kept, of_result_bTD, of_rows, base, base_row
+                history_PbTD, given, of_result_bTD, of_rows, base, base_row
             )
             return of_last, with_state(of_rows, of_y_bTD, base_row + self.rows_H[-1])
 
         def last_of_slot(carry, given_of_slot):
             of_last_S, of_rows = carry
-            slot, of_result_bTD, kept = given_of_slot
+            slot, of_result_bTD = given_of_slot
             of_result_SbTD = staged(jnp.where(is_last_S, of_result_bTD, 0))
-            found_S, of_rows = _on_stages(last, (0, 0, 0, 0, None))(
-                history_SPbTD, of_rows, kept, of_result_SbTD, slot
+            found_S, of_rows = _on_stages(last, (0, 0, 0, None))(
+                history_SPbTD, of_rows, of_result_SbTD, slot
             )
             return (jax.tree.map(jnp.add, of_last_S, found_S), staged(of_rows)), None
 
         slots = jnp.arange(num_microbatches)
         shape = (num_stages, num_microbatches * self.num_rows, *self.state_bTD.shape)
         carry = (self._zeros_S(given.last), staged(jnp.zeros(shape, self.state_bTD.dtype)))
-        (of_last_S, of_rows), _ = jax.lax.scan(
-            last_of_slot, carry, (slots, of_result_MbTD, kept_last)
-        )
+        (of_last_S, of_rows), _ = jax.lax.scan(last_of_slot, carry, (slots, of_result_MbTD))
 
         def stage(number, layers, history_PbTD, of_rows, so_far, kept, turn, counts_I):
             segment = self._segment(number, turn, counts_I)
@@ -191,7 +188,7 @@ class _Stages:
             of_y_bTD, of_own_scalars = jax.tree.map(
                 lambda x: jnp.where(segment.has_work, x, 0), (of_y_bTD, of_scalars)
             )
-            sums = self.walk.sums_before_end(history_PbTD, own, kept, segment)
+            sums = self.walk.sums_before_end(history_PbTD, own, segment)
             found = self.walk.backward(
                 history_PbTD, own, arrays, segment, kept, of_own_scalars,
                 Gradients(so_far, of_rows, of_y_bTD, sums),
