@@ -354,14 +354,19 @@ def product_of_normalized(
 
 def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
     """The product, and (x, kernel, r, x W) for its backward pass."""
-    mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
     # Kept for the backward pass, as both are small and each would take a read of x to make again.
-    inverse_rms_BT1 = checkpoint_name(jax.lax.rsqrt(mean_square + epsilon), "depth_product")
+    inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
-        _float_product("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
+        float_product("btd,dk->btk", x_BTD, kernel_DK, precision), "depth_product"
     )
     y_BTK = (inverse_rms_BT1 * product_BTK).astype(x_BTD.dtype)
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
+
+
+def inverse_rms(x_BTD: jax.Array, epsilon: float) -> jax.Array:
+    """[B, T, 1] r, float32."""
+    mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+    return jax.lax.rsqrt(mean_square + epsilon)
 
 
 def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
@@ -370,11 +375,11 @@ def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
     gradient_BTK = gradient_BTK.astype(jnp.float32)
     of_product_BTK = (inverse_rms_BT1 * gradient_BTK).astype(x_BTD.dtype)
-    of_kernel_DK = _float_product("btd,btk->dk", x_BTD, of_product_BTK, precision)
+    of_kernel_DK = float_product("btd,btk->dk", x_BTD, of_product_BTK, precision)
     # dr / dx = -r^3 x / D
     of_inverse_rms_BT1 = jnp.sum(gradient_BTK * product_BTK, axis=-1, keepdims=True)
     share_BT1 = inverse_rms_BT1**3 * of_inverse_rms_BT1 / x_BTD.shape[-1]
-    of_x_BTD = _float_product("btk,dk->btd", of_product_BTK, kernel_DK, precision)
+    of_x_BTD = float_product("btk,dk->btd", of_product_BTK, kernel_DK, precision)
     of_x_BTD = of_x_BTD - share_BT1 * x_BTD.astype(jnp.float32)
     return of_x_BTD.astype(x_BTD.dtype), of_kernel_DK.astype(kernel_DK.dtype)
 
@@ -382,7 +387,8 @@ def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
 product_of_normalized.defvjp(product_of_normalized_forward, product_of_normalized_backward)
 
 
-def _float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+def float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+    """An einsum of numbers of any format that is summed up and given in float32."""
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -146,8 +146,8 @@ def differentiate(
 
     Args:
       of_sums: gradients of what `read` returned.
-      accumulated_RBTD: gradients of states so far. None, for a kernel: there are none, and the
-        result has a row for each of these sources but the last.
+      accumulated_RBTD: gradients of states so far. None, for a kernel: there are none, all
+        of `places_S` are read, and source s has row s of the result, the last one none.
       before: a sum over the first of these sources, for a kernel to make again from the same read.
     """
     if not reading.kernel:

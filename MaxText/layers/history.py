@@ -21,14 +21,7 @@ import numpy as np
 from flax import nnx
 
 from MaxText.configuration.model_sections import RematPolicy
-from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.connections import (
-    DenseConnections,
-    DepthSum,
-    Inputs,
-    product_of_normalized_backward,
-    product_of_normalized_forward,
-)
+from MaxText.layers.connections import DenseConnections, Inputs
 from MaxText.layers.depth_mixing import NO_NORMS, Norms, normalizes
 from MaxText.layers.depth_reading import (
     Reading,
@@ -39,12 +32,32 @@ from MaxText.layers.depth_reading import (
     read,
 )
 from MaxText.layers.history_plan import Plan, SumWeights, parameters_of, plan_of, stacked_parameters
+from MaxText.layers.history_weights import Product, TokenWeights
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.stack import rematerialized
 from MaxText.parallelism.constraints import HIDDEN, constrain, platform, token_by_token
 
 # (weights of a layer, its inputs, its index, its place in the pattern, arrays) -> (y, scalars)
 Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class Made(NamedTuple):
+    """What the sum after another has made again of it.
+
+    Attributes:
+      sums: y_BTD of each way; empty where nothing is made so.
+      product_BTK: x W of its weights; None without weights that depend on the token.
+    """
+
+    sums: list[jax.Array]
+    product_BTK: jax.Array | None
+
+
+class Before(NamedTuple):
+    """What a sum is made again of, and the product of its weights."""
+
+    one: Sum
+    product_BTK: jax.Array | None
 
 
 class Given(NamedTuple):
@@ -91,15 +104,15 @@ class Gradients(NamedTuple):
 
     Attributes:
       of_given: of layers, of sums inside the loop, and of their norms' factors.
-      of_rows: of states that sums read, [R, B, T, D].
+      of_rows: of states that sums read, [R, B, T, D], or all of them but the last.
       of_y_BTD: of the state that the segment ends with; afterwards of the one it begins with.
-      sums: of the last sum, where the sum after it has made it again.
+      made: the last sum.
     """
 
     of_given: tuple[Any, SumWeights, jax.Array | None]
     of_rows: jax.Array
     of_y_BTD: jax.Array
-    sums: list[jax.Array]
+    made: Made
 
 
 def walk_with_history(
@@ -148,15 +161,16 @@ def walk_with_history(
     def run_backward(kept, gradients):
         given, arrays, history_HBTD, kept = kept
         of_result_BTD, of_scalars = gradients
+        # The last sum reads every state that any does: its kernel writes what others add to.
         of_rows = None
         if not (walk.reading.kernel and plan.last == tuple(plan.row_of)):
             of_rows = jnp.zeros((plan.num_rows, *x_BTD.shape), x_BTD.dtype)
-        before = walk.before(history_HBTD, given, all_layers, len(plan.counts_J) - 1)
-        of_last, of_rows, of_y_BTD, sums = walk.last_backward(
-            history_HBTD, given, of_result_BTD, of_rows, **before
+        before = walk.before(history_HBTD, given, kept, all_layers, len(plan.counts_J) - 1, -1)
+        of_last, of_rows, of_y_BTD, made = walk.last_backward(
+            history_HBTD, given, of_result_BTD, of_rows, before
         )
         none_yet = jax.tree.map(jnp.zeros_like, (given.layers, given.sums, given.factors_JMD))
-        so_far = Gradients(none_yet, of_rows, of_y_BTD, sums)
+        so_far = Gradients(none_yet, of_rows, of_y_BTD, made)
         found = walk.backward(history_HBTD, given, arrays, all_layers, kept, of_scalars, so_far)
         of_layers, of_sums, of_factors_JMD = found.of_given
         return Given(found.of_y_BTD, of_layers, of_sums, of_last, of_factors_JMD), None
@@ -184,6 +198,8 @@ class Walk:
         self.num_layers = num_layers = connections.num_layers
         self.inner = connections.after[str(num_layers - plan.every)]
         self.outer = connections.after[str(num_layers)]
+        self.weigh = TokenWeights(self.inner, state_BTD)
+        self.weigh_last = TokenWeights(self.outer, state_BTD)
         mixing = self.section.dense_mixing
         kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last))
         norms, self.factors_LMD = NO_NORMS, None
@@ -213,7 +229,7 @@ class Walk:
         plan = self.plan
 
         def one_turn(history_HBTD, local):
-            kept_layers, found = [], []
+            kept_sums, kept_layers, found = [], [], []
             for place in range(plan.period):
                 index = segment.first + local + place
                 x_BTD = _at(history_HBTD, segment.base + index)
@@ -221,7 +237,9 @@ class Walk:
                 if place % plan.every == 0:
                     j, sources = self._sources(segment, (local + place) // plan.every)
                     own = _at(given.sums, j)
-                    one = self._sum(given, j, sources, x_BTD)
+                    product = self.weigh.product(own, x_BTD)
+                    kept_sums.append(None if product is None else product.inverse_rms_BT1)
+                    one = self._sum(given, j, sources, product)
                     sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
                 weights = _at(given.layers, segment.place_of_weights(local + place))
@@ -232,7 +250,7 @@ class Walk:
                 found.append(scalars)
                 state_BTD = token_by_token(y_BTD)
                 history_HBTD = with_state(history_HBTD, state_BTD, segment.base + index + 1)
-            return history_HBTD, (found, kept_layers if keep else None)
+            return history_HBTD, (found, (kept_sums, kept_layers) if keep else None)
 
         history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._turns(segment))
         totals: dict[str, jax.Array] = {}
@@ -243,7 +261,8 @@ class Walk:
     def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0) -> jax.Array:
         """r of the sum after the last layer."""
         x_BTD = _at(history_HBTD, base + self.num_layers)
-        weights_BTE = self._weights(self.outer, given.last, x_BTD)
+        product = self.weigh_last.product(given.last, x_BTD)
+        weights_BTE = self.weigh_last(given.last, product)
         sources = self._last_sources(base, 0)
         sums = read(history_HBTD, sources, Sum(weights_BTE, sources.count), self.reading_last)
         return self._result(self._read(sums, x_BTD, given.last))
@@ -254,38 +273,41 @@ class Walk:
         given: Given,
         of_result_BTD: jax.Array,
         of_rows: jax.Array | None,
+        before: Before | None = None,
         base: Any = 0,
         base_row: Any = 0,
-        **before: Any,
-    ) -> tuple[SumWeights, jax.Array, jax.Array, list[jax.Array]]:
+    ) -> tuple[SumWeights, jax.Array, jax.Array, Made]:
         """Gradients of the last sum's parameters, of states that sums read and of the last state.
 
-        Besides, the sums before the last layers, where they are made again.
+        Besides, the sum before the last layers, made again.
 
         Args:
-          of_rows: gradients of states so far; None as in `differentiate`.
-          before: of the sum before, as `before` returns it.
+          of_rows: gradients of states so far; None as in `differentiate`. Then those that are
+            returned have no row for the last state.
+          before: what that is made of; None where it is not made so.
         """
         x_BTD = _at(history_HBTD, base + self.num_layers)
         sources = self._last_sources(base, base_row)
-        one = Sum(self._weights(self.outer, given.last, x_BTD), sources.count)
+        product = self.weigh_last.product(given.last, x_BTD)
+        one = Sum(self.weigh_last(given.last, product), sources.count)
         sums = [jnp.zeros_like(x_BTD)]
         if self.outer.post_norms:
             sums = read(history_HBTD, sources, one, self.reading_last)
         _, vjp = jax.vjp(self._result, self._read(sums, x_BTD, given.last))
         (of_read,) = vjp(of_result_BTD)
         found = differentiate(
-            history_HBTD, sources, one, of_read["sums"], of_rows, self.reading_last, **before
-        )
-        of_last, of_x_BTD = self._weights_backward(
-            self.outer, given.last, x_BTD, found.of_weights_BTE
+            history_HBTD, sources, one, of_read["sums"], of_rows, self.reading_last,
+            **self._making(before),
+        )  # fmt: skip
+        of_last, of_x_BTD = self.weigh_last.backward(
+            given.last, x_BTD, product, found.of_weights_BTE
         )
         of_last = of_last._replace(post_norms=of_read["post_norms"])
         of_row_BTD = found.of_last_BTD
         if of_row_BTD is None:
             of_row_BTD = _at(found.of_states_RBTD, base_row + self.plan.row_of[self.num_layers])
         of_y_BTD = _total(of_x_BTD, of_read.get("x"), of_row_BTD)
-        return of_last, found.of_states_RBTD, of_y_BTD, found.before
+        return of_last, found.of_states_RBTD, of_y_BTD, _made(found.before, before)
 
     def backward(
         self,
@@ -306,29 +328,39 @@ class Walk:
             return _put(stacked, jax.tree.map(jnp.add, _at(stacked, index), own), index)
 
         def one_turn(so_far: Gradients, given_of_turn):
-            (of_layers, of_sums, of_factors), of_rows, of_y_BTD, sums = so_far
-            local, kept_layers = given_of_turn
+            (of_layers, of_sums, of_factors), of_rows, of_y_BTD, made = so_far
+            local, (kept_sums, kept_layers) = given_of_turn
             for place in reversed(range(plan.period)):
                 here = local + place
                 if place + 1 < plan.period and platform() == "tpu":
                     # As where layers are written out: see walk_written_out. All that this layer
                     # reads waits until the weights' gradients of the one after it are in place.
-                    of_layers, of_y_BTD, sums, here = jax.lax.optimization_barrier(
-                        (of_layers, of_y_BTD, sums, here)
+                    of_layers, of_y_BTD, made, here = jax.lax.optimization_barrier(
+                        (of_layers, of_y_BTD, made, here)
                     )
                 index = segment.first + here
                 x_BTD = _at(history_HBTD, segment.base + index)
                 place_of_weights = segment.place_of_weights(here)
                 weights = _at(given.layers, place_of_weights)
-                has_sum, i = place % plan.every == 0, here // plan.every
+                has_sum, which, i = (
+                    place % plan.every == 0,
+                    place // plan.every,
+                    here // plan.every,
+                )
                 read_BTD: Any = {"x": x_BTD}
                 if has_sum:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
+                    inverse_rms_BT1 = kept_sums[which]
                     if not self.made_before:
-                        one = self._sum(given, j, sources, x_BTD)
-                        sums = read(history_HBTD, sources, one, self.reading)
-                    read_BTD = self._read(sums, x_BTD, own)
+                        product = self.weigh.product(own, x_BTD, inverse_rms_BT1)
+                        remade = self._sum(given, j, sources, product)
+                        sums = read(history_HBTD, sources, remade, self.reading)
+                        made = Made(sums, None if product is None else product.product_BTK)
+                    product = None
+                    if made.product_BTK is not None:
+                        product = Product(made.product_BTK, inverse_rms_BT1)
+                    read_BTD = self._read(made.sums, x_BTD, own)
                 before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
                 of_weights, of_read = self._layer_backward(
                     place, before_BTD, index, arrays, kept_layers[place], of_y
@@ -344,15 +376,16 @@ class Walk:
                         index, i, of_way_sums = jax.lax.optimization_barrier(
                             (index, i, of_way_sums)
                         )
-                    x_BTD = _at(history_HBTD, segment.base + index)
-                    one = self._sum(given, j, sources, x_BTD)
-                    before = self.before(history_HBTD, given, segment, i - 1)
+                    x_BTD = token_by_token(_at(history_HBTD, segment.base + index))
+                    one = self._sum(given, j, sources, product)
+                    before = self.before(history_HBTD, given, kept, segment, i - 1, which - 1)
                     found = differentiate(
-                        history_HBTD, sources, one, of_way_sums, of_rows, self.reading, **before
-                    )
-                    of_rows, sums = found.of_states_RBTD, found.before
-                    of_own, through_weights_BTD = self._weights_backward(
-                        self.inner, own, x_BTD, found.of_weights_BTE
+                        history_HBTD, sources, one, of_way_sums, of_rows, self.reading,
+                        **self._making(before),
+                    )  # fmt: skip
+                    of_rows, made = found.of_states_RBTD, _made(found.before, before)
+                    of_own, through_weights_BTD = self.weigh.backward(
+                        own, x_BTD, product, found.of_weights_BTE
                     )
                     of_own = of_own._replace(post_norms=of_read["post_norms"])
                     of_sums = with_own(of_sums, of_own, j)
@@ -363,9 +396,8 @@ class Walk:
                     of_row_BTD = _at(of_rows, row)
                     if segment.has_work is not None:
                         of_row_BTD = jnp.where(segment.has_work, of_row_BTD, 0)
-                of_y_BTD = _total(through_weights_BTD, of_x_BTD, of_row_BTD)
-            sums = sums if self.made_before else []
-            return Gradients((of_layers, of_sums, of_factors), of_rows, of_y_BTD, sums), None
+                of_y_BTD = token_by_token(_total(through_weights_BTD, of_x_BTD, of_row_BTD))
+            return Gradients((of_layers, of_sums, of_factors), of_rows, of_y_BTD, made), None
 
         turns = (self._turns(segment), kept)
         return jax.lax.scan(one_turn, so_far, turns, reverse=True)[0]
@@ -391,75 +423,46 @@ class Walk:
             jnp.int32(len(places_S)), base + jnp.asarray(places_S), base_row + jnp.asarray(rows_S)
         )
 
-    def sums_before_end(
-        self, history_HBTD: jax.Array, given: Given, segment: Segment
-    ) -> list[jax.Array]:
-        """A segment's last sums, as `backward` goes on with where sums are made again."""
+    def made_before_end(
+        self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment
+    ) -> Made:
+        """A segment's last sum, as `backward` goes on with."""
         i = segment.num_layers // self.plan.every - 1
-        before = self.before(history_HBTD, given, segment, i)
-        if not before:
-            return []
+        before = self.before(history_HBTD, given, kept, segment, i, -1)
+        if before is None:
+            return _made([], None)
         _, sources = self._sources(segment, jnp.int32(i))
-        return read(history_HBTD, sources, before["before"], self.reading)
+        return _made(read(history_HBTD, sources, before.one, self.reading), before)
 
     def before(
-        self, history_HBTD: jax.Array, given: Given, segment: Segment, i: Any
-    ) -> dict[str, Any]:
-        """What sum i of a segment is made again of, along with the gradients of the sum after."""
+        self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment, i: Any, which: int
+    ) -> Before | None:
+        """What a segment's sum i, at this place of a turn, is made again of by the sum after it.
+
+        None where sums are made again by themselves.
+        """
         if not self.made_before:
-            return {}
+            return None
+        kept_sums, _ = kept
         i = jnp.maximum(i, 0)  # nothing reads what stands before the first sum
         j, sources = self._sources(segment, i)
-        x_BTD = _at(history_HBTD, segment.base + segment.first + i * self.plan.every)
-        one = self._sum(given, j, sources, x_BTD)
-        return {"before": one, "reading_before": self.reading}
+        place = segment.base + segment.first + i * self.plan.every
+        x_BTD = token_by_token(_at(history_HBTD, place))
+        inverse_rms_BT1 = _at(kept_sums[which], i // len(kept_sums))
+        product = self.weigh.product(_at(given.sums, j), x_BTD, inverse_rms_BT1)
+        return Before(
+            self._sum(given, j, sources, product),
+            None if product is None else product.product_BTK,
+        )
 
-    def _sum(self, given: Given, j: jax.Array, sources: Sources, x_BTD: jax.Array) -> Sum:
-        """Sum j of all, which stands after the state x."""
-        weights_BTE = self._weights(self.inner, _at(given.sums, j), x_BTD)
+    def _making(self, before: Before | None) -> dict[str, Any]:
+        """Arguments of `differentiate`."""
+        return {} if before is None else {"before": before.one, "reading_before": self.reading}
+
+    def _sum(self, given: Given, j: jax.Array, sources: Sources, product: Product | None) -> Sum:
+        """Sum j of all."""
+        weights_BTE = self.weigh(_at(given.sums, j), product)
         return Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
-
-    def _weights(self, of: DepthSum, own: SumWeights, x_BTD: jax.Array) -> jax.Array:
-        """Weights [B, T, E] of a sum after the state x.
-
-        The backward pass makes them again, too: a read of x costs less than room for all layers'.
-        """
-        if of.norm is None or own.wi_JDK is None:
-            return jnp.broadcast_to(own.fixed_JE, (*x_BTD.shape[:2], own.fixed_JE.shape[-1]))
-        y_BTK, _ = product_of_normalized_forward(
-            x_BTD, own.wi_JDK.astype(x_BTD.dtype), of.norm.epsilon, self._precision(of)
-        )
-        return self._weights_of_product(of, own, y_BTK)
-
-    def _weights_backward(
-        self, of: DepthSum, own: SumWeights, x_BTD: jax.Array, of_weights_BTE: jax.Array
-    ) -> tuple[SumWeights, jax.Array | None]:
-        """Gradients of the parameters, and of x."""
-        if of.norm is None or own.wi_JDK is None:
-            of_fixed_E = jnp.sum(of_weights_BTE, axis=(0, 1))
-            return SumWeights(of_fixed_E, None, None, {}), None
-        kernel_DK, precision = own.wi_JDK.astype(x_BTD.dtype), self._precision(of)
-        y_BTK, product = product_of_normalized_forward(x_BTD, kernel_DK, of.norm.epsilon, precision)
-        _, vjp = jax.vjp(functools.partial(self._weights_of_product, of), own, y_BTK)
-        of_own, of_y_BTK = vjp(of_weights_BTE)
-        of_x_BTD, of_kernel_DK = product_of_normalized_backward(
-            of.norm.epsilon, precision, product, of_y_BTK
-        )
-        return of_own._replace(wi_JDK=of_kernel_DK.astype(own.wi_JDK.dtype)), of_x_BTD
-
-    def _weights_of_product(self, of: DepthSum, own: SumWeights, y_BTK: jax.Array) -> jax.Array:
-        assert own.wo_JKE is not None
-        hidden_BTK = ACTIVATIONS[self.section.dense_activation](y_BTK)
-        moving_BTE = jnp.einsum(
-            "btk,ke->bte",
-            hidden_BTK,
-            own.wo_JKE.astype(hidden_BTK.dtype),
-            precision=self._precision(of),
-        )
-        return own.fixed_JE + moving_BTE.astype(jnp.float32)
-
-    def _precision(self, of: DepthSum) -> Any:
-        return None if of.wi is None else of.wi.precision
 
     def _read(self, sums: list[jax.Array], x_BTD: jax.Array, own: SumWeights) -> dict[str, Any]:
         """What stands before a layer: only what is read, since all of it has a gradient."""
@@ -517,6 +520,10 @@ class Walk:
         rest = iter(kept)
         leaves = [next(rest) if i is None else known[i] for i in origins]
         return jax.tree.unflatten(structure, leaves)(gradients)
+
+
+def _made(sums: list[jax.Array], before: Before | None) -> Made:
+    return Made([], None) if before is None else Made(sums, before.product_BTK)
 
 
 def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:

@@ -119,7 +119,7 @@ def backward(
     Args:
       of_sums: gradients of what `forward` returned, [N, D] each.
       accumulated_RND: gradients of states so far, whose memory is used for the result. None: there
-        are none, and the result has a row for each source but the last.
+        are none, all places are read, and source s has row s of the result, the last one none.
       before: a sum over the first of these sources, to be made again from the same read.
     """
     _, N, D = history_HND.shape

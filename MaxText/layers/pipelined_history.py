@@ -161,7 +161,7 @@ class _Stages:
         def last(history_PbTD, of_rows, of_result_bTD, slot):
             base, base_row = slot * self.num_states, slot * self.num_rows
             of_last, of_rows, of_y_bTD, _ = self.walk.last_backward(
-                history_PbTD, given, of_result_bTD, of_rows, base, base_row
+                history_PbTD, given, of_result_bTD, of_rows, None, base, base_row
             )
             return of_last, with_state(of_rows, of_y_bTD, base_row + self.rows_H[-1])
 
@@ -188,10 +188,10 @@ class _Stages:
             of_y_bTD, of_own_scalars = jax.tree.map(
                 lambda x: jnp.where(segment.has_work, x, 0), (of_y_bTD, of_scalars)
             )
-            sums = self.walk.sums_before_end(history_PbTD, own, segment)
+            made = self.walk.made_before_end(history_PbTD, own, kept, segment)
             found = self.walk.backward(
                 history_PbTD, own, arrays, segment, kept, of_own_scalars,
-                Gradients(so_far, of_rows, of_y_bTD, sums),
+                Gradients(so_far, of_rows, of_y_bTD, made),
             )  # fmt: skip
             first_row = segment.base_row + self.rows_H[segment.first]
             return found.of_given, with_state(found.of_rows, found.of_y_BTD, first_row)

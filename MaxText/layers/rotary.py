@@ -99,7 +99,7 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_whole(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """The same with no array of halves: y = x cos + swapped(x) sin, the first half's sin negated.
+    """`rotate` for TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
 
     A TPU stores 64 numbers in the place of 128, and the compiler would write halves to memory, in
     the backward pass in float32. There is no gradient of the table. That of x is the gradient of
@@ -137,7 +137,9 @@ def _swapped(x_BTNH: jax.Array, half: int) -> jax.Array:
         return jnp.concatenate(halves, axis=-1)
     # A product with a permutation is exact in the format that the matrix unit takes, and the
     # compiler joins it with what stands around it.
-    i = np.arange(half)
-    permutation_HH = np.zeros((x_BTNH.shape[-1],) * 2)
-    permutation_HH[i, i + half] = permutation_HH[i + half, i] = 1.0
-    return jnp.einsum("btnh,hk->btnk", x_BTNH, jnp.asarray(permutation_HH, x_BTNH.dtype))
+    H = x_BTNH.shape[-1]
+    # Made of the compiler's own numbers, or what is kept for a backward pass has it as an array.
+    row_HH, column_HH = (jax.lax.broadcasted_iota(jnp.int32, (H, H), axis) for axis in (0, 1))
+    other_HH = jnp.where(row_HH < half, row_HH + half, row_HH - half)
+    permutation_HH = (row_HH < 2 * half) & (column_HH == other_HH)
+    return jnp.einsum("btnh,hk->btnk", x_BTNH, permutation_HH.astype(x_BTNH.dtype))
