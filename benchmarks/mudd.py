@@ -156,6 +156,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     from MaxText.configuration.loading import configure
     from MaxText.input_pipeline.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
+    from MaxText.parallelism.compiled_steps import memory_of
     from MaxText.parallelism.mesh import Layout, make_mesh
     from MaxText.training import backend_defaults
     from MaxText.training.optimizer import make_optimizer
@@ -186,16 +187,10 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     step = compile_step()
     seconds = time.process_time() - began
     program: Any = step
-    costs, memory = dict(program.cost_analysis()), program.memory_analysis()
+    costs = dict(program.cost_analysis())
     if section.memory.scan_layers and options.topology is not None:
         period = section.dense_connections.dense_period if "dense_conn" in row else 1
         costs = of_all_turns(compile_step, costs, shape.num_layers // period)
-    temporaries = memory.temp_size_in_bytes
-    if options.topology is not None:
-        # At the peak: temp_size_in_bytes of a donated state counts more (docs/plan.md). On CPU the
-        # peak leaves temporaries out.
-        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        temporaries = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - outputs
     dense = section.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
@@ -224,7 +219,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
         seconds,
         costs.get("optimal_seconds", 0.0),
         costs["bytes accessed"],
-        temporaries,
+        memory_of(program)["temporaries"],
         PASSES * num_reads * state_bytes,
     )
 

@@ -176,6 +176,7 @@ def memory(begin: str) -> None:
     from jax.experimental import topologies
 
     from MaxText.input_pipeline.batch import batch_shapes
+    from MaxText.parallelism import compiled_steps
     from MaxText.parallelism.mesh import make_layout
     from MaxText.planning.memory import memory_of
     from MaxText.planning.program import make_program
@@ -209,11 +210,8 @@ def memory(begin: str) -> None:
         rows = program.rows * batch.gradient_accumulation_steps
         shapes = batch_shapes(rows, program.length, with_documents=False)
         compiled: Any = layout.compile_step(step, state, layout.abstract_batch(shapes))[0]
-        found = compiled.memory_analysis()
-        # With a donated state, temp_size_in_bytes is up to 49 % above the peak's (docs/plan.md).
-        given = found.argument_size_in_bytes
-        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-        temporaries = found.peak_memory_in_bytes - given - outputs
+        found = compiled_steps.memory_of(compiled)
+        given, temporaries = found["arguments"], found["temporaries"]
         print(
             f"| {shape.name} | {shape.chips} | {planned.state / GB:.3f} | {given / GB:.3f} | "
             f"{planned.temporaries / GB:.2f} | {temporaries / GB:.2f} | {planned.total / GB:.2f} | "
