@@ -46,18 +46,18 @@ class Made(NamedTuple):
 
     Attributes:
       sums: y_BTD of each way; empty where nothing is made so.
-      product: what its weights are made of.
+      product_BTK: x W of its weights; None without weights that depend on the token.
     """
 
     sums: list[jax.Array]
-    product: Product | None
+    product_BTK: jax.Array | None
 
 
 class Before(NamedTuple):
-    """What a sum is made again of, and what its weights are made of."""
+    """What a sum is made again of, and the product of its weights."""
 
     one: Sum
-    product: Product | None
+    product_BTK: jax.Array | None
 
 
 class Given(NamedTuple):
@@ -198,7 +198,7 @@ class Walk:
         self.num_layers = num_layers = connections.num_layers
         self.inner = connections.after[str(num_layers - plan.every)]
         self.outer = connections.after[str(num_layers)]
-        self.weigh = TokenWeights(self.inner, state_BTD, num_sums=len(plan.counts_J))
+        self.weigh = TokenWeights(self.inner, state_BTD)
         self.weigh_last = TokenWeights(self.outer, state_BTD)
         mixing = self.section.dense_mixing
         kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last))
@@ -238,7 +238,7 @@ class Walk:
                     j, sources = self._sources(segment, (local + place) // plan.every)
                     own = _at(given.sums, j)
                     product = self.weigh.product(own, x_BTD)
-                    kept_sums.append(self.weigh.to_keep(product))
+                    kept_sums.append(None if product is None else product.inverse_rms_BT1)
                     one = self._sum(given, j, sources, product)
                     sums = read(history_HBTD, sources, one, self.reading)
                     read_BTD = self._read(sums, x_BTD, own)
@@ -351,11 +351,15 @@ class Walk:
                 if has_sum:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
+                    inverse_rms_BT1 = kept_sums[which]
                     if not self.made_before:
-                        product = self.weigh.product(own, x_BTD, kept_sums[which])
+                        product = self.weigh.product(own, x_BTD, inverse_rms_BT1)
                         remade = self._sum(given, j, sources, product)
-                        made = Made(read(history_HBTD, sources, remade, self.reading), product)
-                    product = made.product
+                        sums = read(history_HBTD, sources, remade, self.reading)
+                        made = Made(sums, None if product is None else product.product_BTK)
+                    product = None
+                    if made.product_BTK is not None:
+                        product = Product(made.product_BTK, inverse_rms_BT1)
                     read_BTD = self._read(made.sums, x_BTD, own)
                 before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
                 of_weights, of_read = self._layer_backward(
@@ -444,9 +448,12 @@ class Walk:
         j, sources = self._sources(segment, i)
         place = segment.base + segment.first + i * self.plan.every
         x_BTD = token_by_token(_at(history_HBTD, place))
-        kept_sum = _at(kept_sums[which], i // len(kept_sums))
-        product = self.weigh.product(_at(given.sums, j), x_BTD, kept_sum)
-        return Before(self._sum(given, j, sources, product), product)
+        inverse_rms_BT1 = _at(kept_sums[which], i // len(kept_sums))
+        product = self.weigh.product(_at(given.sums, j), x_BTD, inverse_rms_BT1)
+        return Before(
+            self._sum(given, j, sources, product),
+            None if product is None else product.product_BTK,
+        )
 
     def _making(self, before: Before | None) -> dict[str, Any]:
         """Arguments of `differentiate`."""
@@ -516,7 +523,7 @@ class Walk:
 
 
 def _made(sums: list[jax.Array], before: Before | None) -> Made:
-    return Made([], None) if before is None else Made(sums, before.product)
+    return Made([], None) if before is None else Made(sums, before.product_BTK)
 
 
 def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:

@@ -1,6 +1,7 @@
 """Weights of sums over a history of hidden states: how each token's come of the state before a sum.
 
-As `DepthSum.weights`, for a loop whose backward pass is its own.
+As `DepthSum.weights`, for a loop whose backward pass is its own. Of all that lies between a state
+and its weights the loop keeps one number of each token; the rest it makes again.
 
 Legend: B sequences, T tokens, D emb_dim, K hidden width of what makes weights, E weights of a token
 with filling.
@@ -25,50 +26,38 @@ class Product(NamedTuple):
     """What weights are made of.
 
     Attributes:
-      product_BTK: x W, float32; None where it is not kept.
+      product_BTK: x W, float32.
       inverse_rms_BT1: r, the inverse of rms(x), float32.
     """
 
-    product_BTK: jax.Array | None
+    product_BTK: jax.Array
     inverse_rms_BT1: jax.Array
 
 
 class TokenWeights:
     """w = act(r x W1) W2 + fixed, or the fixed ones alone: of one sum, or all in the loop."""
 
-    def __init__(self, one: DepthSum, state_BTD: jax.Array, num_sums: int = 1):
-        """
-        Args:
-          one: the sum, or that of all which has the most sources.
-        """
+    def __init__(self, one: DepthSum, state_BTD: jax.Array):
         self.epsilon = None if one.norm is None else one.norm.epsilon
         self.precision: Any = None if one.wi is None else one.wi.precision
         self.activation = ACTIVATIONS[one.section.dense_activation]
         self.tokens, self.dtype = state_BTD.shape[:2], state_BTD.dtype
-        hidden = 0 if one.wi is None else one.wi.kernel.shape[-1]
-        # The products of all sums may take as much memory as one state. Those that would take more
-        # are made again, by a read of a state each.
-        bytes_of_token = num_sums * hidden * jnp.dtype(jnp.float32).itemsize
-        self.keeps_products = bytes_of_token <= state_BTD.shape[-1] * self.dtype.itemsize
 
     def product(
-        self, own: SumWeights, x_BTD: jax.Array, kept: Product | None = None
+        self, own: SumWeights, x_BTD: jax.Array, inverse_rms_BT1: jax.Array | None = None
     ) -> Product | None:
-        """Of a sum after the state x, made of what was kept; None if its weights are fixed."""
+        """Of a sum after the state x; None if its weights are fixed.
+
+        Args:
+          inverse_rms_BT1: if it is known, which spares a read of x.
+        """
         if self.epsilon is None or own.wi_JDK is None:
             return None
-        if kept is not None and kept.product_BTK is not None:
-            return kept
+        if inverse_rms_BT1 is None:
+            inverse_rms_BT1 = inverse_rms(x_BTD, self.epsilon)
         kernel_DK = own.wi_JDK.astype(x_BTD.dtype)
         product_BTK = float_product("btd,dk->btk", x_BTD, kernel_DK, self.precision)
-        r_BT1 = inverse_rms(x_BTD, self.epsilon) if kept is None else kept.inverse_rms_BT1
-        return Product(product_BTK, r_BT1)
-
-    def to_keep(self, product: Product | None) -> Product | None:
-        """What of it is kept for the backward pass."""
-        if product is None or self.keeps_products:
-            return product
-        return product._replace(product_BTK=None)
+        return Product(product_BTK, inverse_rms_BT1)
 
     def __call__(self, own: SumWeights, product: Product | None) -> jax.Array:
         """[B, T, E], float32."""
@@ -99,7 +88,6 @@ class TokenWeights:
 
     def _normalized(self, product: Product) -> jax.Array:
         """y_BTK in the format of hidden states."""
-        assert product.product_BTK is not None
         return (product.inverse_rms_BT1 * product.product_BTK).astype(self.dtype)
 
     def _of_normalized(self, own: SumWeights, y_BTK: jax.Array) -> jax.Array:
