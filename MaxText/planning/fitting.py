@@ -113,7 +113,7 @@ class _Search:
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
         """Those that divide model and batch and that no rule refuses."""
-        every = _microbatches(config, self.hardware)
+        every = microbatches(config, self.hardware)
         for keys in candidates(config, self.hardware):
             for number, batch in enumerate(every):
                 program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
@@ -188,12 +188,12 @@ class _Search:
             return None
 
 
-def _microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
+def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """The update's sequences in more and more microbatches."""
     given, sequences = config.batch, sequences_of(config, hardware)
     found = []
     steps = 1
-    while sequences % steps == 0 and sequences // steps:
+    while True:
         sizes = {
             "per_device_batch_size": sequences / steps / hardware.num_devices,
             "gradient_accumulation_steps": steps,
@@ -202,5 +202,8 @@ def _microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
             smaller = given.gradient_accumulation_steps / steps
             sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
         found.append(sizes)
-        steps *= 2
-    return found
+        rest = sequences // steps
+        if rest <= 1:
+            return found
+        # Most often by two; at the end each sequence by itself.
+        steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)

@@ -11,7 +11,7 @@ from MaxText.configuration.saved import flat
 from MaxText.errors import UserError
 from MaxText.monitoring.flops import count_flops
 from MaxText.planning import report, request
-from MaxText.planning.fitting import _Search, command, fitting
+from MaxText.planning.fitting import _Search, command, fitting, microbatches
 from MaxText.planning.hardware import find
 from MaxText.planning.memory import memory_of
 from MaxText.planning.planning import Plan, make_plan, peak_of
@@ -210,6 +210,16 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     shown = report.proposals(plans, config, ["steps=10", "remat_policy=none"], 1e6, 2.0)
     assert shown.endswith(" ".join(command(["steps=10", "remat_policy=none"], plans[0], config)))
     assert max(map(len, shown.splitlines()[:-1])) <= 110
+
+
+@pytest.mark.parametrize(
+    ("sequences", "steps"), [(8, [1, 2, 4, 8]), (12, [1, 2, 4, 12]), (1, [1]), (5, [1, 5])]
+)
+def test_microbatches_end_with_single_sequences(sequences, steps):
+    config = tiny_config(per_device_batch_size=sequences / 2)
+    found = microbatches(config, find("2xH100"))
+    assert [one["gradient_accumulation_steps"] for one in found] == steps
+    assert found[-1]["per_device_batch_size"] == 0.5
 
 
 def test_what_cannot_fit_is_said(monkeypatch):
