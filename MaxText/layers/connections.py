@@ -336,8 +336,7 @@ class DepthSum(nnx.Module):
         if source.inverse_rms_BT1 is not None:
             return source
         x_BTD = source.x_BTD
-        mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-        return Source(to_be_scaled(x_BTD, scale_D), jax.lax.rsqrt(mean_square + self.epsilon))
+        return Source(to_be_scaled(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

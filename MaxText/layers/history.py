@@ -46,18 +46,18 @@ class Made(NamedTuple):
 
     Attributes:
       sums: y_BTD of each way; empty where nothing is made so.
-      product_BTK: x W of its weights; None without weights that depend on the token.
+      product: what its weights are made of.
     """
 
     sums: list[jax.Array]
-    product_BTK: jax.Array | None
+    product: Product | None
 
 
 class Before(NamedTuple):
-    """What a sum is made again of, and the product of its weights."""
+    """What a sum is made again of, and what its weights are made of."""
 
     one: Sum
-    product_BTK: jax.Array | None
+    product: Product | None
 
 
 class Given(NamedTuple):
@@ -351,15 +351,12 @@ class Walk:
                 if has_sum:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
-                    inverse_rms_BT1 = kept_sums[which]
                     if not self.made_before:
-                        product = self.weigh.product(own, x_BTD, inverse_rms_BT1)
+                        product = self.weigh.product(own, x_BTD, kept_sums[which])
                         remade = self._sum(given, j, sources, product)
                         sums = read(history_HBTD, sources, remade, self.reading)
-                        made = Made(sums, None if product is None else product.product_BTK)
-                    product = None
-                    if made.product_BTK is not None:
-                        product = Product(made.product_BTK, inverse_rms_BT1)
+                        made = Made(sums, product)
+                    product = made.product
                     read_BTD = self._read(made.sums, x_BTD, own)
                 before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
                 of_weights, of_read = self._layer_backward(
@@ -450,10 +447,7 @@ class Walk:
         x_BTD = token_by_token(_at(history_HBTD, place))
         inverse_rms_BT1 = _at(kept_sums[which], i // len(kept_sums))
         product = self.weigh.product(_at(given.sums, j), x_BTD, inverse_rms_BT1)
-        return Before(
-            self._sum(given, j, sources, product),
-            None if product is None else product.product_BTK,
-        )
+        return Before(self._sum(given, j, sources, product), product)
 
     def _making(self, before: Before | None) -> dict[str, Any]:
         """Arguments of `differentiate`."""
@@ -523,7 +517,7 @@ class Walk:
 
 
 def _made(sums: list[jax.Array], before: Before | None) -> Made:
-    return Made([], None) if before is None else Made(sums, before.product_BTK)
+    return Made([], None) if before is None else Made(sums, before.product)
 
 
 def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:
