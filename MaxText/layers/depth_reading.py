@@ -121,7 +121,7 @@ def read(history_HBTD: jax.Array, sources: Sources, one: Sum, reading: Reading) 
             _target(),
             mean_count=reading.mean_count,
         )
-        return [y_ND.reshape(history.shape[1:]) for y_ND in sums]
+        return [_as_state(y_ND, history.shape[1:]) for y_ND in sums]
 
     return _on_each_device(
         run,
@@ -197,9 +197,9 @@ def differentiate(
         return Found(
             of_weights_NE.reshape(*shape[:2], -1),
             found.of_states_RND.reshape(-1, *shape),
-            None if of_last_ND is None else of_last_ND.reshape(shape),
+            None if of_last_ND is None else _as_state(of_last_ND, shape),
             of_factors_MD,
-            [y_ND.reshape(shape) for y_ND in found.before],
+            [_as_state(y_ND, shape) for y_ND in found.before],
         )
 
     def specs_of(specs: "_Specs"):
@@ -257,6 +257,15 @@ def _target():
 def _flat_states(x: jax.Array) -> jax.Array:
     """[H, B, T, D] -> [H, N, D]."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _as_state(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[N, D] -> [B, T, D], of what a kernel made."""
+    y_BTD = y_ND.reshape(shape)
+    if platform() == "tpu":
+        # Or the compiler converts to float32 before it reshapes, which it then writes to memory.
+        y_BTD = jax.lax.optimization_barrier(y_BTD)
+    return y_BTD
 
 
 def _flat_sum(one: Sum) -> Sum:
