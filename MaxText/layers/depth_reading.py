@@ -4,7 +4,8 @@ As depth_mixing.py, for layers that a loop walks: all states are one array, and 
 in it. Gradients are made by calls of their own, since the loop's backward pass is.
 
 Legend: B sequences, T tokens, D emb_dim, H states of the history, S sources at most, R rows of
-gradients; C ways, M of them with a norm; E weights of a token with filling; N = B * T.
+gradients; C ways, M of them with a norm; E weights of a token with filling; K hidden width of what
+makes these weights; N = B * T.
 """
 
 import functools
@@ -44,18 +45,60 @@ class Sources(NamedTuple):
     rows_S: jax.Array
 
 
+class Product(NamedTuple):
+    """What weights are made of.
+
+    Attributes:
+      product_BTK: x W1, float32.
+      inverse_rms_BT1: r, the inverse of rms(x), float32.
+    """
+
+    product_BTK: jax.Array
+    inverse_rms_BT1: jax.Array
+
+
+class Making(NamedTuple):
+    """What a kernel makes weights with: act(r x W1) W2 + fixed, as history_weights.TokenWeights.
+
+    Attributes:
+      wi_DK: in the format of states.
+      wo_KE: the same.
+      fixed_E: float32.
+      place: int32 [], of the state x among the sources.
+    """
+
+    wi_DK: jax.Array
+    wo_KE: jax.Array
+    fixed_E: jax.Array
+    place: jax.Array
+
+
 class Sum(NamedTuple):
     """Sums of a token's sources, one for each way.
 
     Attributes:
-      weights: float32 [B, T, E] or, in a kernel, [N, E].
+      weights: float32 [B, T, E] or, in a kernel, [N, E]; or what that makes them with.
       count: int32 [], how many sources.
       factors_MD: float32, of its norms; None without.
     """
 
-    weights: jax.Array
+    weights: jax.Array | Making
     count: jax.Array
     factors_MD: jax.Array | None = None
+
+
+class Recipe(NamedTuple):
+    """What is known of weights that a kernel makes when the program is compiled.
+
+    Attributes:
+      activation: one of history_tiles.ON_CHIP.
+      epsilon: of rms(x).
+      precision: of products.
+    """
+
+    activation: str
+    epsilon: float
+    precision: Any
 
 
 class Reading(NamedTuple):
@@ -66,12 +109,26 @@ class Reading(NamedTuple):
       mean_count: sources, over all turns of the loop; for the compiler's estimate.
       norms: that are done along with the sums, by a kernel alone.
       kernel: whether this is a Pallas kernel, where `has_kernel` says so, or a plain loop.
+      recipe: of weights that the kernel makes, where `makes_weights` says that it can.
     """
 
     num_ways: int
     mean_count: float
     norms: Norms = NO_NORMS
     kernel: bool = False
+    recipe: Recipe | None = None
+
+
+class Read(NamedTuple):
+    """A sum.
+
+    Attributes:
+      sums: y_BTD of each way, in the format of the history.
+      product: of weights that were made along with it, if that was asked for.
+    """
+
+    sums: list[jax.Array]
+    product: Product | None = None
 
 
 class Found(NamedTuple):
@@ -82,14 +139,15 @@ class Found(NamedTuple):
       of_states_RBTD: with what was there before.
       of_last_BTD: of the last source, where that has no row; else None.
       of_factors_MD: float32; None without norms.
-      before: y_BTD of each way of the sum before; empty if that was not asked for.
+      before: the sum before, and what its weights are made of if the kernel made them; no sums if
+        that was not asked for.
     """
 
     of_weights_BTE: jax.Array
     of_states_RBTD: jax.Array
     of_last_BTD: jax.Array | None
     of_factors_MD: jax.Array | None
-    before: list[jax.Array]
+    before: Read
 
 
 def has_kernel(state_BTD: jax.Array, num_sources: int) -> bool:
@@ -104,29 +162,47 @@ def has_kernel(state_BTD: jax.Array, num_sources: int) -> bool:
     return rows_of_tile(batch * length, num_sources, dims * state_BTD.dtype.itemsize) is not None
 
 
-def read(history_HBTD: jax.Array, sources: Sources, one: Sum, reading: Reading) -> list[jax.Array]:
-    """y_c = norm_c(sum_s w_cs * x_s), in the format of the history, for each way c."""
+def makes_weights(state_BTD: jax.Array, recipe: Recipe) -> bool:
+    """Whether a kernel can make weights itself: each device needs all dimensions of its tokens."""
+    from MaxText.layers.history_tiles import ON_CHIP
+
+    sharding = sharding_in_force(HIDDEN, state_BTD.shape)
+    whole = sharding is None or not axes_of(sharding).dims
+    return whole and recipe.activation in ON_CHIP and recipe.precision != "high"
+
+
+def read(
+    history_HBTD: jax.Array, sources: Sources, one: Sum, reading: Reading, *, product: bool = False
+) -> Read:
+    """y_c = norm_c(sum_s w_cs * x_s) for each way c.
+
+    Args:
+      product: whether to return what weights are made of, where the kernel makes them.
+    """
     if not reading.kernel:
-        return _read_plainly(history_HBTD, sources, one, reading)
+        return Read(_read_plainly(history_HBTD, sources, one, reading))
     from MaxText.layers import history_kernel
 
     def run(axes, history, sources, one):
         del axes
-        sums = history_kernel.forward(
+        shape = history.shape[1:]
+        found = history_kernel.forward(
             _flat_states(history),
             sources,
             _flat_sum(one),
-            reading.num_ways,
-            reading.norms,
+            reading,
             _target(),
-            mean_count=reading.mean_count,
+            product=product,
         )
-        return [_as_state(y_ND, history.shape[1:]) for y_ND in sums]
+        return _as_read(found, shape)
 
     return _on_each_device(
         run,
         history_HBTD,
-        lambda specs: ((specs.states, PartitionSpec(), specs.of_sum), specs.state),
+        lambda specs: (
+            (specs.states, PartitionSpec(), specs.of_sum(one)),
+            Read(specs.state, specs.weights),
+        ),
         (history_HBTD, sources, one),
     )
 
@@ -179,12 +255,10 @@ def differentiate(
             _flat_sum(given["one"]),
             [g.reshape(-1, shape[-1]) for g in given["of_sums"]],
             None if old is None else _flat_states(old),
-            reading.norms,
+            reading,
             _target(),
-            mean_count=reading.mean_count,
             before=None if before is None else _flat_sum(before),
-            ways_before=0 if reading_before is None else reading_before.num_ways,
-            norms_before=NO_NORMS if reading_before is None else reading_before.norms,
+            reading_before=reading_before,
         )
         # A device that holds some of the dimensions, or some of the tokens, has that part of
         # what is summed over them.
@@ -199,32 +273,37 @@ def differentiate(
             found.of_states_RND.reshape(-1, *shape),
             None if of_last_ND is None else _as_state(of_last_ND, shape),
             of_factors_MD,
-            [_as_state(y_ND, shape) for y_ND in found.before],
+            _as_read(found.before, shape),
         )
 
     def specs_of(specs: "_Specs"):
         of_given = {
             "history": specs.states,
             "sources": PartitionSpec(),
-            "one": specs.of_sum,
+            "one": specs.of_sum(one),
             "of_sums": specs.state,
             "accumulated": specs.states,
-            "before": specs.of_sum,
+            "before": None if before is None else specs.of_sum(before),
         }
         state, states = specs.state, specs.states
-        found: Any = (specs.weights, states, state, PartitionSpec(), state)
+        of_before = Read(state, specs.weights)
+        found: Any = (specs.weights, states, state, PartitionSpec(), of_before)
         return ({name: of_given[name] for name in given},), Found(*found)
 
     return _on_each_device(run, history_HBTD, specs_of, (given,))
 
 
 class _Specs(NamedTuple):
-    """Of one state, of many, of weights, and of a sum's arrays."""
+    """Of one state, of many, and of weights or what they are made of."""
 
-    state: PartitionSpec
+    state: Any
     states: PartitionSpec
-    weights: PartitionSpec
-    of_sum: Any
+    weights: Any
+
+    def of_sum(self, one: Sum) -> Any:
+        """Of a sum's arrays."""
+        weights = PartitionSpec() if isinstance(one.weights, Making) else self.weights
+        return Sum(weights, PartitionSpec(), PartitionSpec(None, self.state[-1]))  # pyright: ignore
 
 
 def _on_each_device(run, history_HBTD: jax.Array, specs_of, arguments) -> Any:
@@ -238,9 +317,8 @@ def _on_each_device(run, history_HBTD: jax.Array, specs_of, arguments) -> Any:
         return run(Axes(), *arguments)
     batch, length, dims = sharding.spec
     weights = PartitionSpec(batch, length)
-    of_sum: Any = Sum(weights, PartitionSpec(), PartitionSpec(None, dims))  # pyright: ignore
     states = PartitionSpec(None, batch, length, dims)
-    of_arguments, of_result = specs_of(_Specs(sharding.spec, states, weights, of_sum))
+    of_arguments, of_result = specs_of(_Specs(sharding.spec, states, weights))
     return jax.shard_map(
         functools.partial(run, axes_of(sharding)),
         mesh=sharding.mesh,
@@ -268,7 +346,14 @@ def _as_state(y_ND: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return y_BTD
 
 
+def _as_read(found: Read, shape: tuple[int, ...]) -> Read:
+    product = jax.tree.map(lambda x: x.reshape(*shape[:2], -1), found.product)
+    return Read([_as_state(y_ND, shape) for y_ND in found.sums], product)
+
+
 def _flat_sum(one: Sum) -> Sum:
+    if isinstance(one.weights, Making):
+        return one
     return one._replace(weights=one.weights.reshape(-1, one.weights.shape[-1]))
 
 
@@ -317,7 +402,7 @@ def _differentiate_plainly(history_HBTD, sources, one, of_sums, accumulated_RBTD
 
     first = (jnp.zeros_like(one.weights), accumulated_RBTD)
     of_weights_BTE, of_states_RBTD = jax.lax.fori_loop(0, sources.count, add, first)
-    return Found(of_weights_BTE, of_states_RBTD, None, None, [])
+    return Found(of_weights_BTE, of_states_RBTD, None, None, Read([]))
 
 
 # Of float32 in float32 on every device.

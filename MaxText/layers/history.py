@@ -24,6 +24,8 @@ from MaxText.configuration.model_sections import RematPolicy
 from MaxText.layers.connections import DenseConnections, Inputs
 from MaxText.layers.depth_mixing import NO_NORMS, Norms, normalizes
 from MaxText.layers.depth_reading import (
+    Product,
+    Read,
     Reading,
     Sources,
     Sum,
@@ -32,7 +34,7 @@ from MaxText.layers.depth_reading import (
     read,
 )
 from MaxText.layers.history_plan import Plan, SumWeights, parameters_of, plan_of, stacked_parameters
-from MaxText.layers.history_weights import Product, TokenWeights
+from MaxText.layers.history_weights import TokenWeights
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.stack import rematerialized
 from MaxText.parallelism.constraints import HIDDEN, constrain, platform, token_by_token
@@ -41,20 +43,8 @@ from MaxText.parallelism.constraints import HIDDEN, constrain, platform, token_b
 Apply = Callable[[Any, Inputs, jax.Array, int, Any], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-class Made(NamedTuple):
-    """What the sum after another has made again of it.
-
-    Attributes:
-      sums: y_BTD of each way; empty where nothing is made so.
-      product: what its weights are made of.
-    """
-
-    sums: list[jax.Array]
-    product: Product | None
-
-
-class Before(NamedTuple):
-    """What a sum is made again of, and what its weights are made of."""
+class Unread(NamedTuple):
+    """A sum that is to be read, and what its weights are made of if that is known already."""
 
     one: Sum
     product: Product | None
@@ -106,13 +96,13 @@ class Gradients(NamedTuple):
       of_given: of layers, of sums inside the loop, and of their norms' factors.
       of_rows: of states that sums read, [R, B, T, D], or all of them but the last.
       of_y_BTD: of the state that the segment ends with; afterwards of the one it begins with.
-      made: the last sum.
+      made: the last sum, and what its weights are made of; no sums where that is not made so.
     """
 
     of_given: tuple[Any, SumWeights, jax.Array | None]
     of_rows: jax.Array
     of_y_BTD: jax.Array
-    made: Made
+    made: Read
 
 
 def walk_with_history(
@@ -198,15 +188,19 @@ class Walk:
         self.num_layers = num_layers = connections.num_layers
         self.inner = connections.after[str(num_layers - plan.every)]
         self.outer = connections.after[str(num_layers)]
-        self.weigh = TokenWeights(self.inner, state_BTD)
-        self.weigh_last = TokenWeights(self.outer, state_BTD)
         mixing = self.section.dense_mixing
         kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last))
+        self.weigh = TokenWeights(self.inner, state_BTD, kernel=kernel)
+        self.weigh_last = TokenWeights(self.outer, state_BTD, kernel=kernel)
         norms, self.factors_LMD = NO_NORMS, None
         if kernel and not self.section.adds and normalizes(mixing, state_BTD):
             norms, self.factors_LMD = _norms(layers, self.inner.ways)
-        self.reading = Reading(len(self.inner.ways), float(np.mean(plan.counts_J)), norms, kernel)
-        self.reading_last = Reading(len(self.outer.ways), len(plan.last), kernel=kernel)
+        self.reading = Reading(
+            len(self.inner.ways), float(np.mean(plan.counts_J)), norms, kernel, self.weigh.recipe
+        )
+        self.reading_last = Reading(
+            len(self.outer.ways), len(plan.last), NO_NORMS, kernel, self.weigh_last.recipe
+        )
         # By the backward pass of the sum after it, from the same read.
         self.made_before = kernel and plan.nested
         self.residuals: dict[int, Any] = {}
@@ -229,7 +223,7 @@ class Walk:
         plan = self.plan
 
         def one_turn(history_HBTD, local):
-            kept_sums, kept_layers, found = [], [], []
+            kept_sums, kept_layers, all_scalars = [], [], []
             for place in range(plan.period):
                 index = segment.first + local + place
                 x_BTD = _at(history_HBTD, segment.base + index)
@@ -237,35 +231,36 @@ class Walk:
                 if place % plan.every == 0:
                     j, sources = self._sources(segment, (local + place) // plan.every)
                     own = _at(given.sums, j)
-                    product = self.weigh.product(own, x_BTD)
+                    unread = self._sum(given, j, sources, x_BTD)
+                    product = unread.product
                     kept_sums.append(None if product is None else product.inverse_rms_BT1)
-                    one = self._sum(given, j, sources, product)
-                    sums = read(history_HBTD, sources, one, self.reading)
-                    read_BTD = self._read(sums, x_BTD, own)
+                    found = read(history_HBTD, sources, unread.one, self.reading)
+                    read_BTD = self._read(found.sums, x_BTD, own)
                 weights = _at(given.layers, segment.place_of_weights(local + place))
                 (y_BTD, scalars), kept = self._layer(
                     place, weights, read_BTD, index, arrays, segment, keep
                 )
                 kept_layers.append(kept)
-                found.append(scalars)
+                all_scalars.append(scalars)
                 state_BTD = token_by_token(y_BTD)
                 history_HBTD = with_state(history_HBTD, state_BTD, segment.base + index + 1)
-            return history_HBTD, (found, (kept_sums, kept_layers) if keep else None)
+            return history_HBTD, (all_scalars, (kept_sums, kept_layers) if keep else None)
 
-        history_HBTD, (found, kept) = jax.lax.scan(one_turn, history_HBTD, self._turns(segment))
+        history_HBTD, (all_scalars, kept) = jax.lax.scan(
+            one_turn, history_HBTD, self._turns(segment)
+        )
         totals: dict[str, jax.Array] = {}
-        for scalars in found:
+        for scalars in all_scalars:
             totals |= {name: totals.get(name, 0) + jnp.sum(x) for name, x in scalars.items()}
         return history_HBTD, totals, kept
 
     def last(self, history_HBTD: jax.Array, given: Given, base: Any = 0) -> jax.Array:
         """r of the sum after the last layer."""
         x_BTD = _at(history_HBTD, base + self.num_layers)
-        product = self.weigh_last.product(given.last, x_BTD)
-        weights_BTE = self.weigh_last(given.last, product)
         sources = self._last_sources(base, 0)
-        sums = read(history_HBTD, sources, Sum(weights_BTE, sources.count), self.reading_last)
-        return self._result(self._read(sums, x_BTD, given.last))
+        weights, _ = self.weigh_last.for_sum(given.last, x_BTD, len(self.plan.last) - 1, None)
+        found = read(history_HBTD, sources, Sum(weights, sources.count), self.reading_last)
+        return self._result(self._read(found.sums, x_BTD, given.last))
 
     def last_backward(
         self,
@@ -273,10 +268,10 @@ class Walk:
         given: Given,
         of_result_BTD: jax.Array,
         of_rows: jax.Array | None,
-        before: Before | None = None,
+        before: Unread | None = None,
         base: Any = 0,
         base_row: Any = 0,
-    ) -> tuple[SumWeights, jax.Array, jax.Array, Made]:
+    ) -> tuple[SumWeights, jax.Array, jax.Array, Read]:
         """Gradients of the last sum's parameters, of states that sums read and of the last state.
 
         Besides, the sum before the last layers, made again.
@@ -292,7 +287,7 @@ class Walk:
         one = Sum(self.weigh_last(given.last, product), sources.count)
         sums = [jnp.zeros_like(x_BTD)]
         if self.outer.post_norms:
-            sums = read(history_HBTD, sources, one, self.reading_last)
+            sums = read(history_HBTD, sources, one, self.reading_last).sums
         _, vjp = jax.vjp(self._result, self._read(sums, x_BTD, given.last))
         (of_read,) = vjp(of_result_BTD)
         found = differentiate(
@@ -352,10 +347,8 @@ class Walk:
                     j, sources = self._sources(segment, i)
                     own = _at(given.sums, j)
                     if not self.made_before:
-                        product = self.weigh.product(own, x_BTD, kept_sums[which])
-                        remade = self._sum(given, j, sources, product)
-                        sums = read(history_HBTD, sources, remade, self.reading)
-                        made = Made(sums, product)
+                        again = self._sum(given, j, sources, x_BTD, kept_sums[which])
+                        made = self._made_again(history_HBTD, sources, again)
                     product = made.product
                     read_BTD = self._read(made.sums, x_BTD, own)
                 before_BTD, of_y = (weights, read_BTD), (of_y_BTD, of_scalars)
@@ -374,7 +367,8 @@ class Walk:
                             (index, i, of_way_sums)
                         )
                     x_BTD = token_by_token(_at(history_HBTD, segment.base + index))
-                    one = self._sum(given, j, sources, product)
+                    factors_MD = _at(given.factors_JMD, j)
+                    one = Sum(self.weigh(own, product), sources.count, factors_MD)
                     before = self.before(history_HBTD, given, kept, segment, i - 1, which - 1)
                     found = differentiate(
                         history_HBTD, sources, one, of_way_sums, of_rows, self.reading,
@@ -422,18 +416,18 @@ class Walk:
 
     def made_before_end(
         self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment
-    ) -> Made:
+    ) -> Read:
         """A segment's last sum, as `backward` goes on with."""
         i = segment.num_layers // self.plan.every - 1
         before = self.before(history_HBTD, given, kept, segment, i, -1)
         if before is None:
-            return _made([], None)
+            return Read([])
         _, sources = self._sources(segment, jnp.int32(i))
-        return _made(read(history_HBTD, sources, before.one, self.reading), before)
+        return self._made_again(history_HBTD, sources, before)
 
     def before(
         self, history_HBTD: jax.Array, given: Given, kept: Any, segment: Segment, i: Any, which: int
-    ) -> Before | None:
+    ) -> Unread | None:
         """What a segment's sum i, at this place of a turn, is made again of by the sum after it.
 
         None where sums are made again by themselves.
@@ -446,17 +440,28 @@ class Walk:
         place = segment.base + segment.first + i * self.plan.every
         x_BTD = token_by_token(_at(history_HBTD, place))
         inverse_rms_BT1 = _at(kept_sums[which], i // len(kept_sums))
-        product = self.weigh.product(_at(given.sums, j), x_BTD, inverse_rms_BT1)
-        return Before(self._sum(given, j, sources, product), product)
+        return self._sum(given, j, sources, x_BTD, inverse_rms_BT1)
 
-    def _making(self, before: Before | None) -> dict[str, Any]:
+    def _making(self, before: Unread | None) -> dict[str, Any]:
         """Arguments of `differentiate`."""
         return {} if before is None else {"before": before.one, "reading_before": self.reading}
 
-    def _sum(self, given: Given, j: jax.Array, sources: Sources, product: Product | None) -> Sum:
-        """Sum j of all."""
-        weights_BTE = self.weigh(_at(given.sums, j), product)
-        return Sum(weights_BTE, sources.count, _at(given.factors_JMD, j))
+    def _sum(
+        self,
+        given: Given,
+        j: jax.Array,
+        sources: Sources,
+        x_BTD: jax.Array,
+        inverse_rms_BT1: jax.Array | None = None,
+    ) -> Unread:
+        """Sum j of all, which stands after the state x."""
+        own = _at(given.sums, j)
+        place = _at(jnp.asarray(self.plan.counts_J), j) - 1
+        weights, product = self.weigh.for_sum(own, x_BTD, place, inverse_rms_BT1)
+        return Unread(Sum(weights, sources.count, _at(given.factors_JMD, j)), product)
+
+    def _made_again(self, history_HBTD: jax.Array, sources: Sources, again: Unread) -> Read:
+        return _made(read(history_HBTD, sources, again.one, self.reading, product=True), again)
 
     def _read(self, sums: list[jax.Array], x_BTD: jax.Array, own: SumWeights) -> dict[str, Any]:
         """What stands before a layer: only what is read, since all of it has a gradient."""
@@ -516,8 +521,11 @@ class Walk:
         return jax.tree.unflatten(structure, leaves)(gradients)
 
 
-def _made(sums: list[jax.Array], before: Before | None) -> Made:
-    return Made([], None) if before is None else Made(sums, before.product)
+def _made(found: Read, unread: Unread | None) -> Read:
+    """With what weights are made of, whoever has made that."""
+    if unread is None or unread.product is None:
+        return found
+    return found._replace(product=unread.product)
 
 
 def _norms(layers: Any, ways: Sequence[str]) -> tuple[Norms, jax.Array | None]:

@@ -6,7 +6,8 @@ onto the chip, and the next tile's meanwhile; then each one is there for all way
 gradients, and for the sum of the layer before.
 
 Legend: N tokens of all sequences, D emb_dim, H states of the history, S sources at most, R rows of
-gradients; C ways, of which M have a norm; E lanes of the weights of a token, C * S and filling.
+gradients; C ways, of which M have a norm; E lanes of the weights of a token, C * S and filling; K
+hidden width of what makes these weights.
 """
 
 import functools
@@ -19,8 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from MaxText.layers.depth_mixing import NO_NORMS, Norms
-from MaxText.layers.depth_reading import Sources, Sum, padded
-from MaxText.layers.mixing_kernel import MAX_CHUNK, TPU_BLOCKS, TPU_LIMIT, TPU_ROWS, Tile
+from MaxText.layers.depth_reading import (
+    Making,
+    Product,
+    Read,
+    Reading,
+    Sources,
+    Sum,
+    padded,
+)
+from MaxText.layers.history_tiles import backward_tile, forward_tile
+from MaxText.layers.mixing_kernel import MAX_CHUNK, TPU_BLOCKS, TPU_LIMIT, TPU_ROWS
 
 _MAX_ROWS = 128
 
@@ -33,14 +43,14 @@ class Gradients(NamedTuple):
       of_states_RND: with what was there before.
       of_last_ND: of the last source, where that has no row; else None.
       of_factors_MD: float32; None without norms.
-      before: y_ND of each way of the sum before, if that was asked for.
+      before: the sum before, as [N, D], if that was asked for.
     """
 
     of_weights_NE: jax.Array
     of_states_RND: jax.Array
     of_last_ND: jax.Array | None
     of_factors_MD: jax.Array | None
-    before: list[jax.Array]
+    before: Read
 
 
 def rows_of_tile(num_tokens: int, num_sources: int, bytes_of_state: int) -> int | None:
@@ -64,36 +74,35 @@ def forward(
     history_HND: jax.Array,
     sources: Sources,
     one: Sum,
-    num_ways: int,
-    norms: Norms,
+    reading: Reading,
     target: Literal["tpu", "interpret"],
     *,
-    mean_count: float,
-) -> list[jax.Array]:
-    """y_c = norm_c(sum_s w_cs * x_s), in the format of the history, for each way.
+    product: bool = False,
+) -> Read:
+    """y_c = norm_c(sum_s w_cs * x_s), [N, D] in the format of the history, for each way.
 
     Args:
-      mean_count: sources of such a sum over all turns of the loop, for the compiler's estimate.
+      product: whether to return what weights are made of, where the kernel makes them.
     """
-    _, N, D = history_HND.shape
-    state = jax.ShapeDtypeStruct((N, D), history_HND.dtype)
-    given = {"history": history_HND, "weights": one.weights}
+    N = history_HND.shape[1]
+    num_ways, mean_count = reading.num_ways, reading.mean_count
+    given = {"history": history_HND} | _weights_given(one)
     if one.factors_MD is not None:
         given["factors"] = one.factors_MD
-    numbers = jnp.concatenate([sources.count[None], one.count[None], sources.places_S])
+    results = _of_sum(history_HND, reading) | _of_product(N, one, product)
     found = _call(
-        functools.partial(_forward_body, norms, num_ways),
-        numbers,
+        functools.partial(forward_tile, reading),
+        _numbers(sources, one),
         given,
-        {"sums": [state] * num_ways},
+        results,
         num_sources=sources.places_S.shape[0],
         num_ways=num_ways,
-        norms=norms,
+        norms=reading.norms,
         states_moved=mean_count,
-        flops_per_number=2 * num_ways * mean_count,
+        flops_per_number=2 * num_ways * mean_count + _flops_of_making(one),
         target=target,
     )
-    return found["sums"]
+    return _read_of(found)
 
 
 def backward(
@@ -102,13 +111,11 @@ def backward(
     one: Sum,
     of_sums: list[jax.Array],
     accumulated_RND: jax.Array | None,
-    norms: Norms,
+    reading: Reading,
     target: Literal["tpu", "interpret"],
     *,
-    mean_count: float,
     before: Sum | None = None,
-    ways_before: int = 0,
-    norms_before: Norms = NO_NORMS,
+    reading_before: Reading | None = None,
 ) -> Gradients:
     """Gradients of `forward`, added in place to those that the sources have already.
 
@@ -117,14 +124,16 @@ def backward(
     g_c is the gradient of a sum before its norm; such sums are made again on the chip.
 
     Args:
+      one: with weights that are there.
       of_sums: gradients of what `forward` returned, [N, D] each.
       accumulated_RND: gradients of states so far, whose memory is used for the result. None: there
         are none, all places are read, and source s has row s of the result, the last one none.
       before: a sum over the first of these sources, to be made again from the same read.
     """
     _, N, D = history_HND.shape
-    num_ways = len(of_sums)
+    num_ways, norms, mean_count = len(of_sums), reading.norms, reading.mean_count
     state = jax.ShapeDtypeStruct((N, D), history_HND.dtype)
+    assert not isinstance(one.weights, Making)
     given: dict[str, Any] = {"history": history_HND, "weights": one.weights, "of_sums": of_sums}
     results: dict[str, Any] = {"of_weights": jax.ShapeDtypeStruct(one.weights.shape, jnp.float32)}
     fresh = accumulated_RND is None
@@ -137,25 +146,26 @@ def backward(
     if one.factors_MD is not None:
         given["factors"] = one.factors_MD
         results["of_factors"] = jax.ShapeDtypeStruct(one.factors_MD.shape, jnp.float32)
-    count_before = one.count
+    ways_before, norms_before, flops_of_making = 0, NO_NORMS, 0.0
     if before is not None:
-        given["weights_before"], count_before = before.weights, before.count
+        assert reading_before is not None
+        ways_before, norms_before = reading_before.num_ways, reading_before.norms
+        flops_of_making = _flops_of_making(before)
+        given |= {f"{name}_before": x for name, x in _weights_given(before).items()}
         if before.factors_MD is not None:
             given["factors_before"] = before.factors_MD
-        results["sums"] = [state] * ways_before
-    numbers = jnp.concatenate(
-        [sources.count[None], count_before[None], sources.places_S, sources.rows_S]
-    )
+        results |= _of_sum(history_HND, reading_before) | _of_product(N, before, True)
     found = _call(
-        functools.partial(_backward_body, norms, norms_before),
-        numbers,
+        functools.partial(backward_tile, norms, reading_before),
+        jnp.concatenate([_numbers(sources, before or one), sources.rows_S]),
         given,
         results,
         num_sources=sources.places_S.shape[0],
         num_ways=max(num_ways, ways_before),
         norms=max(norms, norms_before, key=lambda norms: len(norms.ways)),
         states_moved=mean_count * (2 if fresh else 3),
-        flops_per_number=2 * (2 * num_ways + len(norms.ways) + ways_before) * mean_count,
+        flops_per_number=2 * (2 * num_ways + len(norms.ways) + ways_before) * mean_count
+        + flops_of_making,
         target=target,
     )
     of_factors_MD = None
@@ -166,11 +176,51 @@ def backward(
         found["accumulated"],
         found.get("of_last"),
         of_factors_MD,
-        found.get("sums", []),
+        _read_of(found),
     )
 
 
+def _numbers(sources: Sources, made: Sum) -> jax.Array:
+    """int32: how many states are read, and for the sum that is made; which its weights are of."""
+    place = made.weights.place if isinstance(made.weights, Making) else jnp.int32(0)
+    return jnp.concatenate([jnp.stack([sources.count, made.count, place]), sources.places_S])
+
+
+def _weights_given(one: Sum) -> dict[str, Any]:
+    """Weights, or what the kernel makes them with."""
+    if not isinstance(one.weights, Making):
+        return {"weights": one.weights}
+    return {"wi": one.weights.wi_DK, "wo": one.weights.wo_KE, "fixed": one.weights.fixed_E[None]}
+
+
+def _of_sum(history_HND: jax.Array, reading: Reading) -> dict[str, Any]:
+    state = jax.ShapeDtypeStruct(history_HND.shape[1:], history_HND.dtype)
+    return {"sums": [state] * reading.num_ways}
+
+
+def _of_product(num_tokens: int, one: Sum, asked: bool) -> dict[str, Any]:
+    if not asked or not isinstance(one.weights, Making):
+        return {}
+    widths = {"product": one.weights.wi_DK.shape[1], "inverse_rms": 1}
+    return {
+        name: jax.ShapeDtypeStruct((num_tokens, width), jnp.float32)
+        for name, width in widths.items()
+    }
+
+
+def _read_of(found: dict[str, Any]) -> Read:
+    product = Product(found["product"], found["inverse_rms"]) if "product" in found else None
+    return Read(found.get("sums", []), product)
+
+
+def _flops_of_making(one: Sum) -> float:
+    """For each number of a state."""
+    return 2 * (one.weights.wi_DK.shape[1] + 1) if isinstance(one.weights, Making) else 0
+
+
 _IN_PLACE = ("history", "accumulated", "of_last")  # what a kernel copies by itself
+# What all tiles read.
+_SHARED = ("factors", "wi", "wo", "fixed")
 
 
 def _call(
@@ -189,7 +239,7 @@ def _call(
     """Results of a kernel over tiles of tokens, each core of a chip taking its half of them.
 
     Args:
-      numbers: int32: sources, those of the sum before or once more, their places, their rows.
+      numbers: those of `_numbers`, and rows of gradients if there are any.
       states_moved: reads and writes of states, besides results and gradients of sums.
     """
     history_HND = given["history"]
@@ -209,7 +259,7 @@ def _call(
     def spec(name: str, x) -> pl.BlockSpec:
         if name in _IN_PLACE:
             return pl.BlockSpec(memory_space=pl.ANY)
-        if name in ("factors", "factors_before"):
+        if name.removesuffix("_before") in _SHARED:
             return pl.BlockSpec(x.shape, lambda core, turn, numbers: (0, 0))
         if name == "of_factors":
             return pl.BlockSpec((1, *x.shape[1:]), lambda core, turn, numbers: (core, 0, 0))
@@ -229,6 +279,10 @@ def _call(
         "arrivals": pltpu.SemaphoreType.DMA((2,)),
         "weights": pltpu.VMEM((num_sources, rows, padded(num_ways)), jnp.float32),
     }
+    made_with = given.get("wo", given.get("wo_before"))
+    if made_with is not None:
+        scratch["made"] = pltpu.VMEM((rows, made_with.shape[1]), jnp.float32)
+        scratch["inverse_rms"] = pltpu.VMEM((rows, 1), jnp.float32)
     if norms.ways:
         scratch["normed"] = pltpu.VMEM((len(norms.ways), rows, D), jnp.float32)
     if "accumulated" in results:
@@ -279,239 +333,3 @@ def _call(
 
 def _tile_of(per_core: int, core, turn):
     return core * per_core + turn
-
-
-class _Turn:
-    """A tile of tokens among those of one core, and the states that are copied for it."""
-
-    def __init__(self, per_core: int, numbers, scratch: dict[str, Any]):
-        self.per_core, self.numbers, self.scratch = per_core, numbers, scratch
-        self.turn = pl.program_id(1)
-        self.first = pl.program_id(0) * per_core
-        self.slot = self.turn % 2
-        self.num_sources, self.rows = scratch["states"].shape[1:3]
-        self.count, self.count_before = numbers[0], numbers[1]
-
-    def _tokens(self, turn):
-        return pl.ds((self.first + turn) * self.rows, self.rows)
-
-    def _state(self, s):
-        return self.numbers[2 + s]
-
-    def _row(self, s):
-        return self.numbers[2 + self.num_sources + s]
-
-    def _arrive(self, turn, given, do: Callable) -> None:
-        slot, semaphore = turn % 2, self.scratch["arrivals"].at[turn % 2]
-
-        def copies(s):
-            here = self.scratch["states"].at[slot, s]
-            there = given["history"].at[self._state(s), self._tokens(turn)]
-            do(pltpu.make_async_copy(there, here, semaphore))
-            if "accumulated" in given:
-                here = self.scratch["old"].at[slot, s]
-                there = given["accumulated"].at[self._row(s), self._tokens(turn)]
-                do(pltpu.make_async_copy(there, here, semaphore))
-
-        _for_each(self.count, copies)
-
-    def _depart(self, turn, results, do: Callable) -> None:
-        slot, semaphore = turn % 2, self.scratch["departures"].at[turn % 2]
-
-        def copy(s, there):
-            do(pltpu.make_async_copy(self.scratch["new"].at[slot, s], there, semaphore))
-
-        num_rows = self.count
-        if "of_last" in results:
-            num_rows = self.count - 1
-            copy(num_rows, results["of_last"].at[self._tokens(turn)])
-        _for_each(
-            num_rows,
-            lambda s: copy(s, results["accumulated"].at[self._row(s), self._tokens(turn)]),
-        )
-
-    def open(self, given) -> None:
-        """Waits for this tile's states, after it has sent for the next tile's."""
-
-        @pl.when(self.turn == 0)
-        def _():
-            self._arrive(self.turn, given, lambda copy: copy.start())
-
-        @pl.when(self.turn + 1 < self.per_core)
-        def _():
-            self._arrive(self.turn + 1, given, lambda copy: copy.start())
-
-        self._arrive(self.turn, given, lambda copy: copy.wait())
-
-    def before_writing(self, results) -> None:
-        """Waits until the memory of this tile's gradients is free again."""
-
-        @pl.when(self.turn >= 2)
-        def _():
-            self._depart(self.turn - 2, results, lambda copy: copy.wait())
-
-    def close(self, results) -> None:
-        """Sends this tile's gradients; the last tile waits for all that is on its way."""
-        self._depart(self.turn, results, lambda copy: copy.start())
-
-        @pl.when(self.turn == self.per_core - 1)
-        def _():
-            if self.per_core > 1:
-                self._depart(self.turn - 1, results, lambda copy: copy.wait())
-            self._depart(self.turn, results, lambda copy: copy.wait())
-
-
-def _for_each(number, do: Callable[[Any], Any]) -> None:
-    def body(index, carry):
-        do(index)
-        return carry
-
-    jax.lax.fori_loop(0, number, body, 0)
-
-
-def _spread(weights, num_ways: int, scratch) -> None:
-    """A token's weights, one source after another in lanes, as [S, N, C]."""
-    lanes = padded(num_ways)
-    for s in range(min(scratch.shape[0], weights.shape[1] // lanes)):
-        scratch[s, :, pl.ds(0, lanes)] = weights[:, pl.ds(s * lanes, lanes)]
-
-
-def _sums(tile: Tile, turn: _Turn, count, ways, token, columns) -> list[jax.Array]:
-    """Of some ways, float32, with the weights in scratch."""
-    states, weights = turn.scratch["states"], turn.scratch["weights"]
-
-    def add(s, totals):
-        x = states[turn.slot, s, token, columns].astype(jnp.float32)
-        return tuple(
-            total + weights[s, token, pl.ds(c, 1)] * x
-            for c, total in zip(ways, totals, strict=True)
-        )
-
-    shape = (tile.step, tile.chunk)
-    zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in ways)
-    return list(jax.lax.fori_loop(0, count, add, zeros))
-
-
-def _make(tile: Tile, turn: _Turn, norms: Norms, count, factors, sums, token) -> None:
-    """Sums of some tokens, with their norms, into the refs `sums`."""
-    ways, normed = range(len(sums)), turn.scratch.get("normed")
-
-    def make(columns):
-        squares = []
-        for c, total in zip(ways, _sums(tile, turn, count, ways, token, columns), strict=True):
-            if c in norms.ways:
-                assert normed is not None
-                normed[norms.ways.index(c), token, columns] = total
-                squares.append(total * total)
-            else:
-                sums[c][token, columns] = total.astype(sums[c].dtype)
-        return squares
-
-    if not norms.ways:
-        tile.for_columns(make)
-        return
-    inverse_rms = tile.inverse_rms(tile.sums(make, len(norms.ways)), norms.epsilon)
-
-    def normalize(columns):
-        assert normed is not None
-        for m, c in enumerate(norms.ways):
-            y = normed[m, token, columns] * inverse_rms[m] * factors[pl.ds(m, 1), columns]
-            sums[c][token, columns] = y.astype(sums[c].dtype)
-
-    tile.for_columns(normalize)
-
-
-def _forward_body(norms, num_ways, chunk, target, per_core, numbers, given, results, scratch):
-    turn = _Turn(per_core, numbers, scratch)
-    tile = Tile(results["sums"][0].shape, chunk, target)
-    turn.open(given)
-    _spread(given["weights"], num_ways, scratch["weights"])
-    tile.for_tokens(
-        lambda token: _make(
-            tile, turn, norms, turn.count, given.get("factors"), results["sums"], token
-        )
-    )
-
-
-def _backward_body(norms, norms_before, chunk, target, per_core, numbers, given, results, scratch):
-    turn = _Turn(per_core, numbers, scratch)
-    of_sums = given["of_sums"]
-    tile = Tile(of_sums[0].shape, chunk, target)
-    turn.open(given)
-    turn.before_writing(results)
-    _spread(given["weights"], len(of_sums), scratch["weights"])
-    if norms.ways:
-
-        @pl.when(turn.turn == 0)
-        def _():
-            results["of_factors"][...] = jnp.zeros(results["of_factors"].shape, jnp.float32)
-
-    tile.for_tokens(lambda token: _differentiate(tile, turn, norms, given, results, token))
-    turn.close(results)
-    lanes = padded(len(of_sums))
-    of_weights = results["of_weights"]
-    of_weights[...] = jnp.zeros(of_weights.shape, jnp.float32)
-    for s in range(turn.num_sources):
-
-        @pl.when(s < turn.count)
-        def _(s=s):
-            of_weights[:, pl.ds(s * lanes, lanes)] = scratch["of_weights"][s, :, pl.ds(0, lanes)]
-
-    if "sums" in results:
-        _spread(given["weights_before"], len(results["sums"]), scratch["weights"])
-        tile.for_tokens(
-            lambda token: _make(
-                tile,
-                turn,
-                norms_before,
-                turn.count_before,
-                given.get("factors_before"),
-                results["sums"],
-                token,
-            )
-        )
-
-
-def _differentiate(tile: Tile, turn: _Turn, norms: Norms, given, results, token) -> None:
-    scratch, of_sums = turn.scratch, given["of_sums"]
-
-    def gradient(c, columns):
-        """Of a sum before its norm."""
-        if c in norms.ways:
-            return scratch["normed"][norms.ways.index(c), token, columns]
-        return of_sums[c][token, columns].astype(jnp.float32)
-
-    if norms.ways:
-
-        def make_again(columns):
-            return _sums(tile, turn, turn.count, norms.ways, token, columns)
-
-        tile.through_norms(
-            norms,
-            make_again,
-            of_sums,
-            given["factors"],
-            results["of_factors"],
-            scratch["normed"],
-            token,
-        )
-
-    ways = range(len(of_sums))
-
-    def of_source(s):
-        weights = [scratch["weights"][s, token, pl.ds(c, 1)] for c in ways]
-
-        def products(columns):
-            x = scratch["states"][turn.slot, s, token, columns].astype(jnp.float32)
-            gradients = [gradient(c, columns) for c in ways]
-            terms = [weight * g for weight, g in zip(weights, gradients, strict=True)]
-            if "old" in scratch:
-                terms.append(scratch["old"][turn.slot, s, token, columns].astype(jnp.float32))
-            new = functools.reduce(jnp.add, terms)
-            scratch["new"][turn.slot, s, token, columns] = new.astype(scratch["new"].dtype)
-            return [g * x for g in gradients]
-
-        for c, total in zip(ways, tile.sums(products, len(ways)), strict=True):
-            scratch["of_weights"][s, token, pl.ds(c, 1)] = total[:, None]
-
-    _for_each(turn.count, of_source)

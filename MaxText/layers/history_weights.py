@@ -7,7 +7,7 @@ Legend: B sequences, T tokens, D emb_dim, K hidden width of what makes weights, 
 with filling.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,47 @@ from MaxText.layers.connections import (
     inverse_rms,
     product_of_normalized_backward,
 )
+from MaxText.layers.depth_reading import Making, Product, Recipe, makes_weights
 from MaxText.layers.history_plan import SumWeights
 
 
-class Product(NamedTuple):
-    """What weights are made of.
+class TokenWeights:
+    """w = act(r x W1) W2 + fixed, or the fixed ones alone: of one sum, or all in the loop.
 
     Attributes:
-      product_BTK: x W, float32.
-      inverse_rms_BT1: r, the inverse of rms(x), float32.
+      recipe: for a kernel that makes weights along with sums; None where they are made before.
     """
 
-    product_BTK: jax.Array
-    inverse_rms_BT1: jax.Array
-
-
-class TokenWeights:
-    """w = act(r x W1) W2 + fixed, or the fixed ones alone: of one sum, or all in the loop."""
-
-    def __init__(self, one: DepthSum, state_BTD: jax.Array):
+    def __init__(self, one: DepthSum, state_BTD: jax.Array, *, kernel: bool):
+        """`kernel`: whether sums are made by one."""
         self.epsilon = None if one.norm is None else one.norm.epsilon
         self.precision: Any = None if one.wi is None else one.wi.precision
-        self.activation = ACTIVATIONS[one.section.dense_activation]
+        name = one.section.dense_activation
+        self.activation = ACTIVATIONS[name]
         self.tokens, self.dtype = state_BTD.shape[:2], state_BTD.dtype
+        self.recipe = None
+        if kernel and self.epsilon is not None:
+            # Products of narrower formats are exact as they are.
+            precision = self.precision if self.dtype == jnp.float32 else None
+            recipe = Recipe(name, self.epsilon, precision)
+            self.recipe = recipe if makes_weights(state_BTD, recipe) else None
+
+    def for_sum(
+        self, own: SumWeights, x_BTD: jax.Array, place: Any, inverse_rms_BT1: jax.Array | None
+    ) -> tuple[jax.Array | Making, Product | None]:
+        """What a sum after the state x is given, and what its weights are made of if that is known.
+
+        Args:
+          place: of x among the sources.
+          inverse_rms_BT1: as in `product`.
+        """
+        if self.recipe is None:
+            product = self.product(own, x_BTD, inverse_rms_BT1)
+            return self(own, product), product
+        assert own.wi_JDK is not None
+        assert own.wo_JKE is not None
+        wi_DK, wo_KE = (kernel.astype(self.dtype) for kernel in (own.wi_JDK, own.wo_JKE))
+        return Making(wi_DK, wo_KE, own.fixed_JE, jnp.int32(place)), None
 
     def product(
         self, own: SumWeights, x_BTD: jax.Array, inverse_rms_BT1: jax.Array | None = None

@@ -10,10 +10,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from MaxText.layers import history_kernel
+from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.depth_mixing import NO_NORMS, Norms
 from MaxText.layers.depth_reading import (
+    Making,
     Reading,
+    Recipe,
     Sources,
     Sum,
     differentiate,
@@ -21,6 +24,7 @@ from MaxText.layers.depth_reading import (
     read,
 )
 from MaxText.layers.history_plan import plan_of
+from MaxText.layers.history_tiles import ON_CHIP
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ShapesOnly
 from MaxText.training import backend_defaults
@@ -179,14 +183,12 @@ def test_kernels(norms, fresh, monkeypatch):
 
     @jax.jit
     def run(history, weights):
-        sums = history_kernel.forward(
-            history, sources, Sum(weights, sources.count, factors), C, norms, "interpret",
-            mean_count=COUNT,
-        )  # fmt: skip
+        reading = Reading(C, COUNT, norms, kernel=True)
+        one = Sum(weights, sources.count, factors)
+        sums = history_kernel.forward(history, sources, one, reading, "interpret").sums
         found = history_kernel.backward(
-            history, sources, Sum(weights, sources.count, factors), of_sums, accumulated, norms,
-            "interpret", mean_count=COUNT, before=Sum(weights_before, jnp.int32(BEFORE), factors),
-            ways_before=C, norms_before=norms,
+            history, sources, one, of_sums, accumulated, reading, "interpret",
+            before=Sum(weights_before, jnp.int32(BEFORE), factors), reading_before=reading,
         )  # fmt: skip
         return sums, found
 
@@ -195,7 +197,7 @@ def test_kernels(norms, fresh, monkeypatch):
     for y, wanted in zip(sums, naive(history, weights, factors, COUNT, norms), strict=True):
         close(y, wanted)
     wanted = naive(history, weights_before, factors, BEFORE, norms)
-    for y, expected in zip(found.before, wanted, strict=True):
+    for y, expected in zip(found.before.sums, wanted, strict=True):
         close(y, expected)
 
     def loss(history, weights, factors):
@@ -220,6 +222,96 @@ def test_kernels(norms, fresh, monkeypatch):
         close(found.of_factors_MD, of_factors)
 
 
+def making(place):
+    """What a kernel makes weights with, and the state that they are of."""
+    numbers = np.random.default_rng(place)
+    lanes, hidden = num_lanes(len(PLACES), C), 24
+
+    def normal(*shape):
+        return jnp.asarray(0.2 * numbers.normal(size=shape), jnp.float32)
+
+    return Making(normal(D, hidden), normal(hidden, lanes), normal(lanes), jnp.int32(place))
+
+
+def naive_weights(x, making):
+    """Weights, x W1 and 1 / rms(x)."""
+    inverse_rms = 1 / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + RECIPE.epsilon)
+    product = x @ making.wi_DK
+    hidden = jax.nn.gelu(inverse_rms * product, approximate=False)
+    return making.fixed_E + hidden @ making.wo_KE, product, inverse_rms
+
+
+RECIPE = Recipe("gelu_erf", 0.1, "highest")
+
+
+def test_kernels_that_make_weights(monkeypatch):
+    """Of the sum, whose last sources have weights that do not matter, and of the one before it."""
+    monkeypatch.setattr(history_kernel, "_MAX_ROWS", 16)
+    numbers = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(numbers.normal(size=shape), jnp.float32)
+
+    history, of_sums = normal(H, N, D), [normal(N, D) for _ in range(C)]
+    factors, norms = normal(2, D), Norms((0, 2), 0.1)
+    accumulated, weights = normal(COUNT, N, D), normal(N, num_lanes(len(PLACES), C))
+    sources = Sources(jnp.int32(COUNT), jnp.array(PLACES), jnp.array(ROWS))
+    reading = Reading(C, COUNT, norms, kernel=True, recipe=RECIPE)
+    own, of_before = making(COUNT - 2), making(BEFORE - 1)
+
+    @jax.jit
+    def run(history):
+        one = Sum(own, sources.count, factors)
+        found = history_kernel.forward(history, sources, one, reading, "interpret", product=True)
+        alone = history_kernel.forward(history, sources, one, reading, "interpret")
+        gradients = history_kernel.backward(
+            history, sources, one._replace(weights=weights), of_sums, accumulated, reading,
+            "interpret", before=Sum(of_before, jnp.int32(BEFORE), factors), reading_before=reading,
+        )  # fmt: skip
+        return found, alone, gradients
+
+    found, alone, gradients = run(history)
+    assert alone.product is None
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4)
+    for read_, one, count in ((found, own, COUNT), (gradients.before, of_before, BEFORE)):
+        made, *product = naive_weights(history[PLACES[int(one.place)]], one)
+        for y, wanted in zip(read_.sums, naive(history, made, factors, count, norms), strict=True):
+            close(y, wanted)
+        for y, wanted in zip(read_.product, product, strict=True):
+            close(y, wanted)
+    for y, wanted in zip(alone.sums, found.sums, strict=True):
+        np.testing.assert_array_equal(y, wanted)
+
+
+@pytest.mark.parametrize("activation", sorted(ON_CHIP))
+def test_kernels_that_make_weights_lower_for_tpu(activation):
+    numbers = jnp.linspace(-9, 9, 500)
+    np.testing.assert_allclose(
+        ON_CHIP[activation](numbers), ACTIVATIONS[activation](numbers), atol=1e-6
+    )
+    shape, lanes = jax.ShapeDtypeStruct, num_lanes(COUNT, C)
+    states = shape((H, 256, D), jnp.bfloat16)
+    wi, wo = shape((D, 64), jnp.bfloat16), shape((64, lanes), jnp.bfloat16)
+    own = Making(wi, wo, shape((lanes,), jnp.float32), shape((), jnp.int32))
+    recipe = RECIPE._replace(activation=activation, precision="default")
+    reading = Reading(C, COUNT, kernel=True, recipe=recipe)
+    places = jnp.array(PLACES[:COUNT])
+    sources = Sources(jnp.int32(COUNT), places, places)
+
+    def both(history, own, weights, of_sums):
+        made = Sum(own, sources.count)
+        found = history_kernel.forward(history, sources, made, reading, "tpu", product=True)
+        one = Sum(weights, sources.count)
+        return found, history_kernel.backward(
+            history, sources, one, of_sums, None, reading, "tpu", before=made,
+            reading_before=reading,
+        )  # fmt: skip
+
+    of_sums = [shape((256, D), jnp.bfloat16)] * C
+    traced = jax.jit(both).trace(states, own, shape((256, lanes), jnp.float32), of_sums)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
+
+
 def test_a_plain_loop_and_the_kernel_agree():
     numbers = np.random.default_rng(0)
 
@@ -236,7 +328,7 @@ def test_a_plain_loop_and_the_kernel_agree():
     for kernel in (False, True):
         reading = Reading(3, COUNT, kernel=kernel)
         one = Sum(weights, sources.count)
-        sums = read(history, sources, one, reading)
+        sums = read(history, sources, one, reading).sums
         found = differentiate(history, sources, one, of_sums, accumulated, reading)
         results.append((sums, jnp.where(filling, 0, found[0]), found.of_states_RBTD))
     for plain, ours in zip(*map(jax.tree.leaves, results), strict=True):
