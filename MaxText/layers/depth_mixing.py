@@ -29,10 +29,48 @@ KERNEL_TOKENS = 16
 KERNEL_WIDTHS = {"tpu": 128, "gpu": 64}
 
 
-def kernel_refused(emb_dim: int, backend: str) -> str | None:
-    """Why sums over states of this width have no kernel on "gpu" or "tpu"; None where they have."""
+class ChipMemory(NamedTuple):
+    """Bytes on a TPU's core.
+
+    Attributes:
+      limit: that a kernel may ask for.
+      blocks: that its blocks may take, both buffers of each counted, if smaller ones are possible.
+      most: that states of a tile may take.
+    """
+
+    limit: int
+    blocks: int
+    most: int
+
+
+def chip_memory(device_kind: str) -> ChipMemory:
+    """Of a TPU by the name of its kind."""
+    # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
+    limit = (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
+    blocks = limit * 3 // 8
+    return ChipMemory(limit, blocks, limit - blocks // 2)
+
+
+def states_of_tile(num_sources: int, bytes_of_state: int) -> int:
+    """Bytes of one token of a tile: sources, gradients before and after, two buffers each."""
+    return 6 * num_sources * bytes_of_state
+
+
+def kernel_refused(
+    emb_dim: int, backend: str, *, of_token: int = 0, device_kind: str = ""
+) -> str | None:
+    """Why sums over states of this width have no kernel on "gpu" or "tpu"; None where they have.
+
+    Args:
+      of_token: `states_of_tile` of the largest sum.
+    """
     divisor = KERNEL_WIDTHS[backend]
-    return f"emb_dim {emb_dim} is no multiple of {divisor}" if emb_dim % divisor else None
+    if emb_dim % divisor:
+        return f"emb_dim {emb_dim} is no multiple of {divisor}"
+    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind).most
+    if backend == "tpu" and needed > most:
+        return f"states of {KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on chip"
+    return None
 
 
 class Norms(NamedTuple):

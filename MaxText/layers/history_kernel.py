@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from MaxText.layers.depth_mixing import NO_NORMS, Norms
+from MaxText.layers.depth_mixing import NO_NORMS, Norms, chip_memory, states_of_tile
 from MaxText.layers.depth_reading import (
     Making,
     Product,
@@ -30,7 +30,8 @@ from MaxText.layers.depth_reading import (
     padded,
 )
 from MaxText.layers.history_tiles import backward_tile, forward_tile
-from MaxText.layers.mixing_kernel import MAX_CHUNK, TPU_BLOCKS, TPU_LIMIT, TPU_ROWS
+from MaxText.layers.mixing_kernel import MAX_CHUNK, TPU_ROWS
+from MaxText.parallelism.constraints import device_kind
 
 _MAX_ROWS = 128
 
@@ -61,11 +62,12 @@ def rows_of_tile(num_tokens: int, num_sources: int, bytes_of_state: int) -> int 
     Args:
       bytes_of_state: of one token.
     """
-    of_token = 6 * num_sources * bytes_of_state  # three arrays, two buffers each
-    if num_tokens % TPU_ROWS or TPU_ROWS * of_token > TPU_LIMIT - TPU_BLOCKS // 2:
+    of_token = states_of_tile(num_sources, bytes_of_state)
+    memory = chip_memory(device_kind())
+    if num_tokens % TPU_ROWS or TPU_ROWS * of_token > memory.most:
         return None
     rows = _MAX_ROWS
-    while rows > TPU_ROWS and (num_tokens % rows or rows * of_token > TPU_BLOCKS):
+    while rows > TPU_ROWS and (num_tokens % rows or rows * of_token > memory.blocks):
         rows //= 2
     return rows
 
@@ -294,7 +296,8 @@ def _call(
     options: dict[str, Any] = {}
     if target == "tpu":
         options["compiler_params"] = pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=TPU_LIMIT
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=chip_memory(device_kind()).limit,
         )
     moved = [
         x

@@ -16,14 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from MaxText.layers.depth_mixing import NO_NORMS, Norms
+from MaxText.layers.depth_mixing import NO_NORMS, Norms, chip_memory
+from MaxText.parallelism.constraints import device_kind
 
 Target = Literal["tpu", "gpu", "interpret"]
 
-# Bytes of on-chip memory that the blocks of a TPU kernel may take, both buffers of each counted.
-TPU_BLOCKS = 24 * 2**20
-# On-chip memory a TPU kernel may ask for.
-TPU_LIMIT = 64 * 2**20
 TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
 MAX_ROWS = {"tpu": 128, "gpu": 8, "interpret": 16}
 MAX_CHUNK = {"tpu": 512, "gpu": 256, "interpret": 256}  # dimensions that are in registers at once
@@ -225,7 +222,9 @@ def _call(
         needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            vmem_limit_bytes=min(TPU_LIMIT, max(16 * 2**20, needed + 8 * 2**20)),
+            vmem_limit_bytes=min(
+                chip_memory(device_kind()).limit, max(16 * 2**20, needed + 8 * 2**20)
+            ),
         )
     elif target == "gpu":
         from jax.experimental.pallas import triton as pltriton
@@ -252,7 +251,8 @@ def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
     """Tokens of a tile."""
     rows = MAX_ROWS[target]
     if target == "tpu":
-        while rows > TPU_ROWS and rows * bytes_of_token > TPU_BLOCKS:
+        blocks = chip_memory(device_kind()).blocks
+        while rows > TPU_ROWS and rows * bytes_of_token > blocks:
             rows //= 2
         if num_tokens % TPU_ROWS:
             return rows  # the last tile is masked

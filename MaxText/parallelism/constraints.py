@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +141,16 @@ def joined_rows(x: jax.Array) -> jax.Array:
 
 
 def platform() -> str:
-    """The kind of device that is compiled for: "cpu", "gpu" or "tpu".
+    """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
+    return _device().platform
 
-    It is that of the mesh in force, which need not be of this machine.
-    """
+
+def device_kind() -> str:
+    """The name of that device, as "TPU v4"."""
+    return _device().device_kind
+
+
+def _device() -> Any:
+    """One of the mesh in force, which need not be of this machine."""
     in_force = _in_force.get()
-    return jax.default_backend() if in_force is None else in_force[0].devices.flat[0].platform
+    return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]

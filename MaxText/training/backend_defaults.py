@@ -1,8 +1,10 @@
 """What `auto` means on the device at hand. Every choice is printed and can be overridden."""
 
+import jax.numpy as jnp
+
 from MaxText.configuration.model_sections import Model
 from MaxText.layers import flash_attention
-from MaxText.layers.depth_mixing import kernel_refused
+from MaxText.layers.depth_mixing import kernel_refused, states_of_tile
 from MaxText.parallelism.mesh import Layout
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): written-out layers are 20 % faster at
@@ -36,9 +38,10 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
     dimensions = section.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     dense = section.dense_connections
+    mixing, why = _mixing(section, backend, dtype, layout)
     if section.scan_refused is not None:
         scanned, reason = False, section.scan_refused
-    elif dense.dense_conn and not on_cpu and not _has_scanned_kernel(section, backend):
+    elif dense.dense_conn and not on_cpu and (backend != "tpu" or mixing != "kernel"):
         scanned, reason = False, "without a kernel a scan writes its sums once for each source"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster written out on CPU"
@@ -53,11 +56,9 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
         "saves no memory for written-out layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
-        mixing = choose("dense_mixing", dense.dense_mixing, *_mixing(dimensions.emb_dim, backend))
-        refused = None if on_cpu else kernel_refused(dimensions.emb_dim, backend)
-        if mixing == "kernel" and refused is not None:
-            lines.append(f"dense_mixing: kernel -> sum ({refused})")
-            mixing = "sum"
+        choose("dense_mixing", dense.dense_mixing, mixing, why)
+        if dense.dense_mixing not in ("auto", mixing):
+            lines.append(f"dense_mixing: {dense.dense_mixing} -> {mixing} ({why})")
         if mixing == "kernel" and on_cpu:
             lines.append("dense_mixing=kernel is interpreted on CPU: for tests, not for training")
         dense = dense.model_copy(update={"dense_mixing": mixing})
@@ -97,17 +98,23 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
     return flash_attention.cudnn_fails(section, layout.mesh.devices.flat)
 
 
-def _has_scanned_kernel(section: Model, backend: str) -> bool:
-    emb_dim, mixing = section.shape.dimensions.emb_dim, section.dense_connections.dense_mixing
-    refused = backend != "tpu" or kernel_refused(emb_dim, backend) is not None
-    return mixing in ("auto", "kernel") and not refused
-
-
-def _mixing(emb_dim: int, backend: str) -> tuple[str, str]:
+def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
     """The form of sums over depth, and the reason for it. Figures are in docs/mudd_cost.md."""
-    if backend == "cpu":
+    dense = section.dense_connections
+    asked, on_cpu = dense.dense_mixing, backend == "cpu"
+    if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):
+        return asked, "asked for"
+    if on_cpu:
         return "sum", "fastest on CPU"
-    if backend == "gpu":
+    if asked == "auto" and backend == "gpu":
         return "sum", "the kernel's speed is not known on GPU, and it takes long to compile"
-    refused = kernel_refused(emb_dim, backend)
+    dimensions = section.shape.dimensions
+    most_sources = max(len(dense.sources(depth)) for depth in range(1, dimensions.num_layers + 1))
+    of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
+    refused = kernel_refused(
+        dimensions.emb_dim,
+        backend,
+        of_token=states_of_tile(most_sources, of_state),
+        device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
+    )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

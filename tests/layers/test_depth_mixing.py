@@ -1,6 +1,8 @@
 """Sums over depth: every form against sums written down naively, values and gradients."""
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from MaxText.layers.depth_mixing import (
     kernel_refused,
     mix,
     normalizes,
+    states_of_tile,
     to_be_scaled,
 )
 from MaxText.layers.model import Model
@@ -327,6 +330,28 @@ def test_width_that_kernels_refuse():
     assert kernel_refused(192, "gpu") is None
     assert kernel_refused(192, "tpu") == "emb_dim 192 is no multiple of 128"
     assert kernel_refused(96, "gpu") == "emb_dim 96 is no multiple of 64"
+
+
+def test_states_too_large_for_the_chip():
+    of_token = states_of_tile(33, 2 * 4096)
+    assert kernel_refused(4096, "tpu", of_token=of_token, device_kind="TPU v5 lite") is None
+    refused = kernel_refused(4096, "tpu", of_token=of_token, device_kind="TPU v4")
+    assert refused == "states of 16 tokens take 24 of 13 MiB on chip"
+    assert kernel_refused(4096, "gpu", of_token=of_token, device_kind="NVIDIA H100") is None
+
+
+@pytest.mark.parametrize(("kind", "form"), [("TPU v4", "sum"), ("TPU v5", "kernel")])
+def test_form_on_each_generation(kind, form):
+    """As tests on several devices, without one: what is chosen reads a device's name alone."""
+    device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
+    mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
+    layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
+    keys = {"dense_mixing": "auto", "base_emb_dim": 4096, "base_num_decoder_layers": 32}
+    section = tiny_config("llama2", dense_conn=True, scan_layers="auto", **keys).model
+    resolved, lines = backend_defaults.resolve(section, "tpu", layout)
+    assert resolved.dense_connections.dense_mixing == form
+    assert resolved.memory.scan_layers is (form == "kernel")
+    assert any(f"dense_mixing: auto -> {form}" in line for line in lines)
 
 
 @pytest.mark.parametrize(
