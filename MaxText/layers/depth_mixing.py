@@ -35,7 +35,8 @@ class ChipMemory(NamedTuple):
     Attributes:
       limit: that a kernel may ask for.
       blocks: that its blocks may take, both buffers of each counted, if smaller ones are possible.
-      most: that states of a tile may take.
+      most: that they may take at all; the rest is for what does not grow with tokens, and for what
+        the compiler puts beside.
     """
 
     limit: int
@@ -47,13 +48,14 @@ def chip_memory(device_kind: str) -> ChipMemory:
     """Of a TPU by the name of its kind."""
     # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
     limit = (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
-    blocks = limit * 3 // 8
-    return ChipMemory(limit, blocks, limit - blocks // 2)
+    return ChipMemory(limit, blocks=limit // 2, most=limit * 7 // 8)
 
 
-def states_of_tile(num_sources: int, bytes_of_state: int) -> int:
-    """Bytes of one token of a tile: sources, gradients before and after, two buffers each."""
-    return 6 * num_sources * bytes_of_state
+def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
+    """What a tile of a scan's kernel takes on the chip for each token."""
+    # Sources, gradients before and after, two buffers each; for each way a sum and a gradient in
+    # two buffers and a float32 array, which is as much or less; and weights, in registers of 128.
+    return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
 
 def kernel_refused(
@@ -62,14 +64,14 @@ def kernel_refused(
     """Why sums over states of this width have no kernel on "gpu" or "tpu"; None where they have.
 
     Args:
-      of_token: `states_of_tile` of the largest sum.
+      of_token: `bytes_of_token` of the largest sum.
     """
     divisor = KERNEL_WIDTHS[backend]
     if emb_dim % divisor:
         return f"emb_dim {emb_dim} is no multiple of {divisor}"
     needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind).most
     if backend == "tpu" and needed > most:
-        return f"states of {KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on chip"
+        return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
     return None
 
 

@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from MaxText.layers.depth_mixing import KERNEL_WIDTHS, NO_NORMS, Axes, Norms, axes_of
-from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force
+from MaxText.layers.depth_mixing import (
+    KERNEL_WIDTHS,
+    NO_NORMS,
+    Axes,
+    Norms,
+    axes_of,
+    chip_memory,
+)
+from MaxText.parallelism.constraints import HIDDEN, device_kind, platform, sharding_in_force
 
 _REGISTER = 128  # numbers side by side in a TPU's register
 
@@ -150,7 +157,7 @@ class Found(NamedTuple):
     before: Read
 
 
-def has_kernel(state_BTD: jax.Array, num_sources: int) -> bool:
+def has_kernel(state_BTD: jax.Array, num_sources: int, num_ways: int) -> bool:
     """Whether such states, as each device holds them, can be summed by a kernel."""
     from MaxText.layers.history_kernel import rows_of_tile
 
@@ -159,16 +166,24 @@ def has_kernel(state_BTD: jax.Array, num_sources: int) -> bool:
     target = platform()
     if target not in ("cpu", "tpu") or (target == "tpu" and dims % KERNEL_WIDTHS["tpu"]):
         return False
-    return rows_of_tile(batch * length, num_sources, dims * state_BTD.dtype.itemsize) is not None
+    bytes_of_state = dims * state_BTD.dtype.itemsize
+    return rows_of_tile(batch * length, num_sources, num_ways, bytes_of_state) is not None
 
 
-def makes_weights(state_BTD: jax.Array, recipe: Recipe) -> bool:
-    """Whether a kernel can make weights itself: each device needs all dimensions of its tokens."""
+def makes_weights(state_BTD: jax.Array, recipe: Recipe, hidden_width: int) -> bool:
+    """Whether a kernel can make weights itself.
+
+    Each device needs all dimensions of its tokens, and has room for W1 beside a tile. Mosaic has no
+    products in float16, nor those of precision "high".
+    """
     from MaxText.layers.history_tiles import ON_CHIP
 
     sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     whole = sharding is None or not axes_of(sharding).dims
-    return whole and recipe.activation in ON_CHIP and recipe.precision != "high"
+    dtype, lanes = state_BTD.dtype, -(-hidden_width // _REGISTER) * _REGISTER
+    fits = state_BTD.shape[-1] * lanes * dtype.itemsize <= chip_memory(device_kind()).limit // 16
+    has_product = dtype in (jnp.bfloat16, jnp.float32) and recipe.precision != "high"
+    return whole and fits and has_product and recipe.activation in ON_CHIP
 
 
 def read(

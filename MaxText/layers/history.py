@@ -189,7 +189,7 @@ class Walk:
         self.inner = connections.after[str(num_layers - plan.every)]
         self.outer = connections.after[str(num_layers)]
         mixing = self.section.dense_mixing
-        kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last))
+        kernel = mixing == "kernel" and has_kernel(state_BTD, len(plan.last), len(self.inner.ways))
         self.weigh = TokenWeights(self.inner, state_BTD, kernel=kernel)
         self.weigh_last = TokenWeights(self.outer, state_BTD, kernel=kernel)
         norms, self.factors_LMD = NO_NORMS, None

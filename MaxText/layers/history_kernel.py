@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from MaxText.layers.depth_mixing import NO_NORMS, Norms, chip_memory, states_of_tile
+from MaxText.layers.depth_mixing import NO_NORMS, Norms, bytes_of_token, chip_memory
 from MaxText.layers.depth_reading import (
     Making,
     Product,
@@ -54,7 +54,9 @@ class Gradients(NamedTuple):
     before: Read
 
 
-def rows_of_tile(num_tokens: int, num_sources: int, bytes_of_state: int) -> int | None:
+def rows_of_tile(
+    num_tokens: int, num_sources: int, num_ways: int, bytes_of_state: int
+) -> int | None:
     """Tokens whose sources, and gradients before and after, are on the chip at once.
 
     None where the kernels cannot work: tokens that are not in sixteens, or too many sources.
@@ -62,7 +64,7 @@ def rows_of_tile(num_tokens: int, num_sources: int, bytes_of_state: int) -> int 
     Args:
       bytes_of_state: of one token.
     """
-    of_token = states_of_tile(num_sources, bytes_of_state)
+    of_token = bytes_of_token(num_sources, num_ways, bytes_of_state)
     memory = chip_memory(device_kind())
     if num_tokens % TPU_ROWS or TPU_ROWS * of_token > memory.most:
         return None
@@ -216,7 +218,7 @@ def _read_of(found: dict[str, Any]) -> Read:
 
 
 def _flops_of_making(one: Sum) -> float:
-    """For each number of a state."""
+    """Of x W1 and of squares, for each number of a state."""
     return 2 * (one.weights.wi_DK.shape[1] + 1) if isinstance(one.weights, Making) else 0
 
 
@@ -247,7 +249,7 @@ def _call(
     history_HND = given["history"]
     _, N, D = history_HND.shape
     dtype = history_HND.dtype
-    rows = rows_of_tile(N, num_sources, D * dtype.itemsize)
+    rows = rows_of_tile(N, num_sources, num_ways, D * dtype.itemsize)
     assert rows is not None, "these sums have no kernel"
     tiles = N // rows
     cores = 2 if tiles % 2 == 0 else 1

@@ -200,7 +200,7 @@ def _weigh(tile: Tile, turn: _Turn, recipe: Recipe | None, given, results) -> An
     )
     x = states[turn.slot, turn.place]
     product = product_of(x, wi[...])
-    # Rounded where TokenWeights rounds.
+    # Rounded where TokenWeights rounds, but for what lies inside of the activation.
     y = (inverse_rms[...] * product).astype(x.dtype).astype(jnp.float32)
     hidden = ON_CHIP[recipe.activation](y).astype(x.dtype)
     made[...] = given["fixed"][...] + product_of(hidden, wo[...]).astype(x.dtype).astype(

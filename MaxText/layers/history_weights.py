@@ -1,7 +1,9 @@
 """Weights of sums over a history of hidden states: how each token's come of the state before a sum.
 
-As `DepthSum.weights`, for a loop whose backward pass is its own. Of all that lies between a state
-and its weights the loop keeps one number of each token; the rest it makes again.
+As `DepthSum.weights`, for a loop whose backward pass is its own. A kernel may make them along with
+the sums, of the state that it has on the chip; then nothing of them is kept. Otherwise, of all that
+lies between a state and its weights, the loop keeps one number of each token and makes the rest
+again.
 
 Legend: B sequences, T tokens, D emb_dim, K hidden width of what makes weights, E weights of a token
 with filling.
@@ -38,11 +40,12 @@ class TokenWeights:
         self.activation = ACTIVATIONS[name]
         self.tokens, self.dtype = state_BTD.shape[:2], state_BTD.dtype
         self.recipe = None
-        if kernel and self.epsilon is not None:
+        if kernel and one.wi is not None and self.epsilon is not None:
             # Products of narrower formats are exact as they are.
             precision = self.precision if self.dtype == jnp.float32 else None
             recipe = Recipe(name, self.epsilon, precision)
-            self.recipe = recipe if makes_weights(state_BTD, recipe) else None
+            hidden_width = one.wi.kernel.shape[-1]
+            self.recipe = recipe if makes_weights(state_BTD, recipe, hidden_width) else None
 
     def for_sum(
         self, own: SumWeights, x_BTD: jax.Array, place: Any, inverse_rms_BT1: jax.Array | None

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from MaxText.configuration.model_sections import Model
 from MaxText.layers import flash_attention
-from MaxText.layers.depth_mixing import kernel_refused, states_of_tile
+from MaxText.layers.depth_mixing import bytes_of_token, kernel_refused
 from MaxText.parallelism.mesh import Layout
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): written-out layers are 20 % faster at
@@ -109,12 +109,15 @@ def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> 
     if asked == "auto" and backend == "gpu":
         return "sum", "the kernel's speed is not known on GPU, and it takes long to compile"
     dimensions = section.shape.dimensions
-    most_sources = max(len(dense.sources(depth)) for depth in range(1, dimensions.num_layers + 1))
+    depths = range(1, dimensions.num_layers + 1)
+    most_sources = max(
+        (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
+    )
     of_state = dimensions.emb_dim * jnp.dtype(dtype).itemsize
     refused = kernel_refused(
         dimensions.emb_dim,
         backend,
-        of_token=states_of_tile(most_sources, of_state),
+        of_token=bytes_of_token(most_sources, len(dense.dense_ways), of_state),
         device_kind="" if layout is None else layout.mesh.devices.flat[0].device_kind,
     )
     return ("kernel", "least memory traffic") if refused is None else ("sum", refused)

@@ -15,10 +15,10 @@ from MaxText.layers.depth_mixing import (
     ALONE,
     Chain,
     Norms,
+    bytes_of_token,
     kernel_refused,
     mix,
     normalizes,
-    states_of_tile,
     to_be_scaled,
 )
 from MaxText.layers.model import Model
@@ -333,10 +333,10 @@ def test_width_that_kernels_refuse():
 
 
 def test_states_too_large_for_the_chip():
-    of_token = states_of_tile(33, 2 * 4096)
+    of_token = bytes_of_token(33, 4, 2 * 4096)
     assert kernel_refused(4096, "tpu", of_token=of_token, device_kind="TPU v5 lite") is None
     refused = kernel_refused(4096, "tpu", of_token=of_token, device_kind="TPU v4")
-    assert refused == "states of 16 tokens take 24 of 13 MiB on chip"
+    assert refused == "16 tokens take 28 of 14 MiB on the chip"
     assert kernel_refused(4096, "gpu", of_token=of_token, device_kind="NVIDIA H100") is None
 
 
@@ -346,7 +346,8 @@ def test_form_on_each_generation(kind, form):
     device = SimpleNamespace(platform="tpu", device_kind=kind, id=0)
     mesh = SimpleNamespace(devices=np.array([device]), shape={"stage": 1})
     layout: Any = SimpleNamespace(mesh=mesh, num_length_parts=1)
-    keys = {"dense_mixing": "auto", "base_emb_dim": 4096, "base_num_decoder_layers": 32}
+    keys = {"dense_mixing": "auto", "base_emb_dim": 4096, "dtype": "bfloat16"}
+    keys |= {"base_num_decoder_layers": 32}
     section = tiny_config("llama2", dense_conn=True, scan_layers="auto", **keys).model
     resolved, lines = backend_defaults.resolve(section, "tpu", layout)
     assert resolved.dense_connections.dense_mixing == form

@@ -23,8 +23,9 @@ from MaxText.layers.depth_reading import (
     num_lanes,
     read,
 )
-from MaxText.layers.history_plan import plan_of
+from MaxText.layers.history_plan import SumWeights, plan_of
 from MaxText.layers.history_tiles import ON_CHIP
+from MaxText.layers.history_weights import TokenWeights
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ShapesOnly
 from MaxText.training import backend_defaults
@@ -65,6 +66,10 @@ FORMS = {
     "values of products kept": KERNEL | {"remat_policy": "minimal"},
     "all values kept": {"remat_policy": "none"},
     "dropout": KERNEL | {"dropout_rate": 0.2, "drop_path": 0.3},
+    "weights made before the kernel": KERNEL | {"dense_activation": "elu"},
+    "the same, window": KERNEL | {
+        "dense_sources": "window", "dense_window": 2, "dense_activation": "elu",
+    },
 }  # fmt: skip
 
 
@@ -144,7 +149,7 @@ def test_plan(keys, rows, nested):
     assert plan.last == section.sources(8)
 
 
-N, D, H, C = 32, 256, 7, 4
+N, D, H, C = 96, 256, 7, 4  # three tiles of 16 tokens for each of two cores
 PLACES, ROWS, COUNT, BEFORE = [0, 2, 3, 5, 6, 0], [4, 0, 1, 2, 3, 0], 5, 4
 
 
@@ -281,6 +286,51 @@ def test_kernels_that_make_weights(monkeypatch):
             close(y, wanted)
     for y, wanted in zip(alone.sums, found.sums, strict=True):
         np.testing.assert_array_equal(y, wanted)
+
+
+def weights_of_sum(dtype=jnp.float32, kernel=True, **keys):
+    config = tiny_config("llama2", **(DENSE | KERNEL | keys))
+    decoder: Any = Decoder(config.model, ShapesOnly())
+    return TokenWeights(
+        decoder.connections.after["3"], jnp.zeros((2, 16, 128), dtype), kernel=kernel
+    )
+
+
+def test_who_makes_weights():
+    recipe = weights_of_sum(matmul_precision="highest").recipe
+    assert recipe == Recipe("gelu", 1e-5, "highest")
+    narrow = weights_of_sum(jnp.bfloat16, matmul_precision="highest").recipe
+    assert narrow == recipe._replace(precision=None)
+    by_others: list[dict[str, Any]] = [
+        {"kernel": False}, {"dense_dynamic": False}, {"dense_activation": "elu"},
+        {"matmul_precision": "high"}, {"dtype": jnp.float16},
+    ]  # fmt: skip
+    assert [weights_of_sum(**keys).recipe for keys in by_others] == [None] * len(by_others)
+
+
+def test_weights_of_a_kernel_and_others_in_bfloat16():
+    """Forward they come from the one, and backward from the other."""
+    numbers = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(numbers.normal(size=shape), jnp.bfloat16)
+
+    weigh = weights_of_sum(jnp.bfloat16)
+    history, lanes = normal(4, 2, 16, 128), num_lanes(4, 3)
+    wo_KE = 0.1 * normal(64, lanes)
+    own = SumWeights(normal(lanes).astype(jnp.float32), 0.1 * normal(128, 64), wo_KE, {})
+    sources = Sources(jnp.int32(4), jnp.arange(4), jnp.arange(4))
+    reading = Reading(3, 4, kernel=True, recipe=weigh.recipe)
+    making, unknown = weigh.for_sum(own, history[3], 3, None)
+    assert unknown is None
+    ours = read(history, sources, Sum(making, sources.count), reading, product=True)
+    product = weigh.product(own, history[3])
+    theirs = read(history, sources, Sum(weigh(own, product), sources.count), reading)
+    assert theirs.product is None
+    for y, expected in zip(ours.sums, theirs.sums, strict=True):
+        np.testing.assert_allclose(y.astype(float), expected.astype(float), rtol=0.02, atol=0.1)
+    for y, expected in zip(jax.tree.leaves(ours.product), jax.tree.leaves(product), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", sorted(ON_CHIP))

@@ -99,7 +99,10 @@ def test_equal_losses_and_gradients(family_and_expected, mesh):
     family, (loss, gradients) = family_and_expected
     ours, our_gradients = loss_and_gradients(family, MESHES[mesh], jax.devices())
     np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    compare_gradients(our_gradients, gradients)
 
+
+def compare_gradients(our_gradients, gradients):
     def compare(path, ours, theirs):
         largest = np.abs(theirs).max()
         assert largest > 0, path
@@ -108,6 +111,19 @@ def test_equal_losses_and_gradients(family_and_expected, mesh):
         )
 
     jax.tree_util.tree_map_with_path(compare, our_gradients, gradients)
+
+
+def test_hidden_states_that_are_divided(family_and_expected):
+    """Then no device has a whole state to make weights of."""
+    family, (loss, gradients) = family_and_expected
+    mesh = {
+        "ici_fsdp_parallelism": 4,
+        "ici_tensor_parallelism": 2,
+        "logical_axis_rules": [["activation_embed", ["tensor"]]],
+    }
+    ours, our_gradients = loss_and_gradients(family, mesh, jax.devices())
+    np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    compare_gradients(our_gradients, gradients)
 
 
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(tmp_path):
