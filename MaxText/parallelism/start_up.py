@@ -4,6 +4,7 @@ import collections
 import faulthandler
 import math
 import os
+import platform
 import sys
 import time
 import zlib
@@ -18,12 +19,21 @@ from MaxText.parallelism.cluster import NUM_DEVICES_VARIABLE
 Result = TypeVar("Result")
 
 # By default glibc gives large temporaries back to the system after each step, and the next step
-# faults them in again: 450,000 page faults and a third of the time of a small CPU step. One heap
-# that is never given back has none (docs/decisions.md has the figures).
+# faults them in again, 4 KiB at a time: a third of the time of a small CPU step. A heap that is
+# never given back spares that. Blocks of 1 GiB do not come from it: between two steps something
+# small comes to lie in the hole that one leaves, and the next one is put behind. Those are given
+# back, and faulted in 2 MiB at a time (docs/decisions.md has the figures).
 _TUNABLES = {
+    "glibc.malloc.hugetlb": "1",  # asks for pages of 2 MiB
     "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
-    "glibc.malloc.mmap_max": "0",  # large blocks come from the heap too
+    "glibc.malloc.mmap_threshold": str(2**30),  # smaller blocks come from the heap
     "glibc.malloc.trim_threshold": str(2**46),  # and its end is not given back
+}
+# Before glibc 2.35 there are no such pages, and no threshold above 32 MiB.
+_TUNABLES_BEFORE_235 = {
+    "glibc.malloc.arena_max": "1",
+    "glibc.malloc.mmap_max": "0",  # all blocks come from the heap
+    "glibc.malloc.trim_threshold": str(2**46),
 }
 
 
@@ -43,13 +53,16 @@ def launched() -> float:
 def restart_with_allocator_setting() -> None:
     """Starts this process again with the allocator setting, which is read only at start.
 
-    Does not outside Linux, or when the user's GLIBC_TUNABLES already sets the allocator.
+    Does not without glibc, or when the user's GLIBC_TUNABLES already sets the allocator.
     """
     present = os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform != "linux" or "glibc.malloc." in present:
+    library, version = platform.libc_ver()
+    if library != "glibc" or "glibc.malloc." in present:
         return
+    is_old = tuple(map(int, version.split(".")[:2])) < (2, 35)
+    chosen = _TUNABLES_BEFORE_235 if is_old else _TUNABLES
     tunables = [present] if present else []
-    tunables += [f"{name}={value}" for name, value in _TUNABLES.items()]
+    tunables += [f"{name}={value}" for name, value in chosen.items()]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 

@@ -1,5 +1,10 @@
 """Connecting processes, and devices that are not there: mistakes of the user's, not of jax's."""
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -27,6 +32,68 @@ def test_hardware_that_is_not_there(error, monkeypatch):
     reason = str(error).splitlines()[0] if str(error) else "it sees none on this machine"
     with pytest.raises(UserError, match=f"hardware=gpu: jax finds no such device \\({reason}\\)"):
         find_devices("gpu")
+
+
+@pytest.mark.parametrize(
+    ("library", "present", "expected"),
+    [
+        (("glibc", "2.36"), "", ["hugetlb=1", "mmap_threshold=1073741824"]),
+        (("glibc", "2.31"), "", ["mmap_max=0"]),
+        (("glibc", "2.36"), "glibc.rtld.nns=8", ["rtld.nns=8", "mmap_threshold=1073741824"]),
+        (("glibc", "2.36"), "glibc.malloc.hugetlb=2", None),
+        (("", ""), "", None),  # musl, macOS
+    ],
+)
+def test_allocator_setting(library, present, expected, monkeypatch):
+    """Old libraries have no large pages; what the user set stays."""
+    started = []
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setenv("GLIBC_TUNABLES", present)
+    start_up.restart_with_allocator_setting()
+    if expected is None:
+        assert not started
+        return
+    [(program, _, environment)] = started
+    assert program == sys.executable
+    setting = environment["GLIBC_TUNABLES"]
+    assert all(f"glibc.{part}" in setting or f"malloc.{part}" in setting for part in expected)
+    assert ("hugetlb" in setting) == ("mmap_max" not in setting)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's")
+def test_large_blocks_are_given_back():
+    """Of the process that the program becomes: 1.5 GiB, touched and freed, do not stay with it."""
+    program = """if True:
+        import ctypes, resource, sys
+        from MaxText.parallelism import start_up
+        start_up.restart_with_allocator_setting()
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        library.free.argtypes = [ctypes.c_void_p]
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+        def used_and_left(size):
+            before = resident()
+            block = library.malloc(ctypes.c_size_t(size))
+            small = library.malloc(ctypes.c_size_t(10_000))  # would keep a heap from shrinking
+            ctypes.memset(ctypes.c_void_p(block), 1, size)
+            used = resident() - before
+            library.free(block)
+            return used / size, (resident() - before) / size
+        print(*used_and_left(300 << 20), *used_and_left(1536 << 20))
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    smaller_used, smaller_left, used, left = map(float, done.stdout.split())
+    assert smaller_used > 0.9
+    assert smaller_left > 0.9
+    assert used > 0.5  # some of it lies where the smaller block was, with old libraries
+    version = tuple(map(int, platform.libc_ver()[1].split(".")[:2]))
+    assert (left < 0.1) == (version >= (2, 35))
 
 
 @pytest.fixture
