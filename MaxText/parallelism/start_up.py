@@ -24,17 +24,15 @@ Result = TypeVar("Result")
 # small comes to lie in the hole that one leaves, and the next one is put behind. Those are given
 # back, and faulted in 2 MiB at a time (docs/decisions.md has the figures).
 _TUNABLES = {
-    "glibc.malloc.hugetlb": "1",  # asks for pages of 2 MiB
     "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
-    "glibc.malloc.mmap_threshold": str(2**30),  # smaller blocks come from the heap
-    "glibc.malloc.trim_threshold": str(2**46),  # and its end is not given back
+    "glibc.malloc.trim_threshold": str(2**46),  # its end is not given back
 }
-# Before glibc 2.35 there are no such pages, and no threshold above 32 MiB.
-_TUNABLES_BEFORE_235 = {
-    "glibc.malloc.arena_max": "1",
-    "glibc.malloc.mmap_max": "0",  # all blocks come from the heap
-    "glibc.malloc.trim_threshold": str(2**46),
+_LARGE_BLOCKS = {
+    "glibc.malloc.mmap_threshold": str(2**30),  # smaller ones come from the heap
+    "glibc.malloc.hugetlb": "1",  # asks for pages of 2 MiB
 }
+# Before glibc 2.35 there are no such pages, and no threshold above 32 MiB: the heap holds all.
+_LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
 
 # Keys that may differ between the machines of a run.
@@ -56,11 +54,13 @@ def restart_with_allocator_setting() -> None:
     Does not without glibc, or when the user's GLIBC_TUNABLES already sets the allocator.
     """
     present = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc." in present:
+        return
     library, version = platform.libc_ver()
-    if library != "glibc" or "glibc.malloc." in present:
+    if library != "glibc":
         return
     is_old = tuple(map(int, version.split(".")[:2])) < (2, 35)
-    chosen = _TUNABLES_BEFORE_235 if is_old else _TUNABLES
+    chosen = _TUNABLES | (_LARGE_BLOCKS_BEFORE_235 if is_old else _LARGE_BLOCKS)
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in chosen.items()]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
