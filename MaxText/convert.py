@@ -22,7 +22,7 @@ Converts weights between this program, Hugging Face and MaxText. docs/convert.md
   python MaxText/convert.py grow from=maxtext_output/small to=maxtext_output/large slot_num=2140
 
 SOURCE: hf:FOLDER or hf:HUB_ID (what its cache holds; nothing is downloaded), a run of this program
-(its last good checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE. TARGET:
+(its newest checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE. TARGET:
 hf:FOLDER, a run folder, or a file. Keys are those of train.py. Besides:
 
   --verify              run both models on the same tokens and compare logits and loss before

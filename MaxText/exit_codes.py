@@ -9,7 +9,7 @@ USER_MISTAKE = 2
 # stood. 75 is EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
 # No progress within heartbeat_timeout, or another process of the run is gone. The same command
-# goes on from the last good checkpoint.
+# goes on from the newest checkpoint.
 STUCK = 76
 # Ctrl-C, as shells report it.
 INTERRUPTED = 130

@@ -23,7 +23,7 @@ USAGE = """Trains a language model.
   python MaxText/train.py configs/quickstart.yml
   python MaxText/train.py configs/gpt2.yml run_name=first dataset_path=DIR steps=1000
 
-The same command again resumes from the last good checkpoint of the run."""
+The same command again resumes from the newest checkpoint of the run."""
 
 
 def main() -> int:
@@ -247,7 +247,7 @@ def train(config, stop: StopSignal) -> int:
                 records.terminal.line(f"Stopping after step {step}: {reason}")
                 break
             step += 1
-        if recovery.is_healthy and log.newest_step is not None:
+        if recovery.is_healthy and log.newest_step is not None and reason != "preempted":
             # Nothing comes after it that could show it to be good.
             checkpoints.mark_good(log.newest_step)
         checkpoints.close()

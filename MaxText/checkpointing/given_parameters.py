@@ -55,7 +55,6 @@ def open_parameters(
             f"parameters of {given.folder}", metadata, given.folder, None, given.read
         )
     stored = layout.find(path, key)
-    tell_of_choice(stored, show)
     with unreadable_is_user_error(key, stored):
         reading.check_params(stored, abstract_params, config_flat)
 
@@ -66,12 +65,6 @@ def open_parameters(
     return GivenParameters(
         f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read
     )
-
-
-def tell_of_choice(stored: layout.Stored, show: Show) -> None:
-    """Says so where another checkpoint than the newest of a run is taken, and why."""
-    if stored.choice:
-        show(stored.choice)
 
 
 @contextlib.contextmanager

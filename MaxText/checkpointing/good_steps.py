@@ -1,6 +1,6 @@
 """Which checkpoints of a run are good: updates after them went well. Kept in `good.json`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 from etils import epath
 
@@ -25,16 +25,10 @@ def read_good_steps(folder: epath.Path) -> tuple[list[int], str]:
     except OSError as error:
         raise UserError(
             f"{path}, which says which checkpoints are good, cannot be read: {error}. "
-            "Mend the folder; without the file the newest checkpoint is taken."
+            "Mend the folder, or delete the file: no checkpoint then counts as healthy."
         ) from error
     except ValueError as error:
         return [], f"{path} CANNOT BE READ: {error}. No checkpoint counts as good."
-
-
-def unconfirmed(steps: Sequence[int], good: Collection[int]) -> list[int]:
-    """Those of some steps, ascending, that come after the newest good one; none if none is good."""
-    newest_good = max(set(good) & set(steps), default=None)
-    return [] if newest_good is None else [step for step in steps if step > newest_good]
 
 
 class GoodSteps:

@@ -8,7 +8,6 @@ import dataclasses
 from etils import epath
 
 from MaxText.buckets.paths import COMMIT_MARK, is_bucket, path_of
-from MaxText.checkpointing.good_steps import read_good_steps, unconfirmed
 from MaxText.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -28,13 +27,10 @@ class Stored:
     Attributes:
       items: the folder with the arrays.
       step: the update it was saved after, or None for an `items` folder that was moved away.
-      choice: why it is not the newest one of the run that a path names, or might not be good;
-        "" where there is nothing to tell.
     """
 
     items: epath.Path
     step: int | None
-    choice: str = dataclasses.field(default="", compare=False)
 
     @property
     def folder(self) -> epath.Path:
@@ -93,8 +89,8 @@ def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
 def find(path: str, key: str) -> Stored:
     """The checkpoint that a user's path means.
 
-    Of a run it is the last good one, as for a resume (good_steps.py); the newest where no record
-    says which ones are good. A step that the path names is taken whatever it is.
+    Of a run it is the newest complete one, as for a resume. A step that the path names is taken
+    whatever it is.
 
     Args:
       path: a run folder or its `checkpoints`, a step folder, or its `items`.
@@ -121,22 +117,8 @@ def _find(path: str, key: str) -> Stored:
         return Stored(given / ITEMS, int(given.name) if given.name.isdigit() else None)
     for folder in (given / CHECKPOINTS, given):
         if steps := complete_steps(folder):
-            return _last_good(folder, steps)
+            return Stored(folder / str(steps[-1]) / ITEMS, steps[-1])
     raise UserError(_nothing_found(given, key))
-
-
-def _last_good(folder: epath.Path, steps: list[int]) -> Stored:
-    good, damage = read_good_steps(folder)
-    later = unconfirmed(steps, good)
-    step, newest = steps[len(steps) - len(later) - 1], steps[-1]
-    choice = f"!!! WARNING: {damage} Taken: step {step}, the newest." if damage else ""
-    if later:
-        choice = (
-            f"Taken: step {step}, the last good one of {folder}. Step {newest} is newer, but no "
-            f"healthy updates after it have been recorded (good.json); {folder / str(newest)} "
-            "names it."
-        )
-    return Stored(folder / str(step) / ITEMS, step, choice)
 
 
 def _nothing_found(given: epath.Path, key: str) -> str:

@@ -13,7 +13,7 @@ from etils import epath
 from MaxText.buckets.paths import is_bucket
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.good_steps import GoodSteps, unconfirmed
+from MaxText.checkpointing.good_steps import GoodSteps
 from MaxText.checkpointing.patience import told_while_waiting
 from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
 from MaxText.checkpointing.run_folder import probe
@@ -31,7 +31,8 @@ class Checkpoints:
     <step> + 1. A process killed at any moment leaves every earlier checkpoint whole.
 
     A checkpoint is good when enough updates after it were healthy (GoodSteps). A run resumes from
-    the newest good one, and retention never deletes that.
+    the newest complete one, confirmed or not. The newest good one is what a run in trouble goes
+    back to, and retention never deletes it.
     """
 
     def __init__(
@@ -341,26 +342,8 @@ class Checkpoints:
         return self._seen
 
     def steps_to_resume(self) -> list[int]:
-        """The steps on disk, in the order in which a resume tries them.
-
-        The newest good one, then all that are older, newest first, then those after it, which were
-        never confirmed, oldest first. The newest first where none is good, or all are at once.
-
-        Raises:
-          UserError: what says which ones are good cannot be read.
-        """
-        steps = self.steps()
-        unconfirmed = self._unconfirmed(steps)
-        return steps[: len(steps) - len(unconfirmed)][::-1] + unconfirmed
-
-    def unconfirmed(self) -> list[int]:
-        """Steps on disk after the newest good one, ascending; none where none is good."""
-        return self._unconfirmed(self.steps())
-
-    def _unconfirmed(self, steps: list[int]) -> list[int]:
-        if self.guard_healthy_steps == 0 or not steps:
-            return []
-        return unconfirmed(steps, self._good.steps)
+        """The steps on disk, newest first: the order in which a resume tries them."""
+        return self.steps()[::-1]
 
     def latest_step(self) -> int | None:
         """The step that a resume takes, if it can be read."""

@@ -23,7 +23,7 @@ def told_while_waiting(what: str, show: Callable[[str], None]) -> AbstractContex
         show(
             f"!!! WARNING: {what}, and the run has waited for {waited:.0f} s. "
             "What a bucket does not take is sent again and again; after heartbeat_timeout the "
-            "process ends, and the same command goes on from the last good checkpoint."
+            "process ends, and the same command goes on from the newest checkpoint."
         )
 
     return meanwhile(tell, _SECONDS, "patience")

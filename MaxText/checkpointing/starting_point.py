@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import numpy as np
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.given_parameters import (
     open_parameters,
-    tell_of_choice,
     unreadable_is_user_error,
 )
 from MaxText.checkpointing.growth.placing import grown_moments, grown_parameters
@@ -138,19 +137,6 @@ def _show_order(
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
         show(f"  {number + 1}. {name:<31}{what}{mark}")
-    if later := checkpoints.unconfirmed():
-        show(
-            f"!!! WARNING: {_steps(later)} saved but not confirmed by guard_healthy_steps="
-            f"{checkpoints.guard_healthy_steps} later updates, so the run goes back to step "
-            f"{steps[0]}. Its next save removes what is newer; guard_healthy_steps=0 would resume "
-            f"from step {later[-1]}."
-        )
-
-
-def _steps(steps: Sequence[int]) -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]} was"
-    return f"steps {', '.join(map(str, steps))} were"
 
 
 def _check_is_a_run(stored: layout.Stored) -> None:
@@ -169,7 +155,7 @@ def _resume(
     config_flat: Mapping[str, Any],
     show: Show,
 ) -> Start:
-    failures, unconfirmed = [], checkpoints.unconfirmed()
+    failures = []
     for step in steps:
         reason = None
         restored = None
@@ -186,8 +172,6 @@ def _resume(
                     f"{checkpoints.directory / str(step)} holds the state after "
                     f"{int(state.step)} updates, not {first_step}: was the folder renamed?"
                 )
-            if step in unconfirmed:
-                show(f"!!! WARNING: step {step} was never confirmed by later updates.")
             checkpoints.resume_from(step)
             source = f"checkpoint of step {step}"
             folder = str(checkpoints.stored(step))
@@ -206,7 +190,6 @@ def _load_full_state(
     path: str, abstract_state: Any, config_flat: Mapping[str, Any], show: Show
 ) -> Start:
     stored = layout.find(path, "load_full_state_path")
-    tell_of_choice(stored, show)
     with unreadable_is_user_error("load_full_state_path", stored):
         described, position = description.describe(stored), None
         if (stored.folder / layout.POSITION).exists():

@@ -489,8 +489,8 @@ class Guard(Section):
     )  # fmt: skip
     guard_healthy_steps: int = key(
         10,
-        "Healthy updates after a checkpoint that make it good. A run resumes from the last good "
-        "one, which is never deleted.",
+        "Healthy steps in a row after a checkpoint that confirm it. A run that is in trouble goes "
+        "back to the last confirmed checkpoint, which is never deleted.",
         unit="updates",
         ge=0,
     )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from MaxText.checkpointing.given_parameters import tell_of_choice
 from MaxText.configuration import values
 from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.layering import Layer
@@ -77,7 +76,6 @@ def convert(request: Request, show: Show) -> None:
             return
     else:
         weights = RunWeights(request.source, loaded.config if loaded else None)
-        tell_of_choice(weights.stored, show)
         show(f"Reading {weights.stored}: {_described(weights)}")
     if request.target_kind == "stablehlo":
         _to_program(request, weights, show)

@@ -17,7 +17,7 @@ _MOST_LINES = 20
 
 
 class RunWeights:
-    """The last good checkpoint of a run (layout.find), or the one that was named.
+    """The newest checkpoint of a run (layout.find), or the one that was named.
 
     Attributes:
       stored: where it lies.

@@ -37,7 +37,7 @@ class TrainedModel:
 
 
 def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
-    """Reads the weights of load_parameters_path, else of the last good checkpoint of run_name.
+    """Reads the weights of load_parameters_path, else of the newest checkpoint of run_name.
 
     Call start_up.choose_platform first: this imports jax.
 

@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 _TAGS = {"learning_rate": "current_learning_rate"}
 
 # Scalars by which training/recovery.py decides, and which tell people nothing.
-_NOT_RECORDED = ("last_skipped", "first_recent_skip", "rise_began")
+_NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
 
 
 @dataclasses.dataclass(frozen=True)

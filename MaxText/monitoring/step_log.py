@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
@@ -94,7 +95,9 @@ class StepLog:
             return
         self._waiting = False
         step = self._newest_step
-        metrics = {name: float(value) for name, value in jax.device_get(self._newest).items()}
+        metrics = {
+            name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
+        }
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
         seconds = elapsed / updates

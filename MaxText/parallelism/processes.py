@@ -102,7 +102,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
         sys.stderr.write(
             f"error: another process of the run is gone, so this one stops.\n{table}\n"
             "  What to do: look at the end of that one's output; the same command goes on from the "
-            "last good checkpoint.\n"
+            "newest checkpoint.\n"
         )
     exit_now(code)
 

@@ -217,7 +217,7 @@ class Watchdog:
                 f"error: process {self._index} of {self._count} has made no progress for "
                 f"{silent:.0f} s, in {_where(phase, step)} (heartbeat_timeout={self._timeout:g}).\n"
                 f"{self.describe_all()}\n"
-                "  What to do: the same command goes on from the last good checkpoint. Where an "
+                "  What to do: the same command goes on from the newest checkpoint. Where an "
                 "update or a checkpoint may take so long, raise heartbeat_timeout."
             )
         with contextlib.suppress(Exception):

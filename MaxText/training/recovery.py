@@ -105,15 +105,16 @@ class Recovery:
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
         self._num_skipped = 0 if state.guard is None else int(state.guard.num_skipped)
-        self._last_skipped = -1
+        self._last_skipped = -1 if state.guard is None else int(state.guard.last_skipped)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the updates seen last, `guard_healthy_steps` of them, were all applied."""
+        """Whether the last steps seen, `guard_healthy_steps` of them, were all applied."""
         if self.trouble is not None:
             return False
-        since = self._seen - self._last_skipped
-        return self._last_skipped < 0 or since >= self._section.guard_healthy_steps
+        return self._last_skipped < 0 or (
+            self._seen - self._last_skipped >= self._section.guard_healthy_steps
+        )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes the numbers of an update; those between it and the one before are known by them.
@@ -140,7 +141,8 @@ class Recovery:
                 reason=numbers if self._last_skipped == step else "an outlier, or not finite",
             )
         for each in range(self._seen + 1, step + 1):
-            self._checkpoints.observe(each, each != self._last_skipped)
+            # Between two reports only the last skip is known: any step before it may be one too.
+            self._checkpoints.observe(each, each > self._last_skipped)
         self._seen = step
         self._history.append({"step": step, **metrics})
         self.trouble = self._trouble(step, metrics)
@@ -152,8 +154,8 @@ class Recovery:
         recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
         window = section.skip_step_interval
         if section.rewind_after_skips and recent >= section.rewind_after_skips:
-            reason = f"{recent} of the last {window} updates were left out"
-            return Trouble(step, int(metrics["first_recent_skip"]), reason)
+            reason = f"{recent} of the last {window} steps were skipped"
+            return Trouble(step, int(metrics["skips_began"]), reason)
         if section.rewind_on_rise and rise > section.rewind_on_rise:
             reason = f"the loss rose to {rise:.0%} above its lowest median"
             return Trouble(step, int(metrics["rise_began"]), reason)
@@ -191,6 +193,11 @@ class Recovery:
         assert trouble is not None
         signs = self._signs(trouble.began)
         if self.rewinds >= self._section.max_rewinds:
+            healthy = self._checkpoints.latest_good(before=trouble.began)
+            if healthy is not None:
+                # A restart takes the newest checkpoint, which must not be one of the trouble.
+                self._checkpoints.go_back_to(healthy)
+                signs = f"{signs} A restart resumes from step {healthy}."
             raise Diverged(
                 f"step {trouble.noticed}: {trouble.reason}, and the run has gone back "
                 f"{self.rewinds} times (max_rewinds): stopped. {signs} Lower the learning rate, "

@@ -25,6 +25,10 @@ _LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
 # Nats below which shares of the loss say little: where text is known by heart, one row that is not
 # multiplies it.
 _SMALL_LOSS = 1.0
+# Nats that the loss of one of the first steps may lie above the median so far; as much as the median
+# itself if that is more. Early losses vary widely, and a sound step that is skipped is met again by
+# every step after it, so only a learning rate that explodes exceeds this.
+_EARLY_LOSS_RISE = 4.0
 # Of normal noise, sigma is so many times the median absolute deviation.
 _SIGMA = 1.4826
 
@@ -67,11 +71,11 @@ class Verdict(NamedTuple):
     Attributes:
       is_sound: bool, whether it may be applied.
       state: what the guard remembers from now on.
-      metrics: float32 scalars. skipped: 1 if it is left out. num_skipped, last_skipped: as in
-        GuardState. recent_skips: those among the last W updates, this one included.
-        first_recent_skip: the first of them, -1 for none. loss_rise: the median loss above its
-        lowest value, as a share of that or of 1 nat if that is more. rise_began: where a rise that
-        is going on began.
+      metrics: scalars, int32 but for loss_rise. skipped: 1 if it is left out. num_skipped,
+        last_skipped: as in GuardState. recent_skips: those among the last W updates, this one
+        included. skips_began: first step of the dense stretch of skips that leads up to this step,
+        -1 for none. loss_rise: the median loss above its lowest value, as a share of that or of 1
+        nat if that is more; float32. rise_began: where a rise that is going on began.
     """
 
     is_sound: jax.Array
@@ -130,8 +134,10 @@ def judge(
     least_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
     deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), least_Q)
     is_outlier = jnp.any(values_Q > median_Q + section.skip_step_scaling_factor * deviation_Q)
-    # A quarter of the window says what is usual; before that everything finite passes.
-    sound = finite & ~(is_outlier & (count >= window // 4))
+    # A quarter of the window says what is usual; before that only an exploding loss is caught.
+    early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
+    explodes = (count > 0) & (values_Q[0] > early_bound)
+    sound = finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
     place = state.num_sound % window
     values_QW = jnp.where(sound, state.values_QW.at[:, place].set(values_Q), state.values_QW)
@@ -154,19 +160,32 @@ def judge(
         lowest_loss=lowest_loss,
         calm_step=calm_step,
     )
-    steps_W = step - (step - jnp.arange(window)) % window
-    first = jnp.min(jnp.where(skipped_W, steps_W, step + 1))
     metrics = {
-        "skipped": ~sound,
+        "skipped": (~sound).astype(jnp.int32),
         "num_skipped": new.num_skipped,
         "last_skipped": new.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
-        "first_recent_skip": jnp.where(first > step, -1, first),
+        "skips_began": _stretch_of_skips(skipped_W, step, section.rewind_after_skips),
         "loss_rise": rise,
         # What the median was made of when it was last calm.
         "rise_began": jnp.maximum(calm_step - window, 0),
     }
-    return Verdict(sound, new, {name: jnp.float32(value) for name, value in metrics.items()})
+    return Verdict(sound, new, metrics)
+
+
+def _stretch_of_skips(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
+    """First step of the stretch of skips that leads up to `step`; -1 without any skip.
+
+    The stretch is the suffix of the window in which skips exceed the tolerated rate, `limit` of W,
+    by the most (a cumulative sum test; Page 1954). An isolated skip long before is not part of it.
+    """
+    window = skipped_W.shape[0]
+    ages_W = jnp.arange(window)
+    by_age_W = skipped_W[(step - ages_W) % window]
+    excess_W = jnp.cumsum(jnp.where(by_age_W, window - limit, -limit))
+    excess_W = jnp.where(by_age_W, excess_W, jnp.iinfo(jnp.int32).min)
+    oldest = jnp.max(jnp.where(excess_W == excess_W.max(), ages_W, 0))
+    return jnp.where(by_age_W.any(), step - oldest, -1)
 
 
 def _median(values_QW: jax.Array, count: jax.Array) -> jax.Array:

@@ -58,25 +58,26 @@ def killed(tmp_path):
     return tmp_path
 
 
-def test_a_resume_takes_the_last_good_one_and_says_so(killed):
+def test_a_resume_takes_the_newest_one_confirmed_or_not(killed):
     checkpoints = open_run(killed)
-    assert checkpoints.steps() == [0, 4, 8]
-    assert checkpoints.steps_to_resume() == [4, 0, 8]
-    assert checkpoints.latest_step() == checkpoints.latest_good() == 4
-    start, text = resume(checkpoints)
-    assert (start.first_step, start.position, start.stored_step) == (5, {"step": 5}, 4)
-    assert_bit_equal(start.state, on_host(state_after(4)))
-    assert "step 4 in " in text
-    assert "step 8 was saved but not confirmed by guard_healthy_steps=3 later updates" in text
+    assert checkpoints.steps_to_resume() == [8, 4, 0]
+    assert checkpoints.latest_good() == 4
+    start, _ = resume(checkpoints)
+    assert (start.first_step, start.position, start.stored_step) == (9, {"step": 9}, 8)
+    assert_bit_equal(start.state, on_host(state_after(8)))
     assert checkpoints.steps() == [0, 4, 8]  # resuming alone changes nothing
 
 
-def test_without_healthy_steps_a_resume_takes_the_newest(killed):
-    checkpoints = open_run(killed, healthy_steps=0)
-    assert checkpoints.steps_to_resume() == [8, 4, 0]
-    start, text = resume(checkpoints)
-    assert start.first_step == 9
-    assert "confirmed" not in text
+def test_the_way_back_stays_until_the_newer_one_is_confirmed(killed):
+    checkpoints = open_run(killed, max_to_keep=1)
+    resume(checkpoints)
+    train(checkpoints, [9, 10], period=10)
+    checkpoints.wait()
+    assert checkpoints.latest_good() == 4
+    train(checkpoints, range(11, 21), period=10)
+    checkpoints.close()
+    assert open_run(killed, max_to_keep=1).latest_good() == 10
+    assert checkpoints.steps() == [10, 20]
 
 
 def test_checkpoints_of_old_are_resumed_from_the_newest(killed):
@@ -94,53 +95,19 @@ def test_checkpoints_of_old_are_resumed_from_the_newest(killed):
 
 def test_a_path_to_the_run_means_the_checkpoint_that_a_resume_takes(killed):
     for path in (killed, killed / "checkpoints"):
-        found = layout.find(str(path), "test")
-        assert found.step == open_run(killed).latest_step() == 4
-        assert "step 4, the last good one" in found.choice
-        assert "Step 8 is newer" in found.choice
-    named = layout.find(str(killed / "checkpoints" / "8"), "test")
-    assert (named.step, named.choice) == (8, "")
+        assert layout.find(str(path), "test").step == open_run(killed).latest_step() == 8
+    assert layout.find(str(killed / "checkpoints" / "4"), "test").step == 4
     for key in ("load_full_state_path", "load_parameters_path"):
-        lines = []
         start = restore_or_initialize(
             open_run(killed / "new"), Checkpoint(**{key: str(killed)}), abstract(state_after(0)),
-            lambda: state_after(0, 9), CONFIG, lines.append,
+            lambda: state_after(0, 9), CONFIG, [].append,
         )  # fmt: skip
-        assert start.stored_step == 4
-        assert "\n".join(lines).count("the last good one") == 1
-    (killed / "checkpoints" / "good.json").write_text("[" * 100_000)
-    found = layout.find(str(killed), "test")
-    assert found.step == 8
-    assert "good.json CANNOT BE READ" in found.choice
-    (killed / "checkpoints" / "good.json").unlink()
-    found = layout.find(str(killed), "test")
-    assert (found.step, found.choice) == (8, "")
-
-
-def test_a_path_to_a_run_that_is_done_means_its_last_checkpoint(tmp_path):
-    checkpoints = open_run(tmp_path)
-    train(checkpoints, range(8))
-    checkpoints.mark_good(7)
-    checkpoints.close()
-    found = layout.find(str(tmp_path), "test")
-    assert (found.step, found.choice) == (7, "")
-
-
-def test_the_resumed_run_saves_the_same_steps_again(killed):
-    checkpoints = open_run(killed)
-    resume(checkpoints)
-    train(checkpoints, range(5, 9), mark=1, period=4)
-    checkpoints.close()
-    assert checkpoints.steps() == [0, 4, 8]
-    again = open_run(killed)
-    restored, _, _ = again.restore(8, abstract(state_after(0)))
-    assert_bit_equal(restored, on_host(state_after(8, mark=1)))
-    assert again.latest_step() == 4
+        assert start.stored_step == 8
 
 
 def test_what_is_newer_goes_with_the_first_save_of_another_step(killed):
     checkpoints = open_run(killed)
-    resume(checkpoints)
+    checkpoints.resume_from(4)
     (killed / "checkpoints" / "6.orbax-checkpoint-tmp").mkdir()
     train(checkpoints, [5])
     checkpoints.close()
@@ -149,24 +116,23 @@ def test_what_is_newer_goes_with_the_first_save_of_another_step(killed):
     assert names == {"0", "4", "5", "good.json"}
 
 
-def test_a_damaged_good_one_falls_back_to_the_older_then_to_the_unconfirmed(killed):
+def test_a_damaged_one_falls_back_to_the_next_older(killed):
     def damage(step):
         (killed / "checkpoints" / str(step) / "items" / "_METADATA").unlink()
 
-    damage(4)
+    damage(8)
     start, text = resume(open_run(killed))
-    assert start.first_step == 1
+    assert start.first_step == 5
     assert "WARNING" in text
-    damage(0)
+    damage(4)
     checkpoints = open_run(killed)
     start, text = resume(checkpoints)
-    assert start.first_step == 9
-    assert "step 8 was never confirmed by later updates" in text
-    train(checkpoints, [9])
+    assert start.first_step == 1
+    train(checkpoints, [1])
     checkpoints.close()
-    assert checkpoints.steps() == [8, 9]
-    assert {"0.unreadable", "4.unreadable"} <= {p.name for p in (killed / "checkpoints").iterdir()}
-    assert open_run(killed).latest_good() is None
+    assert checkpoints.steps() == [0, 1]
+    assert {"4.unreadable", "8.unreadable"} <= {p.name for p in (killed / "checkpoints").iterdir()}
+    assert open_run(killed).latest_good() == 0
 
 
 def test_going_back_gives_up_what_came_after(tmp_path):
@@ -223,7 +189,7 @@ def test_retention_never_deletes_the_last_good_one(tmp_path, asynchronous):
             checkpoints.close()
             checkpoints = open_run(tmp_path, healthy_steps=4, **keys)
             start, _ = resume(checkpoints)
-            assert start.stored_step == newest_good
+            assert start.stored_step == 24
             step = start.first_step
             chance.seed(5)
             train(checkpoints, [step])

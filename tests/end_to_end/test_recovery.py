@@ -1,8 +1,9 @@
-"""Damaged text in the middle of the data: updates are left out, then the run goes back."""
+"""Skips and rollbacks of whole runs: damaged text, and learning rates that explode."""
 
 import json
 import os
 import random
+import shutil
 
 import pytest
 
@@ -42,11 +43,11 @@ def attack(tmp_path_factory):
     return attack
 
 
-def run(attack, run_name, *arguments):
+def run(attack, run_name, *arguments, code=0):
     command = attack.command(run_name, *arguments)
     command[2] = command[2].replace("kills.yml", "recovery.yml")
     process = kills.Run(command, attack.environment)
-    assert process.end() == 0, process.output
+    assert process.end() == code, process.output
     rows = (attack.folder(run_name) / "events.jsonl").read_text().splitlines()
     return attack.folder(run_name), [json.loads(row) for row in rows], process.output
 
@@ -136,3 +137,33 @@ def test_killed_before_the_next_checkpoint_it_goes_back_no_second_time(attack, g
     after = events[events.index(rewind) :]
     skipped = [row["step"] for row in of_kind(after, "skip")]
     assert [row["step"] for row in of_kind(killed_events, "skip")] == skipped
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """200 steps of text at a rate that suits it."""
+    place = tmp_path_factory.mktemp("rates")
+    attack = kills.Attack(place, os.environ | {"JAX_PLATFORMS": "cpu"})
+    (place / "recovery.yml").write_text(
+        "base_config: kills.yml\ncheckpoint_period: 20\nlearning_rate: 0.003\nmax_to_keep: null\n"
+        "eval_interval: -1\nlr_schedule_type: constant\nwarmup_steps_fraction: 0\n"
+    )
+    run(attack, "trained", "steps=200")
+    return attack
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("period", [1, 20, 100])
+@pytest.mark.parametrize("rate", ["1e6", "1e3", "30", "1"])
+def test_no_checkpoint_of_an_exploded_rate_is_promoted(trained, rate, period):
+    name = f"rate_{rate}_{period}"
+    shutil.copytree(trained.folder("trained"), trained.folder(name))
+    good = trained.folder(name) / "checkpoints" / "good.json"
+    logging = f"step_log_period={period}"
+    run(trained, name, "steps=300", f"learning_rate={rate}", logging, code=1)
+    assert max(json.loads(good.read_text())["good"]) == 199
+    _, events, _ = run(trained, name, "steps=240", logging)
+    losses = {row["step"]: row["learning/loss"] for row in of_kind(events, "step")}
+    assert losses[239] < losses[0]
+    assert not [row for row in of_kind(events, "skip") if row["step"] > 200]
+    assert max(json.loads(good.read_text())["good"]) >= 200

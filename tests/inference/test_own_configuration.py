@@ -102,29 +102,20 @@ def unconfirmed(folders, tmp_path):
     "arguments",
     [["load_parameters_path={}"], ["{}/config.yml", "base_output_directory={}/..", "run_name=run"]],
 )
-def test_the_last_good_checkpoint_of_the_run_is_taken(unconfirmed, arguments):
+def test_the_newest_checkpoint_of_the_run_is_taken(unconfirmed, arguments):
     config = load([argument.format(unconfirmed) for argument in arguments]).config
-    lines = []
-    trained = open_trained_model(config, lines.append)
-    assert trained.folder.endswith("checkpoints/0")
-    told = [line for line in lines if "last good one" in line]
-    assert len(told) == 1
-    assert "Taken: step 0" in told[0]
-    assert f"{trained.folder.removesuffix('0')}7 names it" in told[0]
+    assert open_trained_model(config, [].append).folder.endswith("checkpoints/7")
 
 
 def test_a_step_that_is_named_is_taken(unconfirmed):
-    config = load([f"load_parameters_path={unconfirmed}/checkpoints/7"]).config
-    lines = []
-    assert open_trained_model(config, lines.append).folder.endswith("checkpoints/7")
-    assert not any("last good one" in line for line in lines)
+    config = load([f"load_parameters_path={unconfirmed}/checkpoints/0"]).config
+    assert open_trained_model(config, [].append).folder.endswith("checkpoints/0")
 
 
-def test_a_conversion_takes_the_last_good_checkpoint(unconfirmed, tmp_path):
+def test_a_conversion_takes_the_newest_checkpoint(unconfirmed, tmp_path):
     lines = []
     convert(read([f"from={unconfirmed}", f"to=hf:{tmp_path / 'hf'}"]), lines.append)
-    assert sum("Taken: step 0, the last good one" in line for line in lines) == 1
-    assert any(line.startswith(f"Reading {unconfirmed}/checkpoints/0:") for line in lines)
+    assert any(line.startswith(f"Reading {unconfirmed}/checkpoints/7:") for line in lines)
 
 
 def test_weights_without_tokenizer(tmp_path):

@@ -97,7 +97,7 @@ def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **mor
         "update_norm": 0.1,
         "num_skipped": num_skipped,
         "last_skipped": last,
-        "first_recent_skip": first,
+        "skips_began": first,
         "recent_skips": recent,
         "loss_rise": rise,
         "rise_began": began,
@@ -108,7 +108,7 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     recovery, checkpoints, _, rows = made()
     recovery.observe(4, metrics())
     recovery.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
-    assert checkpoints.observed == [(step, step != 7) for step in range(10)]
+    assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
     (skip,) = rows
     assert skip.kind == "skip"
     assert skip.step == 7
@@ -195,6 +195,23 @@ def test_where_there_is_no_way_back(good, rewinds, message):
     in_trouble(recovery)
     with pytest.raises(Diverged, match=message):
         recovery.go_back()
+
+
+def test_a_run_that_gives_up_leaves_no_checkpoint_of_the_trouble():
+    recovery, checkpoints, _, _ = made(Checkpoints(good=(10, 50)), rewinds=3)
+    in_trouble(recovery)
+    with pytest.raises(Diverged, match="A restart resumes from step 50"):
+        recovery.go_back()
+    assert checkpoints.given_up == [50]
+
+
+def test_skips_before_a_restart_are_remembered():
+    recovery, _, _, _ = made(first_step=40)
+    assert recovery.is_healthy
+    state = state_after(39)
+    guard = dataclasses.replace(state.guard, last_skipped=jnp.int32(38))
+    recovery._begin(dataclasses.replace(state, guard=guard))
+    assert not recovery.is_healthy
 
 
 def test_a_rise_is_trouble_from_where_it_began():

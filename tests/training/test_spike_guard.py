@@ -151,10 +151,43 @@ def test_numbers_that_the_host_decides_by():
     for step in (0, 149, 150, 155, 200, 277, 278, 288, 299, 300, 499):
         recent = [s for s in bad if step - window < s <= step]
         assert metrics["recent_skips"][step] == len(recent), step
-        assert metrics["first_recent_skip"][step] == (recent[0] if recent else -1), step
+        # 160 follows 150 within 128 / 16 = 8 healthy steps for each skip, 300 does not.
+        began = {(): -1, (150,): 150, (150, 160): 160, (160,): 160}
+        assert metrics["skips_began"][step] == began.get(tuple(recent), 300), step
         assert metrics["num_skipped"][step] == sum(s <= step for s in bad)
         assert metrics["last_skipped"][step] == max((s for s in bad if s <= step), default=-1)
         assert metrics["skipped"][step] == (step in bad)
+
+
+def test_trouble_begins_at_the_dense_stretch_and_not_at_an_isolated_skip():
+    values_SQ = usual(260)
+    bad = [173, *range(201, 260)]
+    values_SQ[bad, 0] = 1e6
+    _, metrics = judged(values_SQ)
+    assert metrics["recent_skips"][215] == SECTION.rewind_after_skips
+    assert metrics["skips_began"][215] == 201
+    # Skips spread evenly at the tolerated rate are one stretch.
+    values_SQ = usual(300)
+    values_SQ[160:288:8, 0] = 1e6
+    assert judged(values_SQ)[1]["skips_began"][280] == 160
+
+
+def test_a_rate_that_explodes_at_once_is_caught():
+    values_SQ = usual(60)
+    values_SQ[:, 0] = np.linspace(6, 5, 60)
+    values_SQ[3:, 0] = 1290.0
+    sound_S, metrics = judged(values_SQ)
+    np.testing.assert_array_equal(np.flatnonzero(sound_S), [0, 1, 2])
+    assert metrics["skips_began"][20] == 3
+    # What batches of a few sequences do in the first steps passes.
+    values_SQ[:, 0] = np.tile([0.5, 4.0, 2.0, 3.5], 15)
+    assert judged(values_SQ)[0].all()
+
+
+def test_counts_of_steps_are_integers():
+    _, metrics = judged(usual(3))
+    counts = {name for name, value in metrics.items() if value.dtype == np.int32}
+    assert counts == metrics.keys() - {"loss_rise"}
 
 
 def test_a_sustained_rise_and_where_it_began():

@@ -164,8 +164,6 @@ def settle_source(config: Config, source: Source) -> Settled:
     asked = Growth(source, growth, mode, section.growth_moments, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
     told = [f"Growth from {source.folder}: {changed}; growth_mode={mode}"]
-    if source.stored and source.stored.choice:
-        told.insert(0, source.stored.choice)
     if growth.drops:
         told.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
     return Settled(_with(config, keys), asked, record, [*told, *lines])
