@@ -7,7 +7,7 @@ starting point, loop, what is left in the run folder.
 import dataclasses
 import pathlib
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
@@ -40,8 +40,9 @@ def main() -> int:
         if isinstance(error, UserError):
             command_line.fail(error)
         if isinstance(error, KeyboardInterrupt):
-            print("stopped: the same command goes on where it stood", file=sys.stderr)
-            return exit_codes.INTERRUPTED
+            processes.exit_now(exit_codes.INTERRUPTED)  # a compilation is not waited for
+        if isinstance(error, BrokenPipeError):
+            processes.exit_now(exit_codes.NOBODY_READS)
         raise
 
 
@@ -78,11 +79,11 @@ def train(config, stop: StopSignal) -> int:
 
     from MaxText.parallelism import compilation_cache, mesh
 
+    devices = start_up.find_devices(run.hardware)
     watchdog = Watchdog(
         run_folder, guard.heartbeat_timeout, jax.process_index(), jax.process_count()
     ).start()
     checkpoints.preload()
-    devices = start_up.find_devices(run.hardware)
     print(compilation_cache.use(run, devices[0].platform))
     start_up.check_alike(flat(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
@@ -182,7 +183,11 @@ def train(config, stop: StopSignal) -> int:
 
     def run_evaluation(step: int) -> float | None:
         watched = watchdog.each(eval_batches or (), "evaluation", step)
-        with suppress(StopWaiting), log.paused(), events.timed("evaluation", step=step) as facts:
+        with (
+            suppress(StopWaiting),
+            log.paused(),
+            events.timed("evaluation", step=step) as facts,
+        ):
             placed = (layout.place(batch, eval_rows) for batch in watched)
             report = evaluate(eval_step, state.params, placed, step=step)
             facts.update(report=report, **report.row(), **lineage.progress(step))
@@ -252,7 +257,8 @@ def train(config, stop: StopSignal) -> int:
             checkpoints.mark_good(log.newest_step)
         checkpoints.close()
         if reason == "preempted":
-            return exit_codes.PREEMPTED
+            print(stop.summary(checkpoints.latest_step(), run.run_name))
+            return stop.exit_code
         watchdog.enter("finish")
         leave_results(
             run_folder, config, records, train_batches, model, state.params, layout, eval_loss
@@ -269,15 +275,16 @@ def train(config, stop: StopSignal) -> int:
         raise
     finally:
         finish = log.idle_seconds if reason == "completed" else 0.0
-        events.emit("stop", step=log.newest_step, seconds=finish, reason=reason)
-        if failure is not None:
-            processes.fail(failure, watchdog)
-        # Whatever ended the run: a save in the background is whole or nothing.
-        checkpoints.close()
-        processes.leave()
-        records.close()
-        train_batches.close()
-        watchdog.close()
+        with ExitStack() as closing:
+            # Whatever ended the run, and whichever of these fails, the last one first: a save in
+            # the background is whole or nothing.
+            for resource in (watchdog, train_batches, records):
+                closing.callback(resource.close)
+            closing.callback(processes.leave)
+            closing.callback(checkpoints.close)
+            events.emit("stop", step=log.newest_step, seconds=finish, reason=reason)
+            if failure is not None:
+                processes.fail(failure, watchdog)
 
 
 if __name__ == "__main__":

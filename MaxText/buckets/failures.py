@@ -12,6 +12,10 @@ _OUTAGE = re.compile(
     r"|http_response_code='(408|429|5)"
 )
 _REFUSAL = re.compile(r"http_response_code='40[13]'")
+# What TensorStore says of a file on a disk.
+_OS_ERROR = re.compile(r"\[OS error (\d+)")
+# These say what a file is, or that there is none: proof that it is not what was written.
+_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class BucketFailure(OSError, UserError):
@@ -36,6 +40,23 @@ class BucketFailure(OSError, UserError):
 def is_outage(error: BaseException) -> bool:
     """Whether an error, or what caused it, says that a bucket fails now and may answer later."""
     return _says(error, _OUTAGE, errno.EIO)
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Whether an error says that storage fails (EIO, ESTALE, EACCES, EMFILE, ...).
+
+    That says nothing about the files, unlike damage: a missing file or content that is malformed.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BucketFailure):
+            return True
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno not in _OF_DAMAGE
+        if found := _OS_ERROR.search(str(cause)):
+            return int(found[1]) not in _OF_DAMAGE
+        cause = cause.__cause__ or cause.__context__
+    return is_outage(error) or is_refusal(error)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from MaxText.buckets.failures import BucketFailure
+from MaxText.buckets.failures import BucketFailure, is_storage_error
 from MaxText.checkpointing import layout
 from MaxText.configuration.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
@@ -140,6 +140,11 @@ def _read_json(stored: layout.Stored, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, BucketFailure):  # says nothing about the file
             raise
+        if is_storage_error(error):
+            raise BucketFailure(
+                f"a checkpoint cannot be read now: {path}: {error}. Nothing was changed; the same "
+                "command tries again."
+            ) from error
         raise Unreadable(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise Unreadable(f"{path}: not a JSON object")

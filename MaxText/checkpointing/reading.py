@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import inspect
 import math
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.buckets.failures import BucketFailure, is_outage, is_refusal
+from MaxText.buckets.failures import BucketFailure, is_refusal, is_storage_error
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import array_checksums, first_difference, other_leaf
 from MaxText.checkpointing.description import Description, Unreadable, describe
@@ -30,6 +31,7 @@ _GUARD = "guard"
 # Bytes of arrays that are there in two formats at once while they are cast.
 _CAST_BYTES = 1 << 30
 _LONGEST_REASON = 300  # characters
+_WAITS = (1.0, 2.0, 4.0)  # seconds before storage that failed is asked again
 
 
 def as_dict(state: Any) -> dict[str, Any]:
@@ -43,11 +45,15 @@ def read_tree_description(stored: layout.Stored) -> dict[str, Any]:
 
     Raises:
       Unreadable: the description is damaged or missing.
+      BucketFailure: storage fails, also when asked again.
     """
     import orbax.checkpoint as ocp
 
-    with damage_is_unreadable():
-        return dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
+    def read() -> dict[str, Any]:
+        with damage_is_unreadable():
+            return dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
+
+    return read_again(read)
 
 
 def read_state(
@@ -204,23 +210,40 @@ def _groups(names: list[str], leaves: list[Any], formats: Mapping[str, np.dtype]
 def _restore(stored: layout.Stored, items: Any, arguments: Any) -> Any:
     import orbax.checkpoint as ocp
 
-    with (
-        damage_is_unreadable(),
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    ):
-        restored = checkpointer.restore(
-            stored.items,
-            args=ocp.args.PyTreeRestore(item=items, restore_args=arguments, partial_restore=True),
-        )
-        # Reading goes on behind the returned arrays; an error must surface here.
-        return jax.block_until_ready(restored)
+    wanted = ocp.args.PyTreeRestore(item=items, restore_args=arguments, partial_restore=True)
+
+    def read() -> Any:
+        with (
+            damage_is_unreadable(),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            # Reading goes on behind the returned arrays; an error must surface here.
+            return jax.block_until_ready(checkpointer.restore(stored.items, args=wanted))
+
+    return read_again(read)
+
+
+def read_again(read: Callable[[], Any]) -> Any:
+    """Calls `read`, again after each of _WAITS while storage fails.
+
+    Raises:
+      BucketFailure: storage fails for longer, or refuses.
+    """
+    for seconds in _WAITS:
+        try:
+            return read()
+        except BucketFailure as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(seconds)
+    return read()
 
 
 @contextlib.contextmanager
 def damage_is_unreadable() -> Iterator[None]:
     """Turns what Orbax and TensorStore raise on damaged files into Unreadable.
 
-    A bucket that does not answer is a BucketFailure: nothing is known about the files then.
+    Storage that fails is a BucketFailure: nothing is known about the files then.
     """
     previous_hook = sys.unraisablehook
 
@@ -236,16 +259,15 @@ def damage_is_unreadable() -> Iterator[None]:
         yield
     except (Unreadable, UserError):
         raise
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # a lack of memory says nothing about the files
+    except (MemoryError, jax.errors.JaxRuntimeError, ImportError):
+        raise  # says nothing about the files
     except Exception as error:  # Orbax raises that class itself, and others from damaged JSON
         time.sleep(0.3)  # for arrays on their way
-        refused = is_refusal(error)
-        if refused or is_outage(error):
+        if is_storage_error(error):
             raise BucketFailure(
                 f"a checkpoint cannot be read now: {_innermost(error)}. Nothing was changed; the "
                 "same command tries again.",
-                may_pass=not refused,
+                may_pass=not is_refusal(error),
             ) from error
         raise Unreadable(_innermost(error)) from error
     finally:

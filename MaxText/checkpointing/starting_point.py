@@ -161,17 +161,15 @@ def _resume(
         restored = None
         try:
             restored = checkpoints.restore(step, abstract_state, config_flat, show)
+            after = int(restored[0].step)
+            if after != step + 1:
+                restored, reason = None, f"it holds the state after step {after - 1}: renamed?"
         except description.Unreadable as error:
             reason = str(error)
         if on_all_processes(restored is not None):
             assert restored is not None
             state, position, metadata = restored
             first_step = step + 1
-            if int(state.step) != first_step:
-                raise UserError(
-                    f"{checkpoints.directory / str(step)} holds the state after "
-                    f"{int(state.step)} updates, not {first_step}: was the folder renamed?"
-                )
             checkpoints.resume_from(step)
             source = f"checkpoint of step {step}"
             folder = str(checkpoints.stored(step))

@@ -232,7 +232,11 @@ class Attention(Section):
         "a layer of kind none has a feed-forward alone. Empty: all global.",
     )
     sliding_window_size: int = key(
-        256, "Tokens that a token of a local layer sees, itself included.", unit="tokens", ge=1
+        256,
+        "Tokens that a token of a local layer sees, itself included; without a causal mask, also "
+        "as many after it.",
+        unit="tokens",
+        ge=1,
     )
     linear_attention_chunk: int = key(
         64, "Tokens that a linear layer multiplies at once. No effect on the result.",

@@ -8,6 +8,7 @@ mistake is reported in a fraction of a second.
 import dataclasses
 import datetime
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,8 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         else:
             chosen = typed["model_name"] if typed["model_name"] != "default" else ""
             stem = chosen or (config_path.stem if config_path else "run")
-            time = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
+            time = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+            time += f"-{secrets.token_hex(2)}"  # a sweep may start several runs in one second
             source = "model_name" if chosen else "the config file's name" if config_path else "run"
             set_derived("run_name", f"{stem}_{time}", f"from {source} and time of start")
     if not typed["base_output_directory"]:

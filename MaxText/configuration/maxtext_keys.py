@@ -124,7 +124,6 @@ UNAVAILABLE: dict[str, Absent] = {
     "num_slices": Absent("not needed: the slices are counted at start", "dcn_data_parallelism"),
     "shard_mode": Absent("always auto: the compiler places what the rules leave open"),
     "custom_mesh_and_rule": Absent("rules are given in the configuration", "logical_axis_rules"),
-    "allow_split_physical_axes": Absent("jax arranges the devices by its own default"),
     "shardy": Absent("jax's default partitioner is used"),
     # Batch, data, tokenizer
     "dataset_name": Absent(_NO_DOWNLOAD, "dataset_path"),

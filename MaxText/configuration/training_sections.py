@@ -258,6 +258,11 @@ class Mesh(Section):
     and multiply to their number. One of each may be -1, which fills (docs/meshes.md).
     """
 
+    allow_split_physical_axes: bool = key(
+        True,
+        "Split an axis of the TPU network over several mesh axes where no mesh keeps all of them "
+        "whole. false refuses such sizes.",
+    )
     ici_data_parallelism: int = _size(1, "Copies of the model inside a slice.")
     ici_pipeline_parallelism: int = key(
         1, "Stages of a pipeline, inside a slice, over which layers are split.", ge=1

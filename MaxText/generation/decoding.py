@@ -62,19 +62,24 @@ def decode(loaded: Loaded, write: Write) -> None:
 
 
 def choice_of(section: Decoding) -> Choice:
-    """How tokens are chosen, by the configuration."""
+    """Sampling settings of the chosen strategy; those of other strategies have no effect."""
+    settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
-    greedy = strategy == "greedy"
-    return Choice(
-        temperature=0.0 if greedy else section.decode_sampling_temperature,
-        top_k=section.decode_sampling_top_k,
-        nucleus_p=section.decode_sampling_nucleus_p,
-        min_p=section.decode_sampling_min_p,
-        typical_p=section.decode_sampling_typical_p,
-        eta=section.decode_sampling_eta,
-        entmax_alpha=section.decode_entmax_alpha,
-        repetition_penalty=section.repetition_penalty,
-    )
+    if strategy == "greedy":
+        return Choice(temperature=0.0, **settings)
+    settings["temperature"] = section.decode_sampling_temperature
+    if strategy in ("composite", "nucleus"):
+        settings["nucleus_p"] = section.decode_sampling_nucleus_p
+    if strategy == "composite":
+        settings |= {
+            "min_p": section.decode_sampling_min_p,
+            "typical_p": section.decode_sampling_typical_p,
+            "eta": section.decode_sampling_eta,
+            "entmax_alpha": section.decode_entmax_alpha,
+        }
+    if strategy in ("composite", "topk"):
+        settings["top_k"] = section.decode_sampling_top_k
+    return Choice(**settings)
 
 
 def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:

@@ -25,7 +25,8 @@ class Scoring:
 
     Attributes:
       causal: whether a token attends to itself and earlier tokens only.
-      window: W: a token sees those less than W away; None is all.
+      window: W: a query at i sees keys from i - W + 1 on, and up to i + W where attention is not
+        causal (the interval of GPT-Neo's mesh-tensorflow program); None is all.
       scale: multiplies products of queries and keys; None is 1 / sqrt(H).
       soft_cap: c of c * tanh(score / c); 0 is off.
       slopes_N: float32, what scores of each query head lose for every token of distance (ALiBi).
@@ -44,7 +45,7 @@ class Scoring:
         seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is None:
             return seen
-        return seen & (jnp.abs(distance) < self.window)
+        return seen & (distance < self.window) & (distance >= -self.window)
 
 
 def softmax_attention(

@@ -22,6 +22,8 @@ class Context:
       rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
       dropout_key: None switches dropout off.
       training: whether weights are being trained; experts then have another capacity.
+      drops_tokens: whether experts may drop tokens beyond their capacity. Not where texts are
+        scored: their padding would decide which.
       layer: number of the layer that reads this, from 0; None outside of layers.
       attention_kind: of that layer.
       slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
@@ -36,6 +38,7 @@ class Context:
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout_key: jax.Array | None = None
     training: bool = False
+    drops_tokens: bool = True
     layer: jax.Array | int | None = None
     attention_kind: AttentionKind = "global"
     slopes_N: jax.Array | None = None

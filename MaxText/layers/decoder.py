@@ -104,6 +104,7 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         *,
         training: bool = False,
+        drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """From tokens to the last normalised hidden state.
 
@@ -111,6 +112,7 @@ class Decoder(nnx.Module):
           batch: reads tokens, positions and segments.
           dropout_key: None switches dropout off.
           training: whether weights are being trained.
+          drops_tokens: whether experts may drop tokens beyond their capacity.
 
         Returns:
           h_BTD, and the losses of all layers, summed over layers and tokens.
@@ -125,6 +127,7 @@ class Decoder(nnx.Module):
             slopes_N=self._slopes(),
             dropout_key=dropout_key,
             training=training,
+            drops_tokens=drops_tokens,
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         kinds, period = self.section.attention_kinds, self.section.attention_period

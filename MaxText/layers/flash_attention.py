@@ -215,14 +215,21 @@ def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> 
 
     Args:
       length: a multiple of TILE.
-      window: keys a query may see to each side, itself included; None is all of them.
+      window: see Scoring; None is all keys.
     """
     block = block_of(length)
     num_blocks = length // block
-    # Of blocks so far away, the nearest query and key stand (far - 1) * block + 1 tokens apart.
-    reach = num_blocks - 1 if window is None else (window - 2) // block + 1
-    before = sum(num_blocks - far for far in range(1, min(reach, num_blocks - 1) + 1))
-    return float((num_blocks + (1 if causal else 2) * before) * block) / num_blocks
+
+    def blocks_within(reach: int | None) -> int:
+        """Pairs of blocks to one side, up to `reach` tokens away."""
+        # Of blocks so far away, the nearest query and key stand (far - 1) * block + 1 tokens apart.
+        farthest = num_blocks - 1 if reach is None else (reach - 1) // block + 1
+        return sum(num_blocks - far for far in range(1, min(farthest, num_blocks - 1) + 1))
+
+    pairs = num_blocks + blocks_within(None if window is None else window - 1)
+    if not causal:
+        pairs += blocks_within(window)
+    return float(pairs * block) / num_blocks
 
 
 def _kernel_of(
@@ -256,7 +263,7 @@ def _splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     if window is not None:
-        mask = masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+        mask = masks.LocalMask(shape, (window - 1, 0 if causal else window), 0)
     else:
         mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     block = block_of(shape[0] // num_length_parts)

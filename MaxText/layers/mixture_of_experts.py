@@ -118,7 +118,7 @@ class MixtureOfExperts(nnx.Module):
         batch, length, width = x_BTD.shape
         factor = section.capacity_factor if context.training else section.eval_capacity_factor
         group, capacity = places(section, length, factor)
-        if context.generates:
+        if context.generates or not context.drops_tokens:
             factor, capacity = self._without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x, jnp.dtype(jnp.float32))

@@ -163,7 +163,7 @@ class _Ring:
         window, last = self.scoring.window, self.num_parts - 1
         if window is None:
             return range(self.num_parts)
-        reach = min(-(-(window - 1) // self.length), last)
+        reach = min(-(-(window - self.scoring.causal) // self.length), last)
         if self.scoring.causal:
             return range(reach + 1)
         return range(-reach, reach + 1) if 2 * reach <= last else range(self.num_parts)
@@ -331,7 +331,7 @@ class _Ring:
         farthest = (own - part) * self.length + (self.length - 1)
         seen = farthest >= 0 if self.scoring.causal else True
         if (window := self.scoring.window) is not None:
-            seen = seen & (nearest < window) & (farthest > -window)
+            seen = seen & (nearest < window) & (farthest >= -window)
         return jax.lax.cond(seen, whole, lambda states: states, states)
 
     def _meet_own(self, fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:

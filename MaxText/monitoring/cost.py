@@ -79,9 +79,10 @@ class ModelCost:
         sgu = 0
         if attention.static_sgu:
             sgu = attention.static_sgu_kernel * d.emb_dim // 2 * self._activation_bytes
+        window = min(attention.sliding_window_size, self.count.sequence_length)
         of_kind = {
             "global": attention.num_mem_kv * of_a_place + sgu,
-            "local": attention.sliding_window_size * of_a_place + sgu,
+            "local": window * of_a_place + sgu,
             "linear": sums + sgu,
             "none": 0,
         }

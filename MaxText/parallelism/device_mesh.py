@@ -6,6 +6,8 @@ are cut into that many equal parts in the order of their processes: the processe
 machines then stand for slices.
 """
 
+import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ from jax.experimental import mesh_utils
 from MaxText.configuration.axis_rules import MESH_AXES, size_key
 from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 
 class MeshSizes(NamedTuple):
@@ -65,12 +69,39 @@ def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
     """
     sizes = mesh_sizes(section, devices)
     slices = [
-        mesh_utils.create_device_mesh(sizes.within, part) for part in _slices(section, devices)
+        _arranged_slice(sizes.within, part, section.allow_split_physical_axes)
+        for part in _slices(section, devices)
     ]
     blocks = np.stack(slices).reshape(*sizes.across, *sizes.within)
     rank = len(MESH_AXES)
     order = [dim for axis in range(rank) for dim in (axis, rank + axis)]
     return blocks.transpose(order).reshape(sizes.total)
+
+
+def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
+    """The devices of a slice in the form of its mesh.
+
+    Each mesh axis takes whole axes of the physical network where that is possible. Otherwise
+    physical axes are split, and where jax knows no such arrangement either, the devices are laid
+    out in their order: slower collectives, but every mesh whose sizes multiply builds.
+
+    Raises:
+      UserError: no arrangement keeps physical axes whole, and `allow_split` is false.
+    """
+    for options in ({}, {"allow_split_physical_axes": True}):
+        if options and not allow_split:
+            raise UserError(
+                f"no mesh of sizes {' x '.join(str(size) for size in sizes if size > 1)} keeps "
+                "the axes of this machine's network whole. Choose other sizes, or set "
+                "allow_split_physical_axes=true."
+            )
+        with contextlib.suppress(NotImplementedError):
+            arranged = mesh_utils.create_device_mesh(sizes, devices, **options)
+            if options:
+                _log.warning("mesh %s: physical axes of the network are split", sizes)
+            return arranged
+    _log.warning("mesh %s does not follow the network: devices are in their order", sizes)
+    return np.array(devices).reshape(sizes)
 
 
 def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""SIGTERM, and other notices that this machine goes away: the run saves at a step's end and stops.
+"""SIGTERM, Ctrl-C, and notices that this machine goes away: save at the end of a step and stop.
 
 Imports no jax: the handler must be in place before jax starts.
 """
@@ -10,10 +10,12 @@ import socket
 import sys
 import threading
 
-from MaxText.exit_codes import PREEMPTED
+from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 
 # What a shell reports of a process that SIGTERM has ended.
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+# After Ctrl-C before the first step, for what the main thread is doing, which may not be Python.
+_SECONDS_TO_END = 2.0
 
 
 class StopSignal:
@@ -33,12 +35,17 @@ class StopSignal:
                 save(step)                      # if it was not just saved
                 break                           # close checkpoints; exit_codes.PREEMPTED
 
-    The first SIGTERM before the first call of `requested` ends the process at once with
-    exit_codes.PREEMPTED: there is nothing to save yet. So does a second one at any time, with 143.
+    The first signal before the first call of `requested` ends the process with `exit_code`: there
+    is nothing to save yet. So does a second one at any time, at once; SIGTERM then with 143. Ctrl-C
+    is a KeyboardInterrupt before the first step, and in a run of several processes.
+
+    Attributes:
+      exit_code: exit_codes.INTERRUPTED after Ctrl-C, else exit_codes.PREEMPTED.
     """
 
     def __init__(self):
         """Use `install`."""
+        self.exit_code = PREEMPTED
         self._received = 0
         self._in_loop = False
         self._calls = 0
@@ -47,18 +54,24 @@ class StopSignal:
 
     @classmethod
     def install(cls) -> "StopSignal":
-        """Takes over SIGTERM. Call it on the main thread, before `start_up.connect`."""
+        """Takes over SIGTERM and Ctrl-C, except those that whoever started us ignores.
+
+        Call it on the main thread, before `start_up.connect`.
+        """
         stop = cls()
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-            return stop  # whoever started us wants it so
+        handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
+        taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
+        if not taken:
+            return stop
         # A handler in Python runs only when the main thread runs Python, which it does not while it
         # waits for a device. So a thread reads the number that the C handler writes here.
         reading, writing = socket.socketpair()
         writing.setblocking(False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        for number in taken:
+            signal.signal(number, handlers[number])
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         threading.Thread(
-            target=stop._listen, args=(reading, writing), daemon=True, name="SIGTERM"
+            target=stop._listen, args=(reading, writing), daemon=True, name="signals"
         ).start()
         return stop
 
@@ -103,18 +116,47 @@ class StopSignal:
         # Both ends are kept by this thread, or they would be closed when the caller returns.
         while numbers := reading.recv(64):
             for number in numbers:
-                if number == signal.SIGTERM:
-                    self._take()
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self._take(number)
 
-    def _take(self) -> None:
+    def _take(self, number: int) -> None:
+        by_user = number == signal.SIGINT
+        name = "Ctrl-C" if by_user else "SIGTERM"
         self._received += 1
         if self._received > 1:
-            _say("a second SIGTERM: stopping at once")
-            os._exit(_ENDED_BY_SIGTERM)
+            _say(f"second {name}: stopping at once")
+            os._exit(INTERRUPTED if by_user else _ENDED_BY_SIGTERM)
+        if by_user:
+            self.exit_code = INTERRUPTED
         if not self._in_loop:
-            _say("SIGTERM before the first update: stopping, there is nothing to save")
-            os._exit(PREEMPTED)
-        _say("SIGTERM: saving and stopping after this update; a second one stops at once")
+            _say(f"{name} before the first step: stopping, there is nothing to save")
+            if not by_user:
+                os._exit(PREEMPTED)
+            last_resort = threading.Timer(_SECONDS_TO_END, os._exit, (INTERRUPTED,))
+            last_resort.daemon = True
+            last_resort.start()
+        elif by_user and self._several:
+            _say("Ctrl-C: stopping without saving; SIGTERM saves in a run of several processes")
+        else:
+            _say(f"{name}: saving and stopping after this step; a second one stops at once")
+
+    def _interrupt(self, *_: object) -> None:
+        """Python's handler of Ctrl-C; `_take` has heard of it too."""
+        if self._several or not self._in_loop:
+            raise KeyboardInterrupt
+
+    def summary(self, saved: int | None, run_name: str) -> str:
+        """Says what is saved and how to resume.
+
+        Args:
+          saved: step of the newest checkpoint; None without any.
+        """
+        how = "Interrupted" if self.exit_code == INTERRUPTED else "Preempted"
+        if saved is None:
+            return f"{how}. No checkpoint was saved."
+        return (
+            f"{how}. Saved: step {saved}. Run the same command with run_name={run_name} to resume."
+        )
 
 
 def _has_service() -> bool:

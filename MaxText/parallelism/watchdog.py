@@ -194,7 +194,9 @@ class Watchdog:
             now = time.monotonic()
             # Time in which nobody ran, this thread included (Ctrl-Z, a machine that slept), is not
             # the fault of the loop.
-            self._progress += max(0.0, now - before - 2 * self._period - 1.0)
+            suspended = now - before - 2 * self._period - 1.0
+            if suspended > 0:  # else a concurrent `enter` of the main thread could be undone
+                self._progress += suspended
             before = now
             phase, step, _ = self._phase
             silent = now - self._progress

@@ -190,7 +190,7 @@ def _read_places(
     """-log p of the targets at the places, and whether they are the likeliest ids: [B, C] each."""
     decoder = model.merge(params)
     batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
-    h_BTD, _ = decoder.hidden(batch)
+    h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
     pointers = decoder.pointers(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, places_BC[..., None], axis=1)
     h_BCD = constrain(h_BCD, *HIDDEN)

@@ -1,5 +1,7 @@
 """What a run leaves in its folder when it is done, beside its records and checkpoints."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,14 +36,25 @@ def leave_results(
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder
     if config.decoding.sample_tokens and tokenizer is not None:
-        from MaxText.generation.sampling import write_sample
+        with _optional("sample", line):
+            from MaxText.generation.sampling import write_sample
 
-        text = write_sample(model, params, layout, config, tokenizer, run_folder)
-        # Its time is part of the finish, which the last row tells.
-        records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
-        line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+            text = write_sample(model, params, layout, config, tokenizer, run_folder)
+            # Its time is part of the finish, which the last row tells.
+            records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
+            line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
     if config.monitoring.loss_curve and jax.process_index() == 0:
-        from MaxText.monitoring.loss_curve import draw_loss_curve
+        with _optional("loss curve", line):
+            from MaxText.monitoring.loss_curve import draw_loss_curve
 
-        records.events.flush()
-        line(f"Loss curve: {draw_loss_curve(run_folder)}")
+            records.events.flush()
+            line(f"Loss curve: {draw_loss_curve(run_folder)}")
+
+
+@contextlib.contextmanager
+def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
+    """Turns a failure of an optional output into a warning: the run itself is complete."""
+    try:
+        yield
+    except Exception as error:
+        line(f"!!! WARNING: the {what} could not be made: {error}")

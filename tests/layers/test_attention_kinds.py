@@ -45,9 +45,8 @@ def distances(length):
 def test_a_window_is_a_mask(window, length, causal):
     q, k, v, segments = projected(length)
     gaps = distances(length)
-    mask = np.abs(gaps) < window
-    if causal:
-        mask &= gaps >= 0
+    # (i - w, i] or (i - w, i + w], as GPT-Neo's mesh-tensorflow program has it.
+    mask = (gaps < window) & (gaps >= (0 if causal else -window))
     mask = mask[None] & (segments[:, :, None] == segments[:, None])
     slopes = alibi.slopes(N)
     scoring = Scoring(causal=causal, window=window, slopes_N=jnp.asarray(slopes), scale=0.3)

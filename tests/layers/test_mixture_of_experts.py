@@ -95,6 +95,18 @@ def test_outside_of_training_no_token_is_left_out():
     np.testing.assert_allclose(y[0], by_hand(weights, x[0].astype(np.float64))[0], atol=1e-4)
 
 
+def test_scored_tokens_do_not_depend_on_padding():
+    _, model, params = case(eval_capacity_factor=0.5)
+    module, _ = layer_of(model, params)
+    x = np.random.default_rng(0).normal(size=(1, 16, 32)).astype(np.float32)
+    whole, short = (
+        module(jnp.asarray(part), Context(drops_tokens=False))[0] for part in (x, x[:, :9])
+    )
+    np.testing.assert_allclose(whole[:, :9], short, atol=1e-5)
+    dropped = module(jnp.asarray(x), Context())[0]
+    assert np.abs(dropped - whole).max() > 1e-3
+
+
 def test_an_even_router_has_load_balance_one():
     _, model, params = case()
     module, _ = layer_of(model, params)

@@ -196,3 +196,44 @@ def test_the_rows_that_a_process_reads(held, shares):
 def test_one_process_reads_all_rows():
     layout = Layout(make_mesh(Mesh(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
     assert layout.share_of_batch() == (0, 1)
+
+
+def tpu_slice(kind, *shape):
+    """Devices of a TPU slice, with the coordinates that jax arranges them by."""
+    return [
+        device(
+            index, platform="tpu", device_kind=kind, core_on_chip=0, coords=coords[::-1],
+            slice_index=0,
+        )
+        for index, coords in enumerate(np.ndindex(*shape[::-1]))
+    ]  # fmt: skip
+
+
+TPU_SLICES = [
+    ("TPU v5 lite", (4, 4, 1)),
+    ("TPU v5 lite", (16, 16, 1)),
+    ("TPU v6 lite", (8, 8, 1)),
+    ("TPU v5", (4, 4, 4)),
+    ("TPU v5", (8, 8, 8)),
+    ("TPU v4", (4, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape"), TPU_SLICES, ids=str)
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipeline"])
+def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
+    devices = tpu_slice(kind, *shape)
+    size = 2
+    while size <= min(len(devices), 64):
+        section = Mesh(**{f"ici_{axis}_parallelism": size})
+        found = arranged(section, devices)
+        assert sorted(each.id for each in found.flat) == list(range(len(devices)))
+        size *= 2
+    both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
+    assert arranged(both, devices).size == len(devices)
+
+
+def test_axes_of_the_network_are_not_split_where_the_user_says_so():
+    section = Mesh(ici_tensor_parallelism=2, allow_split_physical_axes=False)
+    with pytest.raises(UserError, match="allow_split_physical_axes=true"):
+        arranged(section, tpu_slice("TPU v5 lite", 16, 16, 1))

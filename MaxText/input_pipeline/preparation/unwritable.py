@@ -16,6 +16,8 @@ def cannot_write(place: object, error: OSError) -> UserError:
       place: the folder; the file that the error names is shown instead where it names one.
       error: of the system, or of a library that gives its words only.
     """
+    if isinstance(error, BrokenPipeError):
+        raise error  # of the terminal's reader, such as `head`, and not of the place
     reason = error.strerror or str(error)
     if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
         remedy = "Make room or choose another dataset_path"
