@@ -10,8 +10,13 @@ import yaml
 from MaxText.configuration import values
 from MaxText.configuration.problems import Problem, nearest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = REPOSITORY / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = _PACKAGE.parent
+# A wheel holds the configs inside the package, a clone beside it.
+SHIPPED = next(
+    (folder for folder in (_PACKAGE / "configs", REPOSITORY / "configs") if folder.is_dir()),
+    REPOSITORY / "configs",
+)
 BASE_YML = SHIPPED / "base.yml"
 MODELS = SHIPPED / "models"
 DECODER_BLOCKS = SHIPPED / "decoder_blocks"
