@@ -43,7 +43,13 @@ def main() -> int:
     if "--" in arguments:
         position = arguments.index("--")
         arguments, of_train = arguments[:position], arguments[position + 1 :]
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}. Arguments of train.py follow --, as in "
+            "launch.py local 2 -- configs/quickstart.yml steps=1000"
+        )
     start = {"local": _local, "gcloud": _gcloud, "slurm": _slurm}[options.where]
     with command_line.ending_well():
         code = start(options, of_train)
@@ -79,7 +85,7 @@ def _gcloud(options: argparse.Namespace, of_train: Sequence[str]) -> int:
     commands = Commands(show, dry_run=options.dry_run)
     tpu = TpuVm(
         options.name, options.zone, options.project, options.type, options.version, options.spot,
-        Retry(options.tries, options.retry_seconds),
+        Retry(options.tries, options.retry_seconds), tuple(options.gcloud),
     )  # fmt: skip
     launch = TpuVmLaunch(tpu, commands)
     if "run" in options.actions and not of_train:
@@ -143,6 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     gcloud.add_argument("--type", default="", help="of the accelerator, as v5p-32")
     gcloud.add_argument("--version", default="", help="of the runtime")
     gcloud.add_argument("--spot", action="store_true", help="preemptible, cheaper")
+    gcloud.add_argument(
+        "--gcloud", action="append", default=[], metavar="FLAG",
+        help="a further flag of create and queue, as --gcloud=--service-account=NAME",
+    )  # fmt: skip
     gcloud.add_argument("--tries", type=_positive, default=100, help="while nothing is free")
     gcloud.add_argument("--retry-seconds", type=float, default=60.0)
     gcloud.add_argument("--lines", type=_positive, default=50, help="of logs")
@@ -171,22 +181,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    return _at_least(1, text)
 
 
 def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = None
+    if number is None or number < least:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, not {text}")
     return number
-
-
-# argparse names the function in its messages.
-_positive.__name__ = "number from 1"
-_not_negative.__name__ = "number from 0"
 
 
 if __name__ == "__main__":

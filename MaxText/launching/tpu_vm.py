@@ -12,6 +12,8 @@ from typing import NamedTuple
 from MaxText.configuration.config_files import REPOSITORY
 from MaxText.errors import UserError
 from MaxText.launching.commands import Commands, Retry
+from MaxText.parallelism.cluster import NUM_DEVICES_VARIABLE
+from MaxText.planning.hardware import find
 
 # On each host, below the home folder.
 FOLDER = "maxtext"
@@ -32,6 +34,7 @@ class TpuVm(NamedTuple):
       version: of the runtime; for create and queue.
       spot: cheaper, and taken away at any time.
       retry: while there is no capacity.
+      flags: further ones of gcloud, for create and queue.
     """
 
     name: str
@@ -41,6 +44,7 @@ class TpuVm(NamedTuple):
     version: str = ""
     spot: bool = False
     retry: Retry = Retry(1, 60.0)
+    flags: tuple[str, ...] = ()
 
 
 class TpuVmLaunch:
@@ -65,6 +69,7 @@ class TpuVmLaunch:
                 f"--accelerator-type={tpu.accelerator_type}",
                 f"--version={tpu.version}",
                 *spot,
+                *tpu.flags,
             ],
             retry=tpu.retry,
         )
@@ -81,6 +86,7 @@ class TpuVmLaunch:
                     f"--accelerator-type={tpu.accelerator_type}",
                     f"--runtime-version={tpu.version}",
                     *spot,
+                    *tpu.flags,
                 ],
                 retry=tpu.retry,
             )
@@ -127,6 +133,7 @@ class TpuVmLaunch:
           max_restarts: of each host, in a row without a new checkpoint.
         """
         launch = [
+            *self._expected_devices(),
             ".venv/bin/python", "MaxText/launch.py", "local", "1", "--supervise",
             f"--max-restarts={max_restarts}", f"--logs={_LOGS}", "--", *arguments,
         ]  # fmt: skip
@@ -137,6 +144,14 @@ class TpuVmLaunch:
             f"(nohup {shlex.join(launch)} >> {_LOGS}/launch.log 2>&1 < /dev/null & "
             f"echo $! > {_LOGS}/pid)"
         )
+
+    def _expected_devices(self) -> list[str]:
+        """Sets the number of jax devices for the run, where --type tells it."""
+        try:
+            number = find(self._tpu.accelerator_type).num_devices
+        except UserError:  # not given, or newer than the table
+            return []
+        return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]
 
     def logs(self, lines: int, follow: bool, worker: str) -> None:
         """Shows the end of what the hosts print."""

@@ -67,7 +67,9 @@ def test_slurm(tmp_path, users_environment):
     ("arguments", "message"),
     [
         (["local", "2", "--", "quickstart.yml", "stepss=3"], "stepss"),
-        (["local", "0", "--", "quickstart.yml"], "number from 1"),
+        (["local", "0", "--", "quickstart.yml"], "N: must be an integer of at least 1, not 0"),
+        (["local", "two", "--", "quickstart.yml"], "N: must be an integer of at least 1, not two"),
+        (["local", "2", "configs/quickstart.yml"], "Arguments of train.py follow --"),
         (["gcloud", "run", "--name=p", "--zone=z", "--dry-run"], "after --"),
         (["gcloud", "stop", "--name=p", "--zone=z", "--dry-run", *RUN], "for the action run"),
         (["gcloud", "create", "--name=p", "--zone=z", "--dry-run"], "--type and --version"),

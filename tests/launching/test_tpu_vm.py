@@ -48,6 +48,22 @@ def test_creating_waits_for_capacity(gcloud, launch, shown):
     assert "nothing is free: try 2 of 3 in 0 s" in shown
 
 
+@pytest.mark.parametrize("action", ["create", "queue"])
+def test_further_flags_reach_gcloud(gcloud, launch, shown, action):
+    flags = ("--service-account=me", "--scopes=cloud-platform", "--network=n")
+    getattr(launch(dry_run=True, flags=flags), action)()
+    assert shlex.split(shown[0])[-3:] == list(flags)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sets"), [("v5p-32", "=16 "), ("v5litepod-16", "=16 "), ("v3-8", "=8 "), ("", "")]
+)
+def test_a_run_expects_the_devices_of_its_type(launch, shown, kind, sets):
+    launch(dry_run=True, accelerator_type=kind).run(["a.yml"], 3)
+    assert (f"env MAXTEXT_NUM_DEVICES{sets}" in shown[0]) == bool(sets)
+    assert ("MAXTEXT_NUM_DEVICES" in shown[0]) == bool(sets)
+
+
 @pytest.mark.parametrize(
     ("errors", "calls"),
     [
