@@ -77,7 +77,7 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
             "per_device_batch_size, or a higher sharding_tolerance."
         )
     keys = " ".join(command((), smallest, config)) or "the configuration as it is"
-    raise UserError(
+    raise NothingFits(
         f"nothing fits {hardware.describe()}: the least that is needed is "
         f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}; there "
         f"are {hardware.memory / 1e9:.1f} GB. Take more devices, a smaller model, or an optimizer "
@@ -85,11 +85,18 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
     )
 
 
+class NothingFits(UserError):
+    """No mesh, microbatch and remat policy fits; the exit code is that of a plan that does not."""
+
+    exit_code = 1
+
+
 def words(plan: Plan, config: Config) -> dict[str, str]:
     """The keys that make a plan of `config`, as they are typed."""
     changed = differences(flat(config), flat(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
-    return {name: changed[name][1] for name in searched if name in changed}
+    # Quotes that YAML needs, the command line does not.
+    return {name: changed[name][1].strip('"') for name in searched if name in changed}
 
 
 def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:

@@ -227,8 +227,9 @@ def test_what_cannot_fit_is_said(monkeypatch):
     place = find("2xH100")
     monkeypatch.setattr(type(place), "memory", 1000.0)
     config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)
-    with pytest.raises(UserError, match="nothing fits 2 x H100: the least"):
+    with pytest.raises(UserError, match="nothing fits 2 x H100: the least") as refused:
         fitting(config, place, peak_of(place))
+    assert refused.value.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,12 @@ def test_the_program(users_environment):
                   "in the middle", "cost", "1B tokens"):  # fmt: skip
         assert shown in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 130
+
+
+def test_proposed_keys_need_no_quotes():
+    planned = plan_of("1xH100", remat_policy="none")
+    config = tiny_config(remat_policy="full")
+    assert "remat_policy=none" in command((), planned, config)
 
 
 def test_the_program_refuses_what_it_does_not_know(users_environment):
