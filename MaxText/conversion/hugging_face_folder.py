@@ -53,7 +53,8 @@ def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+        shown = path if len(path.name) < 256 else path.with_name(f"{path.name[:40]}...")
+        raise UserError(f"{shown} cannot be read: {error.strerror}.") from error
 
 
 def is_folder(path: str) -> bool:
@@ -160,7 +161,7 @@ class TensorFiles:
                             "below it are read: copy the folder again from where you trust."
                         )
                     by_file.setdefault(self.folder / str(file), []).append(tensor)
-                if absent := [file for file in by_file if not file.is_file()]:
+                if absent := [file for file in by_file if not is_file(file)]:
                     raise UserError(
                         f"{absent[0]} is missing, which {index.name} names"
                         + (f", and {len(absent) - 1} more files" if len(absent) > 1 else "")

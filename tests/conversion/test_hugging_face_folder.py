@@ -74,6 +74,14 @@ def test_an_index_that_leads_out_of_its_folder(folder):
             FolderWeights(folder)
 
 
+def test_an_index_with_a_name_that_no_file_can_have(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "x" * 300 + ".safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=rf"/{'x' * 40}\.\.\. cannot be read: File name too long"):
+        TensorFiles(folder)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
 def test_a_file_cut_short(folder, kept):
     path = folder / "model.safetensors"

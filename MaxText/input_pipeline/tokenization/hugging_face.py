@@ -94,7 +94,18 @@ class HuggingFaceTokenizer(TextTokenizer):
 
     def _ids_by_definition(self, text: str) -> np.ndarray:
         # The call for batches is the one that leaves out character offsets, which cost time.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except BaseException as error:
+            # What Rust's panics become is no Exception and has no importable name.
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"{self.entry.origin} cannot encode a text of {len(text):,} characters: the "
+                f"tokenizers library gave up ({reason}). A regular expression of its "
+                "pre_tokenizer may need exponential time. Give another tokenizer_path."
+            ) from error
         return np.array(encoding.ids, np.uint32)
 
     def use_definition(self) -> None:

@@ -216,3 +216,12 @@ def test_a_file_without_permission(tmp_path):
     (folder / "tokenizer.json").chmod(0)
     with pytest.raises(UserError, match="Permission denied"):
         load_tokenizer(str(folder))
+
+
+def test_a_regular_expression_of_exponential_time_is_one_message(tmp_path):
+    plain = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    plain.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    plain.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"cannot encode a text of 41 characters.*exponential time"):
+        tokenizer.encode(["a" * 40 + "b"])
