@@ -300,7 +300,9 @@ def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
 
 def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
     """Lines about the sources: what each is, its share and its passes over `num_rows` rows."""
-    lines = [source.data.description for source in opened]
+    lines = []
+    for source in opened:
+        lines += [source.data.description, *_padding(data, source)]
     if len(opened) > 1:
         shares = weights(data, opened)
         for source, share in zip(opened, shares, strict=True):
@@ -311,3 +313,18 @@ def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> st
                 line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
             lines.append(line)
     return "\n".join(lines)
+
+
+def _padding(data: Data, source: OpenedSource) -> list[str]:
+    """A line where more than 1 % of the positions are padding."""
+    windows = source.rows.windows
+    if windows.padding_share <= 0.01:
+        return []
+    line = f"padding: {windows.padding_share:.1%} of the positions of {source.entry.location}"
+    if not data.packing:
+        return [f"{line}; packing=true packs documents"]
+    return [
+        f"warning: {line}: records of equal length are sequences of their own and are not packed, "
+        f"whatever packing says. Set max_target_length (now {windows.length}) to the length of a "
+        "record, or a divisor of it."
+    ]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -295,6 +296,24 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     neox = data.model_copy(update={"megatron_order": "gpt_neox"})
     with pytest.raises(UserError, match="has labels, whose rows are read as they are"):
         open_train(neox, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packing", "says"),
+    [
+        ([9, 9, 9], True, "padding: 50.0% of the positions of .*whatever packing says. Set max_"),
+        ([9, 9, 9], False, "padding: 50.0% of the positions of .*packing=true packs documents"),
+        ([17, 17, 17], True, ""),
+        ([9, 30, 5], True, ""),
+    ],
+)
+def test_padding_is_reported(sizes, packing, says, tmp_path):
+    path = tmp_path / "train.tfrecord"
+    token_files.write_tfrecord(path, numbered_documents(sizes))
+    data = data_keys(path, packing=packing, data_cache_dir=str(tmp_path / "cache"))
+    description = open_train(data, batch=1).description
+    assert re.search(says, description)
+    assert ("padding:" in description) == bool(says)
 
 
 def test_a_bad_record_that_is_met_again_counts_once(tmp_path):

@@ -64,10 +64,13 @@ class Windows(abc.ABC):
         fills n - 1 places on its own.
       has_documents: whether rows carry positions and segments.
       has_own_order: whether windows come in an order that shuffling must not change.
+      padding_share: of the positions of all windows, those without a target because nothing is
+        packed; 0 where documents are.
     """
 
     joined = True
     has_own_order = False
+    padding_share = 0.0
 
     def __init__(self, data: TokenData, cutting: Cutting):
         self.data = data
@@ -334,6 +337,8 @@ class DocumentWindows(Windows):
         if cutting.truncate:
             counts = np.minimum(counts, 1)
         self._first_window = np.concatenate([[0], np.cumsum(counts)])
+        num_targets = np.minimum(np.maximum(sizes, 0), counts * self.length).sum()
+        self.padding_share = 1 - float(num_targets) / max(len(self) * self.length, 1)
 
     def _single_documents(self) -> bool:
         return True
