@@ -53,6 +53,7 @@ def train(config, stop: StopSignal) -> int:
       stop: says when the machine is about to go away.
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
+    from MaxText.checkpointing import run_lock
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
@@ -80,6 +81,8 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.parallelism import compilation_cache, mesh
 
     devices = start_up.find_devices(run.hardware)
+    if jax.process_index() == 0:
+        run_lock.hold(run_folder)
     watchdog = Watchdog(
         run_folder, guard.heartbeat_timeout, jax.process_index(), jax.process_count()
     ).start()

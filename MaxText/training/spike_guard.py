@@ -25,9 +25,9 @@ _LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
 # Nats below which shares of the loss say little: where text is known by heart, one row that is not
 # multiplies it.
 _SMALL_LOSS = 1.0
-# Nats that the loss of one of the first steps may lie above the median so far, or the median itself
-# if that is more. Early losses vary widely, and a skipped step that was sound is met again by every
-# step after it, so only a learning rate that explodes exceeds this.
+# Nats, or the median itself if that is more, that the loss of one of the first steps may lie above
+# the median so far. Early losses vary widely, and if a sound step is skipped, so is every later one:
+# only a learning rate that explodes may exceed this.
 _EARLY_LOSS_RISE = 4.0
 # Of normal noise, sigma is so many times the median absolute deviation.
 _SIGMA = 1.4826

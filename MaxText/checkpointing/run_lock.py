@@ -1,0 +1,65 @@
+"""One process at a time owns a run folder: `hold`. Imports no jax.
+
+The kernel drops the lock of a process that dies, however it dies, so a lock left behind is free.
+"""
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+
+from etils import epath
+
+from MaxText.buckets.paths import is_bucket
+from MaxText.errors import UserError
+
+_FILE = ".lock"
+_SECONDS_FOR_AN_OLD_OWNER = 3.0  # that was killed, to be gone
+
+
+def hold(run_folder: epath.Path) -> None:
+    """Locks a run folder until this process ends. Process 0 of a run calls it.
+
+    Folders in buckets, and file systems without locks, are not locked.
+
+    Raises:
+      UserError: another process holds it; names host, process and start time.
+    """
+    if is_bucket(run_folder):
+        return
+    path = run_folder / _FILE
+    # Left open on purpose: closing it would give up the lock.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # Nor may a child that outlives this process keep it.
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    deadline = time.monotonic() + _SECONDS_FOR_AN_OLD_OWNER
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a file system without locks
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
+        raise UserError(
+            f"the run folder {run_folder} is in use by {_described(holder)}. Wait for it, stop it, "
+            "or choose another run_name."
+        )
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _described(holder: str) -> str:
+    try:
+        facts = json.loads(holder)
+        return f"process {facts['process']} on {facts['host']}, started {facts['started']}"
+    except (ValueError, LookupError, TypeError):
+        return "another process"
