@@ -26,7 +26,7 @@ _LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
 # multiplies it.
 _SMALL_LOSS = 1.0
 # Nats, or the median itself if that is more, that the loss of one of the first steps may lie above
-# the median so far. Early losses vary widely, and if a sound step is skipped, so is every later one:
+# the median so far. Early losses vary widely, and after a sound step is skipped, others follow:
 # only a learning rate that explodes may exceed this.
 _EARLY_LOSS_RISE = 4.0
 # Of normal noise, sigma is so many times the median absolute deviation.
