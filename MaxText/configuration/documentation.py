@@ -46,14 +46,18 @@ Last wins:
   `configs/gpt2.yml`, `MaxText/configs/gpt2.yml` and `gpt2.yml` all work from any folder.
 - `base_config: FILE` in a YAML file inherits another file, looked up next to it first.
 - `model_name=NAME` lays `configs/models/NAME.yml` over the config file; it may be set anywhere.
+  Keys written in the file that names the preset beat it.
 - `decoder_block: NAME` takes the part choices of `configs/decoder_blocks/NAME.yml` as defaults.
 - A value of `configs/base.yml` that equals the schema's default ranks as the default, so
   `base_config: base.yml` never beats a decoder_block's choices.
 - Values are YAML: `true`, `3e-5`, `[a, b]`; `none` is null; `key=` is the empty text. A text key
   takes what was typed as it is, so `run_name=123` and `prompt=yes` need no quotes.
 - `logical_axis_rules`: rules given replace all rules of those names and leave the others.
-- A key that has no effect under the chosen parts is an error where it was set on purpose
-  (config file, environment, command line), unless a stronger layer made that choice.
+- A key that has no effect under the chosen parts prints a `warning:` (keys of the model) or a
+  `note:` (others) where it was set on purpose (config file, environment, command line), unless a
+  stronger layer made that choice. `strict_config=true` refuses it.
+- Several config files are laid over each other, the last one wins; so does the last value of a key
+  that is given twice on the command line. `--key=value` and `--key value` are `key=value`.
 - `config.yml` in the folder of a run holds `schema_version` and every resolved key. Given as the
   config file it restores that configuration: its `model_name` preset is not laid over it again.
 

@@ -56,7 +56,7 @@ def _moments(config: Config) -> str | None:
 
 
 GROWTH_RULES: tuple[Rule, ...] = (
-    Rule((*_KEYS, "load_parameters_path"), _has_source),
+    Rule((*_KEYS, "load_parameters_path"), _has_source, is_idle=True),
     Rule(("growth_mode", "load_parameters_zero_init"), _one_mode),
     Rule(("load_parameters_path_slot_number",), _slot_number),
     Rule(("growth_moments", "opt_type"), _moments),

@@ -28,6 +28,7 @@ FILE_KEYS = ("base_config", "schema_version", *FOR_COMPARE)
 
 # What an argument of a program is: key=value, or a config file.
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"-\d.*", re.DOTALL)
 YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
@@ -148,7 +149,7 @@ def gather(
     """All settings of all layers.
 
     Args:
-      arguments: an optional config path, then key=value.
+      arguments: config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of configure()).
       environment: where M_<KEY> variables are read.
       own: what the weights say of themselves, below a config file.
@@ -158,7 +159,7 @@ def gather(
         for name, value in own.values.items():
             origin = Origin(Layer.SAVED_CONFIG, raw=values.show(value), note=f"of {own.place}")
             result.settings.append(Setting(name, value, origin, name))
-    path, typed = _read_arguments(arguments, result)
+    paths, typed = _read_arguments(arguments, result)
     typed += _distinct(
         [
             Setting(name, value, Origin(Layer.ARGUMENT, raw=values.show(value)), name)
@@ -167,7 +168,7 @@ def gather(
         result,
     )
     environment_settings = _read_environment(environment, result)
-    if path is not None:
+    for path in paths:
         try:
             result.config_path = config_files.find(path)
             result.settings += _read_chain(result.config_path, Layer.CONFIG_FILE, result)
@@ -175,24 +176,33 @@ def gather(
             result.problems.append(error.problem)
 
     upper = environment_settings + typed
+    place = len(result.settings)
     result.settings += upper
     preset = _read_named("model_name", config_files.MODELS, Layer.PRESET, result)
-    result.settings[len(result.settings) - len(upper) :] = preset + upper
+    named = result.last("model_name")
+    if preset and named is not None and named.origin.file is not None:
+        # Keys written in the file that names the preset beat it.
+        file = named.origin.file
+        place = next(i for i, each in enumerate(result.settings) if each.origin.file == file)
+    result.settings[place:place] = preset
     bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Layer.DECODER_BLOCK, result)
     result.settings[:0] = bundle
     return result
 
 
-def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[str | None, list[Setting]]:
-    path = None
-    settings = []
-    for argument in _join_dashed(arguments):
+def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[str], list[Setting]]:
+    paths, settings = [], []
+    for argument in _without_dashes(arguments):
         if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
             origin = Origin(Layer.COMMAND_LINE, raw=text)
             settings.append(Setting(name, values.from_text(text), origin, name))
         elif argument.startswith("-"):
-            result.problems.append(_dashed(argument))
+            name = argument.lstrip("-").replace("-", "_")
+            close = nearest(name, all_keys())
+            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
+            what = f"argument {argument!r} has no value: write {name}=VALUE"
+            result.problems.append(Problem(what, ("command line",), facts))
         elif not YAML_PATH.fullmatch(argument):
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             close = nearest(argument, all_keys())
@@ -200,38 +210,26 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[str | N
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
-        elif path is None:
-            path = argument
         else:
-            what = f"argument {argument!r}: there is already a config file, {path}"
-            facts = (("instead", "name one file in the other by `base_config:`"),)
-            result.problems.append(Problem(what, ("command line",), facts))
-    return path, _distinct(settings, result)
+            paths.append(argument)
+    return paths, _distinct(settings, result, last_wins=True)
 
 
-def _join_dashed(arguments: Sequence[str]) -> list[str]:
-    """`--key value` as one argument, so that it gives one message and not two."""
+def _without_dashes(arguments: Sequence[str]) -> list[str]:
+    """`--key=value` and `--key value` as key=value."""
     joined: list[str] = []
     for argument in arguments:
         before = joined[-1] if joined else ""
-        is_value = "=" not in argument and argument[:1] != "-" and not YAML_PATH.fullmatch(argument)
-        if before.startswith("-") and " " not in before and "=" not in before and is_value:
-            joined[-1] = f"{before} {argument}"
+        is_value = not ARGUMENT.fullmatch(argument) and not YAML_PATH.fullmatch(argument)
+        is_value = is_value and (argument[:1] != "-" or _NUMBER.fullmatch(argument) is not None)
+        if before.startswith("-") and is_value:
+            joined[-1] = f"{before.lstrip('-').replace('-', '_')}={argument}"
+        elif argument.startswith("-") and "=" in argument:
+            name, _, text = argument.partition("=")
+            joined.append(f"{name.lstrip('-').replace('-', '_')}={text}")
         else:
             joined.append(argument)
     return joined
-
-
-def _dashed(argument: str) -> Problem:
-    name, separator, text = argument.lstrip("-").partition("=" if "=" in argument else " ")
-    name = name.replace("-", "_")
-    if name not in all_keys():
-        name = next(iter(nearest(name, all_keys())), name)
-    return Problem(
-        f"argument {argument!r}: keys are written without dashes, as key=value",
-        ("command line",),
-        (("write", f"{name}={text if separator else 'VALUE'}"),),
-    )
 
 
 def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[Setting]:
@@ -248,7 +246,7 @@ def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[
         elif close := nearest(variable[2:], all_keys(), count=1):
             name = f"M_{close[0].upper()}"
             result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
-    return _distinct(settings, result)
+    return _distinct(settings, result, last_wins=True)
 
 
 def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
@@ -359,8 +357,14 @@ def unexpanded(name: str, place: str) -> Problem:
     )
 
 
-def _distinct(settings: list[Setting], result: Gathered) -> list[Setting]:
-    """Settings of one source in our words; the same key with two values is a problem."""
+def _distinct(
+    settings: list[Setting], result: Gathered, *, last_wins: bool = False
+) -> list[Setting]:
+    """Settings of one source in our words.
+
+    Args:
+      last_wins: of a key with two values; otherwise, as within a file, that is a problem.
+    """
     kept: dict[str, Setting] = {}
     for setting in settings:
         name = ALIASES.get(setting.name, setting.name)
@@ -375,7 +379,10 @@ def _distinct(settings: list[Setting], result: Gathered) -> list[Setting]:
             name = found.name
             setting = dataclasses.replace(setting, name=name, value=found.value)
         earlier = kept.get(name)
-        if earlier is not None and earlier.value != setting.value:
+        if earlier is not None and earlier.value != setting.value and last_wins:
+            line = f"note: {name} is given twice: {setting.place} wins over {earlier.place}"
+            result.notices.append(line)
+        elif earlier is not None and earlier.value != setting.value:
             what = f"{name}: given twice with different values"
             result.problems.append(Problem(what, (earlier.place, setting.place)))
             continue

@@ -22,6 +22,9 @@ from MaxText.configuration.rules import RULES, Rule
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
+# Layers that a user writes for this run.
+_DELIBERATE = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
+
 __all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
 
 
@@ -90,12 +93,17 @@ def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
     typed, origins, kept, wrong = _winners(gathered.settings, problems)
     _derive(typed, origins, gathered.config_path)
-    problems += _without_effect(typed, origins, kept, wrong)
+    idle = _without_effect(typed, origins, kept, wrong)
     problems += _inert_family(origins, kept)
     config = build({name: value for name, value in typed.items() if name not in wrong})
-    problems += _broken_rules(config, origins, kept, wrong, program)
+    broken, of_rules = _broken_rules(config, typed, origins, kept, wrong, program)
+    problems += broken
+    idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
+    if typed["strict_config"] is True:
+        problems += idle.values()
     if problems:
         raise ConfigurationError(problems)
+    layering.announce([_notice(name, problem) for name, problem in idle.items()])
     return Loaded(config, origins, gathered.config_path, tuple(kept))
 
 
@@ -201,6 +209,13 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
     if typed["mlm_training"] and origins["causal"].layer == Layer.DEFAULT:
         set_derived("causal", False, "from mlm_training")
 
+    reads_records = typed["dataset_type"] == "grain" and typed["grain_train_files"]
+    by_user = origins["eval_interval"].layer in (Layer.COMMAND_LINE, Layer.ARGUMENT)
+    nothing_held_out = not (typed["grain_eval_files"] or typed["dataset_path"])
+    if reads_records and nothing_held_out and typed["eval_interval"] != -1 and not by_user:
+        layering.announce(["note: no evaluation: grain_eval_files names no records for it"])
+        set_derived("eval_interval", -1, "without records to evaluate on")
+
     if not typed["run_name"]:
         if job := os.environ.get("JOBSET_NAME"):
             set_derived("run_name", job, "from $JOBSET_NAME")
@@ -225,19 +240,18 @@ def _without_effect(
     origins: Mapping[str, Origin],
     kept: Sequence[Setting],
     wrong: set[str],
-) -> list[Problem]:
-    """Keys that were set on purpose and change nothing under the chosen parts.
+) -> dict[str, Problem]:
+    """Keys that were set on purpose and change nothing under the chosen parts, and why.
 
     A value that a preset, a bundle or a base file brings along is silently inert, and so is one
     of the config file when a stronger layer made the choice that switches it off: whoever writes
     `file.yml dataset_type=synthetic` does not have to empty dataset_path as well.
     """
-    deliberate = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
     last = {setting.name: setting for setting in kept}
-    problems = []
+    problems = {}
     for name, key in all_keys().items():
         layer = origins[name].layer
-        if layer not in deliberate or name in wrong or typed[name] == key.default:
+        if layer not in _DELIBERATE or name in wrong or typed[name] == key.default:
             continue
         for group in key.conditions:
             if any(other in wrong or typed[other] in group[other] for other in group):
@@ -257,8 +271,14 @@ def _without_effect(
             facts = (
                 ("needs", ", or ".join(needed)), ("default", values.to_yaml(key.default)),
             )  # fmt: skip
-            problems.append(Problem(what, tuple(places), facts))
+            problems[name] = Problem(what, tuple(places), facts)
     return problems
+
+
+def _notice(name: str, problem: Problem) -> str:
+    """A key without effect in one line; of the model, a researcher may believe that it acts."""
+    kind = "warning" if all_keys()[name].section[0] == "model" else "note"
+    return f"{kind}: {problem.what} ({problem.where[0]})"
 
 
 def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> list[Problem]:
@@ -276,14 +296,16 @@ def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> lis
 
 def _broken_rules(
     config: Config,
+    typed: Mapping[str, Any],
     origins: Mapping[str, Origin],
     kept: Sequence[Setting],
     wrong: set[str],
     program: str | None,
-) -> list[Problem]:
+) -> tuple[list[Problem], dict[str, Problem]]:
+    """Problems, and keys that do nothing by name."""
     last = {setting.name: setting for setting in kept}
     stem = Path(program).stem if program else None
-    problems = []
+    problems, idle = [], {}
     for rule in RULES:
         if wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
             continue
@@ -294,8 +316,18 @@ def _broken_rules(
             places = [last[name].place for name in rule.keys if name in last]
             what, *remedies = message.splitlines()
             facts = tuple(("try", remedy) for remedy in remedies) + _rule_facts(rule, origins)
-            problems.append(Problem(what, tuple(places), facts))
-    return problems
+            problem = Problem(what, tuple(places), facts)
+            # Of the values that a bundle, a preset or a base file brings along, nothing is said.
+            by_user = [
+                name
+                for name in rule.keys
+                if origins[name].layer in _DELIBERATE and typed[name] != all_keys()[name].default
+            ]
+            if not rule.is_idle:
+                problems.append(problem)
+            elif by_user:
+                idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
+    return problems, idle
 
 
 def _rule_facts(rule: Rule, origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:

@@ -265,13 +265,6 @@ def _rezero(config: Config) -> str | None:
     block = config.model.block
     if not block.use_rezero:
         return None
-    if block.normalization_type.startswith("scale_norm"):
-        return (
-            f"use_rezero=true leaves norms before parts out, normalization_type="
-            f"{block.normalization_type} chooses one for them"
-        )
-    if not block.block_norm_parametric:
-        return "use_rezero=true leaves norms before parts out; block_norm_parametric has no effect"
     if block.block_arrangement == "parallel" and block.parallel_residual_shared_norm:
         return "parallel_residual_shared_norm=true: use_rezero=true leaves no norm to share"
     return None
@@ -342,15 +335,18 @@ def _head_qk(config: Config) -> str | None:
     return None
 
 
+def _no_experts(config: Config) -> str | None:
+    section = config.model.mixture_of_experts
+    for name, field in type(section).model_fields.items():
+        if section.num_experts == 1 and getattr(section, name) != field.default:
+            return f"{name} is for layers with experts, and num_experts=1 has none"
+    return None
+
+
 def _experts(config: Config) -> str | None:
     section, num_layers = config.model.mixture_of_experts, config.model.shape.dimensions.num_layers
-    set_without = [
-        name
-        for name, field in type(section).model_fields.items()
-        if section.num_experts == 1 and getattr(section, name) != field.default
-    ]
-    if set_without:
-        return f"{set_without[0]} is for layers with experts, and num_experts=1 has none"
+    if section.num_experts == 1:
+        return None
     if section.num_experts_per_tok > section.num_experts:
         return (
             f"num_experts_per_tok={section.num_experts_per_tok} is more than there are experts "
@@ -423,7 +419,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         ("head_dim", "base_emb_dim", "base_num_query_heads", "attention_projections"),
         _heads_of_slots,
     ),
-    Rule(("drop_path_schedule", "drop_path"), _drop_path),
+    Rule(("drop_path_schedule", "drop_path"), _drop_path, is_idle=True),
     Rule(
         ("dynamic_mlp_dim", "base_mlp_dim", "mlp_dim_multiple", "base_num_decoder_layers"),
         _mlp_dims,
@@ -442,7 +438,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         _scan,
     ),
     Rule(("attention_types", "base_num_decoder_layers"), _attention_types),
-    Rule((*_READ_BY, "attention_types"), _read_by_no_layer),
+    Rule((*_READ_BY, "attention_types"), _read_by_no_layer, is_idle=True),
     Rule(("position_embedding", "attention_types"), _linear),
     Rule(("axial_pos_shape", "position_embedding", "max_target_length"), _axial),
     Rule(
@@ -471,6 +467,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(("use_macaron", "feed_forward_type", "decoder_block"), _macaron_slots),
     Rule(("static_sgu", "base_emb_dim"), _static_sgu),
     Rule((*MixtureOfExperts.model_fields, "feed_forward_type", "mlp_activations"), _experts),
+    Rule(tuple(MixtureOfExperts.model_fields), _no_experts, is_idle=True),
     Rule(
         ("ici_expert_parallelism", "dcn_expert_parallelism", "num_experts", "capacity_factor"),
         _expert_axis,

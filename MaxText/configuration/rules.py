@@ -69,14 +69,17 @@ def _length(config: Config) -> str | None:
     return None
 
 
+def _endless_warmup(config: Config) -> str | None:
+    schedule = config.schedule
+    length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
+    if not 0 < length < warmup or schedule.lr_schedule_type == "wsd":
+        return None
+    return f"the run ends within its warm-up: warmup_steps={warmup}, {length} steps of schedule"
+
+
 def _schedule(config: Config) -> str | None:
     schedule = config.schedule
     length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
-    if schedule.warmup_steps > length:
-        return (
-            f"warmup_steps={warmup} does not end within learning_rate_schedule_steps={length}\n"
-            f"warmup_steps={length // 10}"
-        )
     decay = schedule.wsd_decay_steps_fraction
     if schedule.lr_schedule_type != "wsd":
         return None
@@ -170,7 +173,13 @@ def _task_files(config: Config) -> str | None:
         path = getattr(scoring, f"{task}_path")
         if task in scoring.eval_tasks and not path:
             return f"eval_tasks names {task}, and {task}_path names no file of it"
-        if path and task not in scoring.eval_tasks:
+    return None
+
+
+def _idle_task_files(config: Config) -> str | None:
+    scoring = config.scoring
+    for task in ("lambada", "wikitext"):
+        if getattr(scoring, f"{task}_path") and task not in scoring.eval_tasks:
             return (
                 f"{task}_path: has no effect, because eval_tasks does not name {task}\n"
                 f"eval_tasks=[{task}]"
@@ -479,6 +488,7 @@ RULES: tuple[Rule, ...] = (
     _not_zero("schedule", "learning_rate_schedule_steps", "-1 for steps"),
     Rule(("steps", "learning_rate_schedule_steps"), _length),
     Rule(("warmup_steps_fraction", "warmup_steps", "wsd_decay_steps_fraction"), _schedule),
+    Rule(("warmup_steps", "steps", "learning_rate_schedule_steps"), _endless_warmup, is_idle=True),
     Rule(("grain_train_files", "dataset_mix", "dataset_path"), _one_data_set),
     Rule(("dataset_mix", "num_epoch"), _mixture),
     Rule(
@@ -531,7 +541,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval_stride", "use_truncation"), _stride_truncated, ("eval",)),
     Rule(("eval_stride", "megatron_order"), _stride_order, ("eval",)),
     Rule(("eval_tasks", "lambada_path", "wikitext_path"), _task_files),
-    Rule(("harness_tasks", "harness_task_path", "harness_num_fewshot"), _harness),
+    Rule(("eval_tasks", "lambada_path", "wikitext_path"), _idle_task_files, is_idle=True),
+    Rule(("harness_tasks", "harness_task_path", "harness_num_fewshot"), _harness, is_idle=True),
     _not_zero("data", "num_epoch", "-1 to repeat until `steps`"),
     Rule(("load_parameters_path", "load_full_state_path"), _one_start),
     *GROWTH_RULES,
@@ -539,12 +550,17 @@ RULES: tuple[Rule, ...] = (
     *(_mesh_sizes(network) for network in NETWORKS),
     *(_not_zero("model.pipeline", name, "-1 to derive it") for name in Pipeline.model_fields),
     Rule((*_STAGES, *Pipeline.model_fields, "base_num_decoder_layers", "attention_types"), _stages),
-    Rule((*Pipeline.model_fields, *_STAGES), _nothing_to_pipeline, ("train", "train_compile")),
+    Rule(
+        (*Pipeline.model_fields, *_STAGES),
+        _nothing_to_pipeline,
+        ("train", "train_compile"),
+        is_idle=True,
+    ),
     Rule(_STAGES, _no_stages, ("decode", "eval")),
     Rule(("sample_tokens", *_STAGES), _stages_and_sample, ("train",)),
     _not_zero("evaluation", "eval_interval", "-1 for never"),
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
-    Rule(("target_eval_loss", "eval_interval"), _target_loss),
+    Rule(("target_eval_loss", "eval_interval"), _target_loss, is_idle=True),
     Rule(("prompt", "sample_tokens"), _prompt),
     _not_zero("decoding", "max_new_tokens", "-1 for what max_target_length has room for"),
     Rule(
@@ -555,10 +571,10 @@ RULES: tuple[Rule, ...] = (
         ("autoregressive_decode_assert", "prompt_file", "decode_num_samples"),
         _one_text_to_compare,
     ),
-    Rule(("decode_sampling_temperature", *_FILTERS), _nothing_to_filter),
+    Rule(("decode_sampling_temperature", *_FILTERS), _nothing_to_filter, is_idle=True),
     Rule(("decode_stop",), _stop_strings),
     Rule(("causal", "mlm_training"), _generates, ("decode",)),
-    Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile),
+    Rule(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profile, is_idle=True),
     Rule(("run_name", "base_output_directory"), _run_name),
     _not_zero("run", "compile_topology_num_slices", "-1 for one"),
     Rule(("compile_topology",), _target_named, ("train_compile",)),

@@ -40,7 +40,10 @@ class Run(Section):
         "File or gs:// that train_compile.py writes its compiled step to and train.py takes it "
         "from; only one that was signed by the user's key and made for this configuration.",
     )
-    log_config: bool = key(True, "Print every resolved key at start.")
+    log_config: bool = key(False, "Print every resolved key at start; config.yml has them.")
+    strict_config: bool = key(
+        False, "Refuse keys that have no effect, instead of a warning (model) or note (others)."
+    )
 
 
 class Batch(Section):

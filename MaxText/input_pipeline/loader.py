@@ -25,6 +25,9 @@ from MaxText.input_pipeline.rows.synthetic import EVAL_STREAM, SyntheticRows
 from MaxText.input_pipeline.rows.windows import PackedWindows
 from MaxText.input_pipeline.steady_opening import SteadyOpening
 
+# Batches of an evaluation on random tokens, which never end.
+_SYNTHETIC_EVAL_STEPS = 10
+
 
 def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> None:
     assert 0 <= process_index < process_count, (process_index, process_count)
@@ -235,8 +238,7 @@ def eval_loader(
       Batches that can be iterated again and again, the last one filled up with rows of weight 0.
 
     Raises:
-      UserError: as train_loader; also an unknown or empty split, eval_steps=0, or random tokens
-        without eval_steps.
+      UserError: as train_loader; also an unknown or empty split, or eval_steps=0.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
     plan = BatchPlan.constant(global_batch_size, max_target_length)
@@ -251,9 +253,11 @@ def eval_loader(
     bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
-            raise UserError(
-                "dataset_type=synthetic never ends, so an evaluation needs eval_steps (batches)."
+            show(
+                f"note: dataset_type=synthetic never ends: an evaluation takes "
+                f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
             )
+            options["num_steps"] = _SYNTHETIC_EVAL_STEPS
         rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
         source = RowBatches(rows, plan, **options)
         return EvalBatches(source, False, bad_records, incidents=Incidents(show))

@@ -79,7 +79,6 @@ def test_keys_about_growth_belong_to_the_stages_that_grow(configs):
         ("[{steps: 3}, {run_name: x}]", "run_name cannot be set by a stage; output= sets it"),
         ("[{steps: 3}, {init_weights_seed: 1}]", "seeds= sets it"),
         ("[{steps: 3}, {load_parameters_path: x}]", "the stage before is where a stage begins"),
-        ("[{growth_data: continue}, {steps: 3}]", "has no effect without load_parameters_path"),
     ],
 )
 def test_mistakes_name_the_stage(configs, stages, message):

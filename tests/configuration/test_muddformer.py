@@ -115,6 +115,12 @@ def test_python_values_and_files_are_translated_too(write):
     assert "ddw_gen_chunk_size: null needs nothing here" in report(path)
 
 
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    """Keys without effect are mistakes; test_notices.py has what they are by default."""
+    monkeypatch.setenv("M_STRICT_CONFIG", "true")
+
+
 WRONG = [
     ("hardware=gpu_multiprocess", "processes are started by a launcher"),
     ("dynamic_dense_type=qkv", "a list, with r for their m; use dense_ways"),
@@ -127,7 +133,6 @@ WRONG = [
     ("dense_ways=[q,k,v,m] dense_conn=true", "one of q, k, v, r"),
     ("dense_ways=[r]", "dense_ways: has no effect with dense_conn=false"),
     ("mudd_postnorm=true", "mudd_postnorm: has no effect with dense_conn=false"),
-    ("dense_conn=true mudd_postnorm=true mudd_postnorm=none", "given twice with different values"),
     ("mudd_postnorm=pre dense_conn=true", "one of none, residual, all"),
     ("model_name=MUDDLlama", "nearest: +MUDDLlama2Medium"),
     ("model_name=MUDDFormer-2.8B", "nearest: +muddformer-2.8b"),
