@@ -261,6 +261,20 @@ def _axial(config: Config) -> str | None:
     return None
 
 
+def _no_block_norms(config: Config) -> str | None:
+    block = config.model.block
+    if not block.use_rezero:
+        return None
+    if block.normalization_type.startswith("scale_norm"):
+        return (
+            f"use_rezero=true leaves norms before parts out, normalization_type="
+            f"{block.normalization_type} chooses one for them"
+        )
+    if not block.block_norm_parametric:
+        return "use_rezero=true leaves norms before parts out; block_norm_parametric has no effect"
+    return None
+
+
 def _rezero(config: Config) -> str | None:
     block = config.model.block
     if not block.use_rezero:
@@ -449,6 +463,11 @@ MODEL_RULES: tuple[Rule, ...] = (
             "parallel_residual_shared_norm",
         ),
         _rezero,
+    ),
+    Rule(
+        ("use_rezero", "normalization_type", "block_norm_parametric"),
+        _no_block_norms,
+        is_idle=True,
     ),
     Rule(
         ("use_macaron", "parallel_residual_shared_norm", "static_sgu", "dense_ways"),

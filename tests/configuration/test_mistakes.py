@@ -164,6 +164,8 @@ class TestKeysWithoutEffect:
 
 
 BROKEN = [
+    ("use_rezero=true normalization_type=scale_norm", "chooses one for them"),
+    ("use_rezero=true block_norm_parametric=false", "has no effect"),
     (
         "use_rezero=true block_arrangement=parallel parallel_residual_shared_norm=true",
         "leaves no norm to share",
