@@ -59,8 +59,9 @@ def outcome(codes: Sequence[int | None]) -> int:
     """One exit code for all processes; negative for a signal.
 
     A mistake that another start cannot mend comes first, whatever it made of the others: 2, then 1,
-    then any other code of an error; then signals, then 76, 75 and 0. Processes that had to be ended
-    (None) say nothing.
+    then any other code of an error; then signals, then 76, SIGABRT, 75 and 0. SIGABRT comes after
+    76 because jax aborts a process whose coordinator ended before it. Processes that had to be
+    ended (None) say nothing.
     """
     own = [code for code in codes if code is not None]
 
@@ -71,9 +72,8 @@ def outcome(codes: Sequence[int | None]) -> int:
             return 1
         if code > 0 and code not in exit_codes.WORTH_A_RESTART:
             return 2
-        if code < 0:
-            return 3
-        return {exit_codes.STUCK: 4, exit_codes.PREEMPTED: 5}.get(code, 6)
+        last = [exit_codes.STUCK, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.DONE]
+        return 4 + last.index(code) if code in last else 3
 
     return min(own, key=order, default=exit_codes.STUCK)
 
