@@ -110,12 +110,13 @@ class GoodSteps:
         """Writes the file, whole or not at all. One process does it.
 
         Args:
-          is_on_disk: whether the checkpoint of a step is complete; others are left out.
+          is_on_disk: whether the checkpoint of a step is complete; others are left out. Asked only
+            for steps that the file does not list yet: it costs requests in a bucket.
 
         Raises:
           OSError: the file cannot be written.
         """
-        kept = sorted(step for step in self.steps if is_on_disk(step))
+        kept = sorted(step for step in self.steps if step in self._written or is_on_disk(step))
         if kept == self._written:
             return
         write_sealed(self._path, "good", kept)

@@ -132,7 +132,8 @@ class Checkpoints:
         self._saving = step
         try:
             self._clear_the_way()
-            if step in self.steps():
+            # Only this one: to list all would cost requests for each that was kept.
+            if layout.is_complete(self.directory / str(step)):
                 self._saving = None
                 return False
             self._good.watch(step)
@@ -201,6 +202,8 @@ class Checkpoints:
         return None
 
     def _complete(self) -> None:
+        if self._saving is not None:
+            self._seen = [*self._seen, self._saving]
         self._saving = None
         self._failures = 0
         self._write_good()
@@ -259,7 +262,7 @@ class Checkpoints:
           UserError: saves could not be written, as `save` says.
         """
         self._report(self._finish())
-        if step in self.steps():
+        if self._is_whole(step):
             self._good.promote(step)
             self._write_good()
             self._delete_old()

@@ -431,7 +431,9 @@ class Monitoring(Section):
         only_if={"enable_wandb": [True]},
     )
     metrics_file: str = key(
-        "", "Where metric rows (JSON lines) go. Empty: metrics.jsonl in the run."
+        "",
+        "Where metric rows (JSON lines) go. Empty: metrics.jsonl in the run. A local file may be "
+        "shared by runs; a step that is done again then stands there twice.",
     )
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a trace of some steps for TensorBoard.")

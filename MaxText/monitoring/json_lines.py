@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, AnyStr
+from typing import IO, Any, AnyStr
 
 from etils import epath
 
@@ -14,53 +14,76 @@ from MaxText.monitoring.latest_object import LatestObject
 
 # The longest that the end of a run waits for what records and shows it elsewhere.
 SECONDS_TO_CLOSE = 60.0
+# An object that has grown so large is left alone, and the rows go on in the next one.
+_SEGMENT_BYTES = 4 << 20
 
 
 class JsonLines:
     """A growing file of JSON rows. Locally a row is on its way to disk when `append` returns.
 
-    Object stores (gs://) cannot append: there the rows are kept in memory, and a thread writes the
-    whole file after `flush`. Failures there cost a warning, and the next `flush` tries again.
+    Object stores (gs://) cannot append. There the rows go into segments of 4 MiB, `name.jsonl`,
+    `name.1.jsonl`, `name.2.jsonl` and so on: the newest one is kept in memory, and a thread writes
+    it whole after `flush`. Failures there cost a warning, and the next `flush` tries again.
     """
 
-    def __init__(self, path: str | epath.Path, keep: Callable[[dict[str, Any]], bool]):
+    def __init__(self, path: str | epath.Path, keep: Callable[[dict[str, Any]], bool] | None):
         """Opens the file; a last line cut off by a crash is dropped, and so is what is no row.
 
         Args:
           path: created if absent, with its folder.
-          keep: rows of an existing file for which it is false are removed, all at once.
+          keep: rows of an existing file for which it is false are removed, all at once. None
+            changes nothing that is there, for a file that other runs write, too.
         """
         self.path = epath.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] | None = None
         self._object: LatestObject | None = None
-        self._changed = False  # since the object was handed over
-        self._file = None
-        self._lines = self._open(keep)
-        if self._is_object_store():
-            self._object = LatestObject(self.path)
+        self._open(keep)
 
-    def _open(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
-        kept = self._kept(keep)
+    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+        existing = list(_segments(self.path)) or [self.path]
+        lines: list[str] = []
+        for segment in existing:
+            if keep is not None or self._is_object_store():
+                lines = _kept(segment, keep or (lambda _row: True))
+        self._number = len(existing) - 1
         if self._is_object_store():
-            return kept
+            self._begin(lines)
+            return
         # One write per line, so that a killed process loses no finished row.
-        self._file = open(self.path, "a", buffering=1)  # noqa: SIM115
-        return []
+        self._file = open(existing[-1], "a", buffering=1)  # noqa: SIM115
+        if keep is None and _ends_within_a_line(existing[-1]):
+            self._file.write("\n")
+
+    def _begin(self, lines: list[str]) -> None:
+        """Goes on in the segment of the current number, which holds `lines`."""
+        self._lines = lines
+        self._bytes = sum(map(len, lines))
+        self._changed = False  # since the object was handed over
+        self._object = LatestObject(_segment(self.path, self._number))
+        self._full: list[LatestObject] = []  # segments on their way to the storage
 
     def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the rows for which `keep` is false, all at once."""
+        """Removes the rows for which `keep` is false, all at once.
+
+        Args:
+          keep: false for the newest rows only.
+        """
         if self._file is None:
-            self._lines = [line for line, row in _rows(self._lines) if keep(row)]
-            self._changed = True
-        else:
-            self.close()
-            self._open(keep)
+            kept = [line for line, row in _rows(self._lines) if keep(row)]
+            if kept or self._number == 0:
+                self._lines, self._bytes = kept, sum(map(len, kept))
+                self._changed = True
+                return
+        self.close()
+        self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
         line = json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
         if self._file is None:
             self._lines.append(line)
+            self._bytes += len(line)
             self._changed = True
         else:
             self._file.write(line + "\n")
@@ -73,9 +96,21 @@ class JsonLines:
                 lines = list(self._lines)
                 self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
                 self._changed = False
+            self._next_segment()
         elif self._file is not None and not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def _next_segment(self) -> None:
+        assert self._object is not None
+        for segment in [segment for segment in self._full if segment.is_durable]:
+            segment.close(time.monotonic())
+            self._full.remove(segment)
+        if self._bytes >= _SEGMENT_BYTES:
+            full = [*self._full, self._object]
+            self._number += 1
+            self._begin([])
+            self._full = full
 
     def settle(self, until: float) -> None:
         """Waits until what was flushed is durable, or could not be written now.
@@ -84,13 +119,17 @@ class JsonLines:
           until: of time.monotonic, when to wait no longer.
         """
         if self._object is not None:
-            self._object.settle(until)
+            for segment in (*self._full, self._object):
+                segment.settle(until)
 
     def close(self) -> None:
         """Flushes and closes; the rows in an object store are waited for. Safe to call twice."""
         if self._object is not None:
             self.flush()
-            self._object.close(time.monotonic() + SECONDS_TO_CLOSE)
+            until = time.monotonic() + SECONDS_TO_CLOSE
+            for segment in (*self._full, self._object):
+                segment.close(until)
+            self._full = []
         elif self._file is not None:
             self.flush()
             self._file.close()
@@ -98,30 +137,57 @@ class JsonLines:
     def _is_object_store(self) -> bool:
         return is_bucket(self.path)
 
-    def _kept(self, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
-        if not self.path.exists():
-            return []
-        content = self.path.read_bytes()
-        kept = [line for line, row in _rows(content.split(b"\n")) if keep(row)]
-        wanted = b"".join(line + b"\n" for line in kept)
-        if wanted != content:
-            temporary = self.path.parent / f"{self.path.name}.rewriting"
-            temporary.write_bytes(wanted)
-            temporary.replace(self.path)
-        return [line.decode() for line in kept]
+
+def _segment(path: epath.Path, number: int) -> epath.Path:
+    return path if number == 0 else path.parent / f"{path.stem}.{number}{path.suffix}"
+
+
+def _segments(path: epath.Path) -> Iterator[epath.Path]:
+    """The segments of a file that there are, oldest first."""
+    number = 0
+    while (segment := _segment(path, number)).exists():
+        yield segment
+        number += 1
+
+
+def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+    """The lines of a file that are to stay, after all others were removed from it at once."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    kept = [line for line, row in _rows(content.split(b"\n")) if keep(row)]
+    wanted = b"".join(line + b"\n" for line in kept)
+    if wanted != content:
+        temporary = path.parent / f"{path.name}.rewriting"
+        temporary.write_bytes(wanted)
+        temporary.replace(path)
+    return [line.decode() for line in kept]
+
+
+def _ends_within_a_line(path: epath.Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def last_change(path: str | epath.Path) -> float:
+    """When the newest segment of a file was written, in Unix seconds; 0 if it does not exist."""
+    return max((segment.stat().mtime for segment in _segments(epath.Path(path))), default=0.0)
 
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
-    """All whole rows of a file; none if it does not exist."""
-    path = epath.Path(path)
-    return [row for _, row in _rows(path.read_bytes().split(b"\n"))] if path.exists() else []
+    """All whole rows of a file, in all its segments; none if it does not exist."""
+    lines = (
+        line for file in _segments(epath.Path(path)) for line in file.read_bytes().split(b"\n")
+    )
+    return [row for _, row in _rows(lines)]
 
 
 def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
     """The same one at a time, without holding the file: that of a long run is large."""
-    path = epath.Path(path)
-    if path.exists():
-        with path.open("rb") as lines:
+    for segment in _segments(epath.Path(path)):
+        with segment.open("rb") as lines:
             yield from (row for _, row in _rows(lines))
 
 

@@ -36,6 +36,11 @@ class LatestObject:
                 self._thread.start()
             self._changed.notify_all()
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether the newest content is in the storage."""
+        return self._done >= self._asked
+
     def settle(self, until: float) -> None:
         """Waits until the newest text is there, or a try to write it has failed.
 

@@ -14,7 +14,7 @@ from MaxText.buckets.paths import path_of
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.goodput import Goodput, measure_goodput
-from MaxText.monitoring.json_lines import read_rows
+from MaxText.monitoring.json_lines import last_change, read_rows
 
 CONFIG_FILE = "config.yml"
 
@@ -120,7 +120,7 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
             f"{path} has no {EVENTS_FILE}, so no run has recorded there. Give the folder of a run, "
             "which is base_output_directory/run_name."
         )
-    changed = file.stat().mtime
+    changed = last_change(file)
     rows = read_rows(file)
     _check_rows(rows, file)
     replaced = _replaced(rows)

@@ -29,10 +29,15 @@ _LONG = {"start_up": 6.0, "compile": 6.0, "finish": 6.0}
 _COLLECTIVE = ("step", "checkpoint", "evaluation")
 # Between two writes of a status file: enough for storage that counts requests.
 _MOST_SECONDS = 5.0
+# Of all processes together: that grows the period to 20 s with 1,000 of them.
+_WRITES_PER_SECOND = 50.0
 # A file that is so many writes older than the newest one is of a process that is gone or frozen.
 _SILENT_WRITES = 3.0
 # What reading the files of all processes may take, as the storage may be what is stuck.
 _READ_SECONDS = 20.0
+_PARALLEL_READS = 64
+# Lines of the table: each of 1,000 processes may print one.
+_MOST_LINES = 32
 _FAILED = "failed"
 _LOST = "waited for one that is gone"
 _STUCK = "stuck"
@@ -90,7 +95,8 @@ class Watchdog:
         self._timeout = timeout
         self._index, self._count = process_index, process_count
         self._say = say or _to_stderr
-        self._period = min(_MOST_SECONDS, timeout / 20) if timeout > 0 else _MOST_SECONDS
+        period = max(_MOST_SECONDS, process_count / _WRITES_PER_SECOND)
+        self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
         self._phase: tuple[str, int | None, float] = ("start_up", None, time.time())
         self._state = "running"
@@ -176,17 +182,30 @@ class Watchdog:
         return describe(rows, self._silent_seconds)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """What all status files say; nothing where they cannot be read in time."""
+        """What the status files say that can be read in time, in any order."""
         folder = self._folder
         if folder is None:
             return []
-        rows: list[dict[str, Any]] = []
-        reading = threading.Thread(
-            target=lambda: rows.extend(_read_all(folder, self._count)), daemon=True
-        )
-        reading.start()
-        reading.join(_READ_SECONDS)
-        return rows
+        # Each process begins with its own, so that not all read the same ones at once.
+        order = [(self._index + other) % self._count for other in range(self._count)]
+        unread, rows = iter(order), list[dict[str, Any]]()
+        taking = threading.Lock()
+
+        def read() -> None:
+            while (process := _next(unread, taking)) is not None:
+                rows.append(_read(folder, process))
+
+        # Daemons: a pool would wait for those that hang in the storage when the program ends.
+        readers = [
+            threading.Thread(target=read, daemon=True)
+            for _ in range(min(_PARALLEL_READS, self._count))
+        ]
+        for reader in readers:
+            reader.start()
+        until = time.monotonic() + _READ_SECONDS
+        for reader in readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        return list(rows)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -300,7 +319,8 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 
     slowest = min(rows, key=order)
     lines = [f"  {'process':>7}  {'host':<20}  {'step':>8}  {'phase':<11}  {'for':>7}  state"]
-    for row in sorted(rows, key=lambda row: row["process"]):
+    shown = sorted(rows, key=order)[:_MOST_LINES]
+    for row in sorted(shown, key=lambda row: row["process"]):
         if "written" not in row:
             lines.append(f"  {row['process']:>7}  has left no file")
             continue
@@ -313,6 +333,8 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
             f"  {row['process']:>7}  {row['host']:<20}  {step:>8}  {row['phase']:<11}  "
             f"{now - row['since']:>5.0f} s  {state}{'  <- slowest' if row is slowest else ''}"
         )
+    if len(rows) > len(shown):
+        lines.append(f"  and {len(rows) - len(shown)} more processes, ahead of these")
     where = _where(slowest.get("phase", "nothing that is known"), slowest.get("step"))
     lines.append(f"  slowest: process {slowest['process']}, last seen in {where}")
     return "\n".join(lines)
@@ -344,14 +366,15 @@ def _where(phase: str, step: int | None) -> str:
     return f"step {step}" if phase == "step" else f"{phase} of step {step}"
 
 
-def _read_all(folder: epath.Path, count: int) -> list[dict[str, Any]]:
-    rows = []
-    for process in range(count):
-        row: dict[str, Any] = {"process": process}
-        with contextlib.suppress(Exception):
-            row = json.loads((folder / f"{process}.json").read_text())
-        rows.append(row)
-    return rows
+def _next(items: Iterator[Item], taking: threading.Lock) -> Item | None:
+    with taking:
+        return next(items, None)
+
+
+def _read(folder: epath.Path, process: int) -> dict[str, Any]:
+    with contextlib.suppress(Exception):
+        return json.loads((folder / f"{process}.json").read_text())
+    return {"process": process}
 
 
 def _failed(error: BaseException) -> str:

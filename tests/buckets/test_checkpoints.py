@@ -179,3 +179,16 @@ def test_old_ones_that_cannot_be_deleted_cost_no_new_one(folder, opened, emulato
     save_steps(checkpoints, state, [2])
     assert checkpoints.steps() == [2]
     assert len({path.name for path in folder.iterdir()} & {"0", "1"}) == 0
+
+
+def test_a_save_asks_nothing_about_older_checkpoints(folder, opened, emulator):
+    checkpoints = opened(healthy=0)
+    state, _ = save_steps(checkpoints, fresh_state(), [100, 101, 102])
+    checkpoints.wait()
+    before = emulator.requests
+    state, _ = save_steps(checkpoints, state, [103, 104])
+    checkpoints.wait()
+    after = emulator.requests
+    asked = [name for name in after if after[name] > before.get(name, 0)]
+    assert [name for name in asked if "104" in name]
+    assert not [name for name in asked if "100" in name or "101" in name]

@@ -134,12 +134,20 @@ def test_starting_again_from_scratch_leaves_no_old_rows(tmp_path):
 
 def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
     shared = str(tmp_path / "shared.jsonl")
-    record(tmp_path / "a", range(2), metrics_file=shared).close()
+    first = record(tmp_path / "a", range(2), metrics_file=shared)
+    first.flush()
+    with open(shared, "a") as file:
+        file.write('{"step": 6, "run_na')  # of a run that was killed
     record(tmp_path / "b", [0], metrics_file=shared, run_name="other").close()
+    record(tmp_path / "b", [0], metrics_file=shared, run_name="other").close()  # a restart
+    emit_step(first, 2)  # goes on
+    first.close()
     assert [(row["run_name"], row["step"]) for row in read_rows(shared)] == [
         ("tiny", 0),
         ("tiny", 1),
         ("other", 0),
+        ("other", 0),
+        ("tiny", 2),
     ]
 
 

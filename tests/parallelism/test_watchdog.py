@@ -2,9 +2,11 @@
 
 import json
 import signal
+import threading
 import time
 
 import pytest
+from etils import epath
 
 from MaxText import exit_codes
 from MaxText.parallelism.watchdog import Watchdog, another_takes_long, describe
@@ -140,6 +142,47 @@ def test_time_in_which_it_was_stopped_does_not_count():
         process.send_signal(signal.SIGCONT)
         code, output = ended(process)
     assert (code, output) == (0, "done\n")
+
+
+def test_one_of_a_thousand_is_seen_to_compile(tmp_path, monkeypatch):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    for process in range(1000):
+        stands = row(process, 7, "compile" if process == 999 else "step", written=time.time())
+        (folder / f"{process}.json").write_text(json.dumps(stands))
+    read = type(epath.Path(folder)).read_text
+
+    def slow(path):
+        time.sleep(0.05)
+        return read(path)
+
+    monkeypatch.setattr(type(epath.Path(folder)), "read_text", slow)
+    watchdog = Watchdog(tmp_path, 600.0, 0, 1000)
+    rows = watchdog._rows()
+    assert len(rows) == 1000
+    assert another_takes_long(rows, 0, 60.0)
+    assert len(watchdog.describe_all().splitlines()) < 40
+
+
+def test_what_came_in_time_counts_where_the_storage_hangs(tmp_path, monkeypatch):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    for process in range(100):
+        stands = row(process, 7, "compile" if process == 20 else "step", written=time.time())
+        (folder / f"{process}.json").write_text(json.dumps(stands))
+    read, hangs = type(epath.Path(folder)).read_text, threading.Event()
+
+    def hanging(path):
+        if path.name == "5.json":
+            hangs.wait(60)
+        return read(path)
+
+    monkeypatch.setattr(type(epath.Path(folder)), "read_text", hanging)
+    monkeypatch.setattr("MaxText.parallelism.watchdog._READ_SECONDS", 1.0)
+    rows = Watchdog(tmp_path, 600.0, 0, 100)._rows()
+    hangs.set()
+    assert {found["process"] for found in rows} == {*range(100)} - {5}
+    assert another_takes_long(rows, 0, 60.0)
 
 
 def test_progress_is_what_counts(tmp_path):

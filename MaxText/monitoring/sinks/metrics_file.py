@@ -20,22 +20,24 @@ class MetricsFile:
 
         Args:
           folder: of the run.
-          metrics_file: another place than the run folder; may be shared by runs.
+          metrics_file: another place than the run folder, which other runs may be writing to:
+            nothing that stands there is changed, so a step that is done again stands there twice.
           run_name: stands in each row.
           first_step: the update done first.
         """
         self._run_name = run_name
-
+        self._is_shared = bool(metrics_file)
         path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
-        self._rows = JsonLines(path, self._before(first_step))
+        self._rows = JsonLines(path, None if self._is_shared else self._before(first_step))
 
     def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:
-        return lambda row: row.get("run_name") != self._run_name or row.get("step", -1) < step
+        return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
         """Appends a row if the event is an update; one that goes back removes rows."""
         if event.kind == "rewind":
-            self._rows.cut_back(self._before(event.facts["to"]))
+            if not self._is_shared:
+                self._rows.cut_back(self._before(event.facts["to"]))
         elif event.kind == "step":
             tags = {name: value for name, value in event.facts.items() if "/" in name}
             self._rows.append({"step": event.step, "run_name": self._run_name, **tags})

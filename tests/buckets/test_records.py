@@ -1,0 +1,66 @@
+"""metrics.jsonl and events.jsonl in a bucket: written in segments, cut back, read as one file."""
+
+import pytest
+
+from MaxText.buckets.paths import path_of
+from MaxText.monitoring import json_lines
+from MaxText.monitoring.json_lines import JsonLines, read_rows, stream_rows
+
+pytestmark = pytest.mark.usefixtures("clients", "no_waits")
+
+
+def everything(_row):
+    return True
+
+
+@pytest.fixture
+def file(bucket, monkeypatch):
+    monkeypatch.setattr(json_lines, "_SEGMENT_BYTES", 200)
+    return path_of(f"{bucket}/run/metrics.jsonl", "base_output_directory")
+
+
+def write(file, steps, keep=everything):
+    rows = JsonLines(file, keep)
+    for step in steps:
+        rows.append({"step": step})
+        if step % 5 == 4:
+            rows.flush()
+    return rows
+
+
+def steps(file):
+    found = [row["step"] for row in read_rows(file)]
+    assert found == [row["step"] for row in stream_rows(file)]
+    return found
+
+
+def test_a_long_run_writes_segments_and_no_row_twice(file, bucket, emulator):
+    rows = write(file, range(100))
+    rows.close()
+    assert steps(file) == [*range(100)]
+    names = emulator.names(bucket.removeprefix("gs://"), "run/")
+    assert sorted(names)[:2] == ["run/metrics.1.jsonl", "run/metrics.2.jsonl"]
+    sizes = [len(emulator.read(bucket.removeprefix("gs://"), name)) for name in names]
+    assert max(sizes) < 300
+
+
+def test_a_restart_goes_on_after_the_rows_it_keeps(file):
+    write(file, range(60)).close()
+    write(file, range(33, 40), keep=lambda row: row["step"] < 33).close()
+    assert steps(file) == [*range(40)]
+
+
+@pytest.mark.parametrize("first", [58, 41, 3, 0], ids=["in it", "before it", "far back", "all"])
+def test_a_rewind_removes_rows_of_older_segments(file, first):
+    rows = write(file, range(60))
+    rows.cut_back(lambda row: row["step"] < first)
+    rows.append({"step": first})
+    rows.close()
+    assert steps(file) == [*range(first + 1)]
+
+
+def test_the_one_object_of_earlier_versions_is_gone_on_with(file, bucket, emulator):
+    old = "".join(f'{{"step": {step}}}\n' for step in range(50))
+    emulator.write(bucket.removeprefix("gs://"), "run/metrics.jsonl", old.encode())
+    write(file, range(50, 55)).close()
+    assert steps(file) == [*range(55)]
