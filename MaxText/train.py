@@ -78,6 +78,7 @@ def train(config, stop: StopSignal) -> int:
 
     import jax
 
+    from MaxText.monitoring.peak_flops import peak_flops
     from MaxText.parallelism import compilation_cache, mesh
 
     devices = start_up.find_devices(run.hardware)
@@ -88,6 +89,7 @@ def train(config, stop: StopSignal) -> int:
     ).start()
     checkpoints.preload()
     print(compilation_cache.use(run, devices[0].platform))
+    peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     start_up.check_alike(flat(config))
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
@@ -169,7 +171,16 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.training.recovery import Recovery
 
     records = open_records(
-        config, run_folder, start, model, abstract_state, plan, train_batches, devices, last_step
+        config,
+        run_folder,
+        start,
+        model,
+        abstract_state,
+        plan,
+        train_batches,
+        devices,
+        last_step,
+        peak,
     )
     events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
@@ -180,7 +191,8 @@ def train(config, stop: StopSignal) -> int:
         watchdog.enter("checkpoint", step)
         with log.paused(complete=True):
             events.flush()
-            kept = metadata | lineage.metadata(step) | {"rewinds": recovery.rewinds, **facts}
+            kept = metadata | lineage.metadata(step) | facts
+            kept |= {"rewinds": recovery.rewinds, "loss_trend": records.trend.state}
             with events.timed("checkpoint", step=step):
                 checkpoints.save(step, state, train_batches.position, kept)
 
@@ -255,7 +267,9 @@ def train(config, stop: StopSignal) -> int:
                 records.terminal.line(f"Stopping after step {step}: {reason}")
                 break
             step += 1
-        if recovery.is_healthy and log.newest_step is not None and reason != "preempted":
+        diverged = records.trend.diverged if reason != "preempted" else ""
+        is_sound = recovery.is_healthy and not diverged
+        if is_sound and log.newest_step is not None and reason != "preempted":
             # Nothing comes after it that could show it to be good.
             checkpoints.mark_good(log.newest_step)
         checkpoints.close()
@@ -266,6 +280,11 @@ def train(config, stop: StopSignal) -> int:
         leave_results(
             run_folder, config, records, train_batches, model, state.params, layout, eval_loss
         )
+        if diverged:
+            raise Diverged(
+                f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
+                "look at the data."
+            )
         reason = "completed"
         return exit_codes.DONE
     except Diverged as error:

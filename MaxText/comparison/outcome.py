@@ -31,7 +31,7 @@ class RunResult:
       state: how it ended.
       validation_loss: of the last evaluation, nats per token; None if it did not complete.
       validation_tokens: that this loss is the mean of.
-      training_loss: of the last update on record.
+      training_loss: mean of the last updates on record, see RunRecord.training_loss.
       parameters: of the model at the end.
       steps: updates done.
       tokens: seen.
@@ -148,7 +148,6 @@ def result_of(chain: Chain, record: RunRecord) -> RunResult:
       record: of `record_of_chain`.
     """
     run = chain[-1]
-    losses = [row["learning/lm_loss"] for row in record.steps if "learning/lm_loss" in row]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
         config=run.label,
@@ -156,7 +155,7 @@ def result_of(chain: Chain, record: RunRecord) -> RunResult:
         state=record.state,
         validation_loss=record.final_loss if record.state == COMPLETED else None,
         validation_tokens=last.get("eval/total_weights"),
-        training_loss=losses[-1] if losses else None,
+        training_loss=record.training_loss[0] if record.training_loss else None,
         parameters=record.facts.get("num_parameters"),
         steps=0 if record.last_step is None else record.last_step + 1,
         tokens=record.tokens,

@@ -1,11 +1,16 @@
 """The most that a device can compute per second: the denominator of MFU."""
 
+import contextlib
+import json
+import os
+import platform
 import re
 import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 # Dense bfloat16 products per jax device, 1e12 operations per second, from the makers' data sheets
 # (without sparsity). V100 and T4 have no bfloat16: float16 there. Patterns are tried in order on
@@ -34,6 +39,7 @@ _DATA_SHEETS: tuple[tuple[str, float], ...] = (
 )
 _MEASURED_SIZE = 2048
 _MEASURED_RUNS = 4
+_MEASURED_FILE = "peak_flops.json"
 
 
 class PeakFlops(NamedTuple):
@@ -48,16 +54,50 @@ class PeakFlops(NamedTuple):
     source: str
 
 
-def peak_flops(device: Any = None) -> PeakFlops:
+def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFlops:
     """The data sheet's peak of a known accelerator; a measurement (0.3 s) for others and CPUs.
+
+    Measure while the machine is idle: MFU of later runs uses the same number.
 
     Args:
       device: a jax.Device, by default the first local one.
+      cache_folder: keeps what was measured, for each model of processor and number of devices that
+        share it; may be gs://. None measures each time.
     """
     if device is None:
         device = jax.local_devices()[0]
     known = from_data_sheet(device.device_kind)
-    return measured(device) if known is None else known
+    if known is not None:
+        return known
+    if not cache_folder:
+        return measured(device)
+    file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
+    kept = _kept(file)
+    if name not in kept:
+        kept[name] = measured(device)._asdict()
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # measured again at the next start
+                file.write_text(json.dumps(kept, indent=1))
+    return PeakFlops(**kept[name])
+
+
+def _kept(file: epath.Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(file.read_text())
+        return {name: PeakFlops(**peak)._asdict() for name, peak in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # not there yet, or damaged
+
+
+def _name_of(device: Any) -> str:
+    if device.platform != "cpu":
+        return device.device_kind
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+        named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        model = next(named, model)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores, {jax.local_device_count()} devices"
 
 
 def from_data_sheet(device_kind: str) -> PeakFlops | None:

@@ -15,7 +15,8 @@ from MaxText.layers.model import Model
 from MaxText.monitoring.cost import model_cost
 from MaxText.monitoring.event_stream import EventStream, open_stream
 from MaxText.monitoring.lineage import Lineage
-from MaxText.monitoring.peak_flops import peak_flops
+from MaxText.monitoring.loss_trend import LossTrend
+from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.profiler import StepProfiler
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.run_facts import emit_start, start_facts
@@ -34,6 +35,7 @@ class Records:
       profiler: traces steps.
       quantities: sizes of updates and devices.
       lineage: what the run and its ancestors have spent.
+      trend: how its loss stands to where it began.
     """
 
     events: EventStream
@@ -41,6 +43,7 @@ class Records:
     profiler: StepProfiler
     quantities: Quantities
     lineage: Lineage
+    trend: LossTrend
 
     def step_log(
         self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
@@ -53,6 +56,7 @@ class Records:
             last_step=last_step,
             quantities=self.quantities,
             lineage=self.lineage,
+            trend=self.trend,
             observe=observe,
         )
 
@@ -81,6 +85,7 @@ def open_records(
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,
+    peak: PeakFlops,
     show: Callable[[str], None] = print,
 ) -> Records:
     """Opens the records of a run, continues those of its earlier starts, and notes this start.
@@ -93,13 +98,14 @@ def open_records(
       batches: at their starting point.
       devices: to train on.
       last_step: the last update of the run.
+      peak: of a device.
       show: takes lines about its size.
 
     Raises:
       UserError: a package that the configuration asks for is not installed.
     """
     run, monitoring = config.run, config.monitoring
-    quantities = Quantities(model, config.batch, plan, len(devices), last_step + 1, peak_flops())
+    quantities = Quantities(model, config.batch, plan, len(devices), last_step + 1, peak)
     lineage = Lineage.of(start, quantities)
     length = model.section.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=abstract_state.opt_state)
@@ -120,4 +126,6 @@ def open_records(
     )
     emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
     profiler = StepProfiler(monitoring, tensorboard, first_step)
-    return Records(events, terminal, profiler, quantities, lineage)
+    baseline = batches.unigram_entropy if model.section.objective.is_in_nats else None
+    trend = LossTrend(baseline, start.metadata.get("loss_trend"))
+    return Records(events, terminal, profiler, quantities, lineage, trend)

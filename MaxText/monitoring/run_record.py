@@ -15,6 +15,7 @@ from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.goodput import Goodput, measure_goodput
 from MaxText.monitoring.json_lines import last_change, read_rows
+from MaxText.monitoring.loss_trend import LossTrend
 
 CONFIG_FILE = "config.yml"
 
@@ -34,6 +35,9 @@ _NUMBERS = ("seconds", "data_seconds", "updates", "count")
 # many times as long as its last row took. Five minutes cover a compilation and most evaluations.
 _SILENT_SECONDS = 300.0
 _SILENT_ROWS = 5.0
+
+# Of which the training loss of a run is the mean.
+_LEAST_REPORTS = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,21 @@ class RunRecord:
     def final_loss(self) -> float | None:
         """Validation loss of the last evaluation, nats per token; None without one."""
         return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
+
+    @property
+    def training_loss(self) -> tuple[float, int] | None:
+        """Mean training loss of the last updates, nats per token, and how many these are.
+
+        Those of the last 1/25 of the reports, but of nine at least. None without any.
+        """
+        last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
+        counted = [
+            (row["learning/lm_loss"], row.get("updates") or 1)
+            for row in last
+            if row.get("learning/lm_loss") is not None and not row.get("learning/skipped")
+        ]
+        updates = sum(count for _, count in counted)
+        return (sum(loss * n for loss, n in counted) / updates, updates) if counted else None
 
     @property
     def last_step(self) -> int | None:
@@ -126,15 +145,19 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
     replaced = _replaced(rows)
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
+    steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
+    # Records of earlier versions call a run complete whatever its loss was.
+    if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
+        state = "diverged"
     return RunRecord(
         folder=path,
         name=str(facts.get("run_name") or path.name),
         config=_read_config(path / CONFIG_FILE),
         facts=facts,
-        steps=_of_kind(kept, "step"),
+        steps=steps,
         evaluations=_of_kind(kept, "evaluation"),
         marks=[row for row in kept if row["event"] not in ("step", "evaluation")],
-        state=_state(rows, silent_for=time.time() - changed),
+        state=state,
         goodput=measure_goodput(rows, replaced),
     )
 

@@ -13,6 +13,10 @@ def perplexity(lm_loss: float) -> float:
         return math.inf
 
 
+def _shown(perplexity: float) -> str:
+    return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds as h:mm:ss."""
     if not math.isfinite(seconds):
@@ -38,6 +42,7 @@ class StepReport:
       seconds: wall time of the update, with the device's work done.
       metrics: scalars of the compiled step; needs loss, total_weights (targets in the loss), and
         lm_loss (nats per token) or entmax_loss; grad_norm and learning_rate are shown if given.
+        Losses are means over `updates`.
       tokens_per_device: tokens an update sees, over the number of devices.
       tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
       peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
@@ -94,7 +99,7 @@ class StepReport:
             f"lm_loss: {self.lm_loss:.3f}",
         ]
         if self.has_perplexity:
-            parts.append(f"perplexity: {perplexity(self.lm_loss):.3f}")
+            parts.append(f"perplexity: {_shown(perplexity(self.lm_loss))}")
         if self.peak_tflops:
             parts.append(f"mfu: {100 * self.mfu:.1f}%")
         if "grad_norm" in metrics:
@@ -165,7 +170,7 @@ class EvaluationReport:
 
     def line(self) -> str:
         """MaxText's line, then our additions."""
-        shown = f", perplexity={perplexity(self.loss):.3f}" if self.has_perplexity else ""
+        shown = f", perplexity={_shown(perplexity(self.loss))}" if self.has_perplexity else ""
         accuracy = self.masked_accuracy
         return (
             f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "

@@ -1,5 +1,7 @@
 """Numbers of train steps, from the device to the step line, one step late.
 
+Losses are means over the updates since the last report; all else is of the newest update.
+
 Reading a step's numbers waits for the device. So they are read after the next step has been handed
 over: the device always has work, and the line of step n appears when step n is done.
 """
@@ -17,6 +19,8 @@ from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
+from MaxText.monitoring.loss_trend import LossTrend
+from MaxText.monitoring.mean_loss import MeanLoss
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.step_line import StepReport
 from MaxText.parallelism import start_up
@@ -34,6 +38,7 @@ class StepLog:
         last_step: int,
         quantities: Quantities,
         lineage: Lineage,
+        trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
         """
@@ -43,6 +48,7 @@ class StepLog:
           last_step: the last update of the run, for the time left.
           quantities: sizes of an update and of a device.
           lineage: what the run had spent when it began.
+          trend: is given the loss of each report.
           observe: is given the step and the scalars of each report, after it was made.
         """
         self._events = events
@@ -51,7 +57,9 @@ class StepLog:
         self._last_step = last_step
         self._quantities = quantities
         self._lineage = lineage
+        self._trend = trend
         self._observe = observe
+        self._losses = MeanLoss()
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
         self._waiting = False  # whether the newest step is yet to be reported
@@ -65,6 +73,9 @@ class StepLog:
 
         Also where a run goes back: what waits to be reported is forgotten.
         """
+        if self._has_reported:
+            self._trend.go_back()
+        self._losses = MeanLoss()
         self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
@@ -72,6 +83,7 @@ class StepLog:
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes the scalars of a step just handed over; reports the one before, if it waits."""
         self.flush()
+        self._losses.add(metrics)
         self._newest, self._newest_step = metrics, step
         self._waiting = step % self._period == 0 or step == self._last_step
 
@@ -98,6 +110,7 @@ class StepLog:
         metrics = {
             name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
         }
+        shown = metrics | self._losses.take()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
         seconds = elapsed / updates
@@ -105,7 +118,7 @@ class StepLog:
         report = StepReport(
             step=step,
             seconds=seconds,
-            metrics=metrics,
+            metrics=shown,
             seconds_left=seconds * (self._last_step - step),
             tokens_per_device=self._quantities.tokens_per_device(step),
             tflops_per_device=self._quantities.tflops_per_device(step),
@@ -130,7 +143,8 @@ class StepLog:
             **facts,
         )
         if not metrics.get("skipped"):
-            self._check(step, metrics["loss"])
+            self._trend.add(report.lm_loss)
+            self._check(step, shown["loss"])
         self._observe(step, metrics)
 
     def complete(self) -> None:

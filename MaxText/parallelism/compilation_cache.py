@@ -40,7 +40,7 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
     """
     import jax
 
-    set_by_user = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    set_by_user = folder_in_use()
     if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
         _listen()
         return f"compiled programs: {set_by_user or 'not kept'}"
@@ -64,6 +64,13 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _listen()
     return f"compiled programs: {folder}"
+
+
+def folder_in_use() -> str | None:
+    """Where compiled programs are kept; None where they are not."""
+    import jax
+
+    return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
 def remove_cut_short(folder: str) -> list[str]:

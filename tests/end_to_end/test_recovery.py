@@ -6,8 +6,10 @@ import random
 import shutil
 
 import pytest
+from etils import epath
 
 from benchmarks import kills
+from MaxText.checkpointing import layout
 
 # One byte is one token nearly always, so 256 tokens of 4 x 64 are about 256 characters.
 BATCH = 4 * 64
@@ -167,3 +169,12 @@ def test_no_checkpoint_of_an_exploded_rate_is_promoted(trained, rate, period):
     assert losses[239] < losses[0]
     assert not [row for row in of_kind(events, "skip") if row["step"] > 200]
     assert max(json.loads(good.read_text())["good"]) >= 200
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_above_its_start_has_diverged(attack):
+    keys = ["learning_rate=30", "skip_step_on_spikes=false", "gradient_clipping_threshold=0"]
+    folder, events, output = run(attack, "blown_up", *keys, "steps=24", code=1)
+    assert "the run diverged. Its checkpoints are kept" in output
+    assert events[-1]["reason"] == "diverged"
+    assert layout.complete_steps(epath.Path(folder) / "checkpoints")

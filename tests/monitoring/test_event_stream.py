@@ -1,6 +1,7 @@
 """The records of a run: nothing doubled, nothing missing, whatever happened before."""
 
 import json
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +150,21 @@ def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
         ("other", 0),
         ("tiny", 2),
     ]
+
+
+def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
+    stream = opened(tmp_path)
+    emit_step(stream, 0)
+    stream.emit("evaluation", step=0, seconds=1.0, **{"eval/avg_loss": 4.5, "progress/tokens": 3})
+    stream.close()
+    update, evaluation = read_rows(tmp_path / "metrics.jsonl")
+    assert abs(update["time"] - time.time()) < 60
+    assert "learning/loss" in update
+    assert {name: evaluation[name] for name in evaluation if name != "time"} == {
+        "step": 0,
+        "run_name": "tiny",
+        "eval/avg_loss": 4.5,
+    }
 
 
 def test_numbers_that_json_has_not_become_null(tmp_path):

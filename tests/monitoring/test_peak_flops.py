@@ -2,6 +2,7 @@
 
 import pytest
 
+from MaxText.monitoring import peak_flops as module
 from MaxText.monitoring.peak_flops import from_data_sheet, peak_flops
 
 
@@ -39,3 +40,15 @@ def test_a_cpu_is_measured():
     peak = peak_flops()
     assert 1e-3 < peak.tflops < 100
     assert "measured" in peak.source
+
+
+@pytest.mark.parametrize("damage", [None, "{", '{"a": 3}', "[]"])
+def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
+    first = peak_flops(cache_folder=str(tmp_path))
+    file = tmp_path / "peak_flops.json"
+    if damage is not None:
+        file.write_text(damage)
+        assert peak_flops(cache_folder=str(tmp_path)).tflops > 0
+        return
+    monkeypatch.setattr(module, "measured", lambda device: pytest.fail("measured again"))
+    assert peak_flops(cache_folder=str(tmp_path)) == first

@@ -13,6 +13,7 @@ from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.monitoring import step_log
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
+from MaxText.monitoring.loss_trend import LossTrend
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.step_log import StepLog
@@ -53,11 +54,21 @@ class SlowScalar:
         return float(self.__array__())
 
 
+class NoMeans:
+    def add(self, metrics):
+        pass
+
+    def take(self):
+        return {}
+
+
 @pytest.fixture(name="clock")
 def own_clock(monkeypatch):
     clock = Clock()
     own = SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
     monkeypatch.setattr(step_log, "time", own)
+    # Slow scalars are none of jax.
+    monkeypatch.setattr(step_log, "MeanLoss", NoMeans)
     return clock
 
 
@@ -96,7 +107,7 @@ def start():
         sink = Kept()
         log = StepLog(
             EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
-            quantities=quantities, lineage=Lineage(quantities),
+            quantities=quantities, lineage=Lineage(quantities), trend=LossTrend(),
         )  # fmt: skip
         log.start(0)
         return log, sink.events
@@ -185,3 +196,36 @@ def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(st
     log.complete()
     updates = [(event.step, event.facts["updates"]) for event in events]
     assert updates == [(0, 1), (4, 4), (6, 2), (8, 2), (10, 2)]
+
+
+def run_of(start, period, losses, skipped=()):
+    log, events = start(period=period, last_step=len(losses) - 1)
+    for step, loss in enumerate(losses):
+        log.add(
+            step,
+            {
+                "loss": jnp.float32(loss),
+                "lm_loss": jnp.float32(loss),
+                "total_weights": jnp.float32(8.0),
+                "skipped": jnp.int32(step in skipped),
+            },
+        )
+    log.flush()
+    return {event.step: event.report for event in events}
+
+
+def test_the_loss_of_a_report_is_the_mean_since_the_last_one(start):
+    losses = np.random.default_rng(0).normal(3.0, 1.0, 11).astype(np.float32)
+    each, every_fifth = (run_of(start, period, losses) for period in (1, 5))
+    assert [each[step].metrics["loss"] for step in range(11)] == losses.tolist()
+    assert every_fifth[0].lm_loss == losses[0]
+    assert every_fifth[5].lm_loss == pytest.approx(losses[1:6].mean(), rel=1e-6)
+    assert every_fifth[10].row()["learning/loss"] == pytest.approx(losses[6:].mean(), rel=1e-6)
+    assert every_fifth[10].updates == 5
+
+
+def test_a_skipped_update_is_not_part_of_the_mean(start):
+    reports = run_of(start, 4, [5.0, 4.0, np.nan, 3.0, 2.0], skipped={2})
+    assert reports[4].lm_loss == pytest.approx(3.0)
+    reports = run_of(start, 2, [5.0, 90.0, 80.0], skipped={1, 2})
+    assert reports[2].lm_loss == 80.0

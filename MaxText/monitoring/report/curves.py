@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.monitoring.report.chart import Axis, AxisName, Points, Series
-from MaxText.monitoring.report.entries import Entry
+from MaxText.monitoring.report.entries import Entry, averaged
 from MaxText.monitoring.report.thinning import running_median, thin
 from MaxText.monitoring.run_record import RunRecord
 
@@ -84,6 +84,8 @@ def curve(
     """
     raw: list[Series] = []
     lines: list[dict[AxisName, Points]] = []
+    averaged_lines: list[dict[AxisName, Points]] = []
+    in_mean = averaged(entry)
     for run in entry.runs.values():
         rows = rows_of(run)
         values = value(run, rows)
@@ -106,13 +108,15 @@ def curve(
                 raw.append(Series("", entry.label, entry.colour, "raw", every))
         else:
             lines.append(every)
+        if any(run is other for other in in_mean):
+            averaged_lines.append(lines[-1])
     if not lines:
         return []
     if not entry.is_group:
         return [*raw, Series(label, entry.label, entry.colour, "line", lines[0])]
     thin_lines = [Series("", entry.label, entry.colour, "thin", line) for line in lines]
     mean: dict[AxisName, Points] = {
-        name: _mean_of_lines([line[name] for line in lines]) for name in lines[0]
+        name: _mean_of_lines([line[name] for line in averaged_lines or lines]) for name in lines[0]
     }
     return [*thin_lines, Series(label, entry.label, entry.colour, "line", mean)]
 
@@ -120,7 +124,7 @@ def curve(
 def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Series]:
     """The validation losses of a run; of a group their mean where all seeds have evaluated."""
     measured: list[dict[int, tuple[dict[AxisName, float], float]]] = []
-    for run in entry.runs.values():
+    for run in averaged(entry):
         rows = run.evaluations
         losses, places = _column(rows, "eval/avg_loss"), axes.places(run, rows)
         measured.append(

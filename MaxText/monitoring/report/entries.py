@@ -87,3 +87,22 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
                 name = f"{run.name} ({name})"
         names.append(name)
     return names
+
+
+def averaged(entry: Entry) -> list[RunRecord]:
+    """The runs of an entry that its means contain: those that did not diverge, or its only run."""
+    if not entry.is_group:
+        return [*entry.runs.values()]
+    return [run for run in entry.runs.values() if run.state != "diverged"]
+
+
+def differing_peaks(entries: Sequence[Entry]) -> list[float]:
+    """Peaks of devices, TFLOP/s, if they differ and one of them was measured; else none.
+
+    MFU is then not compared: of two equal runs the one whose machine was busy while its peak was
+    measured would show the higher share. Shares of data sheets' peaks are.
+    """
+    facts = [run.facts for run in all_runs(entries).values() if run.facts.get("peak_tflops")]
+    peaks = sorted({float(fact["peak_tflops"]) for fact in facts})
+    is_measured = any(str(fact.get("peak_source")).startswith("measured") for fact in facts)
+    return peaks if len(peaks) > 1 and is_measured else []

@@ -7,7 +7,7 @@ from MaxText.configuration.saved import differences
 from MaxText.configuration.values import to_yaml
 from MaxText.monitoring.report import wording
 from MaxText.monitoring.report.content import Section, Table, Verbatim
-from MaxText.monitoring.report.entries import Entry, all_runs
+from MaxText.monitoring.report.entries import Entry, all_runs, differing_peaks
 from MaxText.monitoring.run_record import RunRecord
 
 # Keys that always differ and say nothing.
@@ -61,6 +61,11 @@ def cost(entries: Sequence[Entry]) -> list[Section]:
     for names, (peak, source) in peaks:
         which = f" ({names})" if len(peaks) > 1 else ""
         notes.append(f"Peak of a device{which}: {peak:.4g} TFLOP/s, {source}.")
+    if differing := differing_peaks(entries):
+        notes.append(
+            "MFU is not compared: the peaks of these runs' devices were measured as "
+            f"{differing[0]:.4g} to {differing[-1]:.4g} TFLOP/s. Compare tokens per second."
+        )
     header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
     if len(costs) == 1:
         header, rows = header[1:], [row[1:] for row in rows]

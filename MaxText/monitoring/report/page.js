@@ -239,7 +239,7 @@
       });
     }
     const scales = element("div", "choice", row);
-    for (const [name, text] of [["logX", "log x"], ["logY", "log loss"], ["raw", "every step"]]) {
+    for (const [name, text] of [["logX", "log x"], ["logY", "log loss"], ["raw", "raw (unsmoothed)"]]) {
       button(scales, "", text, () => chosen[name], () => {
         chosen[name] = !chosen[name];
       });

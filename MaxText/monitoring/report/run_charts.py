@@ -8,7 +8,8 @@ import numpy as np
 from MaxText.monitoring.goodput import NOTHING, PARTS, skips_updates
 from MaxText.monitoring.report.chart import AxisName, Bars, Chart, Mark, Series
 from MaxText.monitoring.report.curves import Axes, column, curve, evaluations
-from MaxText.monitoring.report.entries import Entry, all_runs
+from MaxText.monitoring.report.entries import Entry, all_runs, differing_peaks
+from MaxText.monitoring.report.thinning import median_window
 from MaxText.monitoring.run_record import RunRecord
 
 _PART_COLOURS = {
@@ -38,9 +39,11 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
-        train, validation = "training, running median", "validation"
-        if alone and (final := next(iter(entry.runs.values())).final_loss) is not None:
-            validation = f"validation, at last {final:.4f}"
+        run = next(iter(entry.runs.values()))
+        train = f"training (median of {median_window(len(run.steps))} reports)"
+        validation = "validation"
+        if alone and run.final_loss is not None:
+            validation = f"validation (final {run.final_loss:.4f})"
         if not alone:
             train, validation = (f"{entry.label}, {words}" for words in ("training", "validation"))
         series += curve(entry, axes, _steps, column("learning/lm_loss"), label=train, smooth=True)
@@ -61,7 +64,10 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Learning rate, gradient norm, speed and MFU; those that no run has recorded are left out."""
+    """Learning rate, gradient norm, speed and MFU; those that no run has recorded are left out.
+
+    So is MFU where the runs' peaks differ: see differing_peaks.
+    """
     charts = []
     for name, title, y_title, value, smooth in (
         ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), False),
@@ -69,6 +75,8 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
         ("tokens_per_second", "Tokens per second", "all devices", _tokens_per_second, True),
         ("mfu", "MFU", "share of the devices' peak", column("perf/mfu"), True),
     ):
+        if name == "mfu" and differing_peaks(entries):
+            continue
         series = [
             line
             for entry in entries

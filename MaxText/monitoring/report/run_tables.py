@@ -9,7 +9,7 @@ from typing import Any
 from MaxText.monitoring.goodput import NOTHING, PARTS
 from MaxText.monitoring.report import wording
 from MaxText.monitoring.report.content import Section, Table
-from MaxText.monitoring.report.entries import Entry, all_runs
+from MaxText.monitoring.report.entries import Entry, all_runs, averaged, differing_peaks
 from MaxText.monitoring.run_record import RunRecord
 
 # Updates from which the speed of now is taken.
@@ -36,12 +36,13 @@ def overview(entries: Sequence[Entry]) -> Table:
         "parameters",
         "devices",
     ]
+    comparable = not differing_peaks(entries)
     rows = []
     for entry in entries:
         if entry.is_group:
-            losses = [run.final_loss for run in entry.runs.values()]
+            losses = [run.final_loss for run in averaged(entry)]
             rows.append([entry.label, _seeds(losses), _spread(losses), *[""] * (len(header) - 3)])
-        rows += [[name, *_overview_row(run)] for name, run in entry.runs.items()]
+        rows += [[name, *_overview_row(run, comparable)] for name, run in entry.runs.items()]
     return Table(header, rows)
 
 
@@ -57,7 +58,7 @@ def _spread(losses: Iterable[float | None]) -> str:
     return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
 
 
-def _overview_row(run: RunRecord) -> list[str]:
+def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
     facts = run.facts
     recent = run.steps[-_RECENT_ROWS:]
     speed = _median(recent, "perf/per_device_tokens_per_sec")
@@ -68,19 +69,26 @@ def _overview_row(run: RunRecord) -> list[str]:
     return [
         _state(run, done, recent),
         wording.loss(run.final_loss),
-        wording.loss(_median(run.steps[-max(len(run.steps) // 25, 1) :], "learning/lm_loss")),
+        _training_loss(run),
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_inherited(run.tokens, run.inherited_tokens, wording.short_count),
         _with_inherited(run.flops, run.inherited_flops, wording.operations),
         wording.spent_time(run.goodput.running_seconds),
         wording.ABSENT if speed is None else wording.short_count(speed * devices),
-        wording.share(_median(recent, "perf/mfu")),
+        wording.share(_median(recent, "perf/mfu") if comparable_mfu else None),
         wording.share(run.goodput.goodput),
         wording.short_count(facts["num_parameters"])
         if facts.get("num_parameters")
         else wording.ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
+
+
+def _training_loss(run: RunRecord) -> str:
+    if run.training_loss is None:
+        return wording.ABSENT
+    loss, updates = run.training_loss
+    return f"{wording.loss(loss)} (mean of the last {updates:,} updates)"
 
 
 def _with_inherited(own: float, inherited: float, words) -> str:

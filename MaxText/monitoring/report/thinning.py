@@ -9,6 +9,8 @@ import numpy as np
 MOST_POINTS = 2000
 MOST_SMOOTH_POINTS = 600
 
+# Values of the running median on each side, at least.
+_LEAST_HALF = 4
 # Window of the running median: this part of all points, on both sides together.
 _WINDOWS = 25
 
@@ -40,8 +42,13 @@ def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     return np.unique(np.array(kept, np.int64))
 
 
+def median_window(count: int) -> int:
+    """How many of so many values a running median spans: 1/25 of them, but nine at least."""
+    return 2 * max(count // (2 * _WINDOWS), _LEAST_HALF) + 1
+
+
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A smooth curve through noisy values: medians over a window of 1/25 of them.
+    """A smooth curve through noisy values: medians over a window, see `median_window`.
 
     A median, since a spike of one step should not bend the curve; a centred window, since an
     average of the past lags behind a falling loss.
@@ -53,7 +60,7 @@ def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       (indices [M], medians [M]) with M at most 600; NaN where a whole window is absent.
     """
     count = values_N.size
-    half = count // (2 * _WINDOWS)
+    half = median_window(count) // 2
     spacing = max(count / MOST_SMOOTH_POINTS, 1.0)
     indices_M = np.minimum((np.arange(math.ceil(count / spacing)) * spacing).astype(int), count - 1)
     if count:

@@ -1,6 +1,6 @@
-"""metrics.jsonl: one row of numbers per reported update, under MaxText's tags."""
+"""metrics.jsonl: a row of numbers per report and per evaluation, under MaxText's tags."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -13,7 +13,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends the numbers of each reported update."""
+    """Appends the numbers of each report and of each evaluation, with the time in Unix seconds."""
 
     def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
         """Opens the file and removes this run's rows that it is about to write again.
@@ -40,7 +40,13 @@ class MetricsFile:
                 self._rows.cut_back(self._before(event.facts["to"]))
         elif event.kind == "step":
             tags = {name: value for name, value in event.facts.items() if "/" in name}
-            self._rows.append({"step": event.step, "run_name": self._run_name, **tags})
+            self._append(event, tags)
+        elif event.kind == "evaluation":
+            self._append(event, {n: v for n, v in event.facts.items() if n.startswith("eval/")})
+
+    def _append(self, event: Event, tags: Mapping[str, Any]) -> None:
+        time = round(event.time, 3)
+        self._rows.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
 
     def flush(self) -> None:
         """Makes the rows durable."""

@@ -156,7 +156,7 @@ def test_the_buttons_change_what_is_shown(browser, pages):
     curves = shown("data.filter((trace) => trace.mode === 'lines').length")
     press("time")
     assert shown("layout.xaxis.title.text") == "time running (minutes)"
-    press("every step")
+    press("raw (unsmoothed)")
     assert shown("data.filter((trace) => trace.mode === 'lines').length") == curves - 2
     press("log loss")
     assert shown("layout.yaxis.type") == "log"

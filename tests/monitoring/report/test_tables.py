@@ -3,7 +3,9 @@
 import pytest
 
 from MaxText.monitoring.report import model_tables, run_tables, wording
-from MaxText.monitoring.report.entries import arrange
+from MaxText.monitoring.report.curves import Axes
+from MaxText.monitoring.report.entries import all_runs, arrange
+from MaxText.monitoring.report.run_charts import loss_chart, quantity_charts
 from MaxText.monitoring.run_record import read_run
 from tests.monitoring.report.run_files import COST, RunFiles, completed, eventful
 
@@ -39,6 +41,58 @@ def test_overview_of_seeds(tmp_path):
     table = run_tables.overview(entries_of(*folders, groups={"both": map(str, folders)}))
     losses = [read_run(folder).final_loss for folder in folders]
     assert as_dict(table)["both"]["validation loss"].startswith(f"{sum(losses) / 2:.4f} ± ")
+
+
+def blown_up(folder, **arguments):
+    """A run that earlier versions call complete: its loss is finite and back above its first."""
+    run = RunFiles(folder, **arguments)
+    run.start()
+    run.steps(0, 40, every=20)
+    run.steps(40, 60, **{"learning/lm_loss": 74.5})
+    run.evaluate(59, 74.5)
+    run.add("stop", reason="completed")
+    return run.write()
+
+
+def test_no_mean_contains_a_run_that_blew_up(tmp_path):
+    folders = [completed(tmp_path / name, seed=n) for n, name in enumerate("ab")]
+    folders.append(blown_up(tmp_path / "c", seed=3))
+    entries = entries_of(*folders, groups={"all": map(str, folders)})
+    rows = as_dict(run_tables.overview(entries))
+    assert rows["c"]["state"] == "diverged"
+    losses = [read_run(folder).final_loss for folder in folders[:2]]
+    assert rows["all"]["validation loss"].startswith(f"{sum(losses) / 2:.4f} ± ")
+    chart = loss_chart(entries, Axes([*all_runs(entries).values()]))
+    mean = next(series for series in chart.series if series.kind == "line").points["step"]
+    assert max(mean.high) < 20
+    dots = next(series for series in chart.series if series.kind == "dots").points["step"]
+    assert max(dots.high) < 20
+
+
+@pytest.mark.parametrize(
+    ("sources", "drawn"), [(("measured here",) * 2, False), (("data sheet",) * 2, True)]
+)
+def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, sources, drawn):
+    folders = [
+        started(tmp_path / str(n), steps=30, peak_tflops=0.02 + 0.01 * n, peak_source=source)
+        for n, source in enumerate(sources)
+    ]
+    entries = entries_of(*folders)
+    charts = quantity_charts(entries, Axes([*all_runs(entries).values()]))
+    assert ("mfu" in [chart.name for chart in charts]) == drawn
+    rows = as_dict(run_tables.overview(entries))
+    assert all((row["MFU"] != wording.ABSENT) == drawn for row in rows.values())
+    notes = " ".join(model_tables.cost(entries)[0].paragraphs)
+    assert ("MFU is not compared" in notes) == (not drawn)
+
+
+def test_the_training_loss_says_what_it_is_the_mean_of(tmp_path):
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    for step in range(0, 200, 10):
+        run.add("step", 1.0, step, updates=10 if step else 1, **{"learning/lm_loss": step / 100})
+    rows = as_dict(run_tables.overview(entries_of(run.write())))
+    assert rows["run"]["training loss"] == "1.5000 (mean of the last 90 updates)"
 
 
 def test_a_running_run_says_how_long_it_takes(tmp_path):

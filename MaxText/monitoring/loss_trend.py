@@ -1,0 +1,99 @@
+"""Whether the training loss of a run ended worse than a model that has learned nothing."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Reports whose median counts as the loss of now: a spike of four does not move it far.
+_WINDOW = 9
+# How far above a level the loss must be to count as above it: a part of the first loss, but at
+# least so many nats. Small batches scatter by a few tenths.
+_MARGIN_SHARE, _LEAST_MARGIN = 0.05, 0.25
+
+
+class LossTrend:
+    """Follows the training loss of a run, in a few numbers that are saved with each checkpoint.
+
+    A run has diverged if its loss, the median of the last nine reports (of the newer half of fewer
+    than that), is above that of its first update; or if it is above the unigram baseline, the loss
+    of a model that knows token frequencies alone, and had been below that before or above the
+    first loss. A run that is merely short has not.
+    """
+
+    def __init__(self, baseline: float | None = None, state: Mapping[str, Any] | None = None):
+        """
+        Args:
+          baseline: unigram entropy of the training data, nats per token; None where unknown.
+          state: of `state`, of the checkpoint that the run goes on from.
+        """
+        state = state or {}
+        self._baseline = baseline
+        self._first: float | None = state.get("first")
+        self._lowest = _number(state.get("lowest"))
+        self._highest = _number(state.get("highest"), -math.inf)
+        self._reports = int(state.get("reports", 0))
+        self._last = [_number(loss) for loss in state.get("last", ())]
+
+    def add(self, loss: float | None) -> None:
+        """Takes the loss of a report, in nats per token; None or not finite counts as infinite."""
+        loss = math.inf if loss is None or not math.isfinite(loss) else loss
+        if self._first is None:
+            self._first = loss
+        self._reports += 1
+        self._last = [*self._last, loss][-_WINDOW:]
+        now = self._now()
+        self._lowest, self._highest = min(self._lowest, now), max(self._highest, now)
+
+    def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> "LossTrend":
+        """Takes step rows of events.jsonl."""
+        for row in rows:
+            if "learning/lm_loss" in row and not row.get("learning/skipped"):
+                self.add(row["learning/lm_loss"])
+        return self
+
+    def go_back(self) -> None:
+        """Forgets the newest losses, where the run goes back behind them."""
+        self._last, self._highest = [], -math.inf
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "first": self._first,
+            "lowest": _finite(self._lowest),
+            "highest": _finite(self._highest),
+            "reports": self._reports,
+            "last": [_finite(loss) for loss in self._last],
+        }
+
+    @property
+    def diverged(self) -> str:
+        """How the loss stands above where it should be; empty if it does not."""
+        if self._first is None or len(self._last) < 2:
+            return ""
+        now = self._now()
+        margin = max(_LEAST_MARGIN, _MARGIN_SHARE * self._first)
+        above_first = self._first + margin
+        if now > above_first:
+            return f"the training loss ended at {now:.3f}, above its first value {self._first:.3f}"
+        if self._baseline is None or now <= self._baseline + margin:
+            return ""
+        ended = f"the training loss ended at {now:.3f}, above the unigram baseline of "
+        if self._lowest < self._baseline:
+            return f"{ended}{self._baseline:.3f}, below which it had been"
+        if self._highest > above_first:
+            return f"{ended}{self._baseline:.3f}, after it had risen above its first value"
+        return ""
+
+    def _now(self) -> float:
+        newer = self._last[-max(1, math.ceil(self._reports / 2)) :]
+        return statistics.median(newer)
+
+
+def _number(value: Any, absent: float = math.inf) -> float:
+    return absent if value is None else float(value)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,61 @@
+"""Means of the losses between two reports, added up on the device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
+
+
+class MeanLoss:
+    """The losses of the updates since the last report, each update counted once.
+
+    Updates that the guard skipped are left out, unless all were.
+    """
+
+    def __init__(self):
+        self._sums: dict[str, Any] = {}
+        self._count: Any = None
+        self._updates = 0
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Takes the scalars of an update without waiting for them."""
+        losses = {name: metrics[name] for name in _AVERAGED if name in metrics}
+        skipped = metrics.get("skipped", np.zeros((), np.int32))
+        if self._updates == 0:
+            # The usual case of a report for each update computes nothing.
+            self._sums, self._count = losses, skipped
+        elif self._updates == 1:
+            self._sums, self._count = _add_second(self._sums, self._count, losses, skipped)
+        else:
+            self._sums, self._count = _add(self._sums, self._count, losses, skipped)
+        self._updates += 1
+
+    def take(self) -> dict[str, float]:
+        """Waits for the means, and begins anew; empty where the last update's losses are they."""
+        sums, count, updates = jax.device_get((self._sums, self._count, self._updates))
+        self.__init__()
+        if updates < 2 or count == 0:
+            return {}
+        return {name: np.asarray(value).item() / int(count) for name, value in sums.items()}
+
+
+@jax.jit
+def _add_second(first: Any, first_skipped: Any, losses: Any, skipped: Any) -> Any:
+    nothing = jax.tree.map(jnp.zeros_like, first)
+    sums, count = _sum(nothing, jnp.int32(0), first, first_skipped)
+    return _sum(sums, count, losses, skipped)
+
+
+@jax.jit
+def _add(sums: Any, count: Any, losses: Any, skipped: Any) -> Any:
+    return _sum(sums, count, losses, skipped)
+
+
+def _sum(sums: Any, count: Any, losses: Any, skipped: Any) -> tuple[Any, Any]:
+    # A skipped update's loss may be no number, which a product with zero would keep.
+    added = jax.tree.map(lambda s, loss: s + jnp.where(skipped == 0, loss, 0.0), sums, losses)
+    return added, count + (skipped == 0)
