@@ -1,5 +1,6 @@
 """Text -> token records: python MaxText/prepare_data.py prepare_source=... dataset_path=..."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
+from MaxText.input_pipeline.manifest import describe
 from MaxText.input_pipeline.preparation.preparing import prepare
 
 USAGE = """
@@ -49,7 +51,15 @@ def main() -> int:
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     with command_line.ending_well("stopped: the same command goes on where it stood"):
         data = config.data
-        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
+        preparation, path = config.preparation, data.dataset_path
+        manifest = prepare(preparation, path, cache_dir=data.data_cache_dir)
+        if manifest is not None:
+            print(describe(manifest))
+            if preparation.prepare_output_format in ("array_record", "bin"):
+                train = command_line.program("train")
+                place = shlex.quote(f"dataset_path={path}")
+                size = f"vocab_size={manifest.tokenizer.vocab_size}"
+                print(f"Train on it:\n  {train} model_name=gpt2-124m {size} {place}")
     return exit_codes.DONE
 
 

@@ -31,8 +31,6 @@ def main() -> int:
     start_up.restart_with_allocator_setting()
     stop = StopSignal.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE)
-    for line in start_up.choose_platform(loaded.config.run.hardware):
-        print(line)
     try:
         return train(loaded.config, stop)
     except BaseException as error:
@@ -53,6 +51,7 @@ def train(config, stop: StopSignal) -> int:
       stop: says when the machine is about to go away.
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
+    details = start_up.choose_platform(config.run.hardware)  # before jax is imported
     from MaxText.checkpointing import run_lock
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
@@ -106,10 +105,9 @@ def train(config, stop: StopSignal) -> int:
     config, config_flat = settled.config, flat(settled.config)
     built = assemble(settled, layout)
     model, abstract_state = built.model, built.state
-    print(parameter_table(model.parameters, layout.describe(model.parameters)))
-    print(
-        "\n".join([f"parameters that lie whole: {built.whole:.2%}", *built.choices, *settled.lines])
-    )
+    replicated = f"replicated on every device: {built.whole:.2%} of parameters"
+    details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
+    print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *settled.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.batch import batch_shapes
@@ -171,16 +169,7 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.training.recovery import Recovery
 
     records = open_records(
-        config,
-        run_folder,
-        start,
-        model,
-        abstract_state,
-        plan,
-        train_batches,
-        devices,
-        last_step,
-        peak,
+        config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details
     )
     events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
@@ -267,8 +256,7 @@ def train(config, stop: StopSignal) -> int:
                 records.terminal.line(f"Stopping after step {step}: {reason}")
                 break
             step += 1
-        diverged = records.trend.diverged if reason != "preempted" else ""
-        is_sound = recovery.is_healthy and not diverged
+        is_sound = recovery.is_healthy and not records.trend.diverged
         if is_sound and log.newest_step is not None and reason != "preempted":
             # Nothing comes after it that could show it to be good.
             checkpoints.mark_good(log.newest_step)
@@ -277,14 +265,7 @@ def train(config, stop: StopSignal) -> int:
             print(stop.summary(checkpoints.latest_step(), run.run_name))
             return stop.exit_code
         watchdog.enter("finish")
-        leave_results(
-            run_folder, config, records, train_batches, model, state.params, layout, eval_loss
-        )
-        if diverged:
-            raise Diverged(
-                f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
-                "look at the data."
-            )
+        leave_results(run_folder, config, records, train_batches, built, state, layout, eval_loss)
         reason = "completed"
         return exit_codes.DONE
     except Diverged as error:

@@ -131,7 +131,7 @@ def _show_order(
         ("scratch", "new parameters from init_weights_seed", True),
     ]
     taken = next(number for number, row in enumerate(rows) if row[2])
-    show("Starting point, the first that there is:")
+    show("Starting from (first match):")
     for number, (name, what, available) in enumerate(rows):
         mark = "  <- taken" if number == taken else ""
         if available and number > taken and name.startswith("load_"):

@@ -60,6 +60,19 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
         fail(ConfigurationError([error.problem]))
 
 
+def program(name: str) -> str:
+    """How another program is started the way that this one was, to be shown.
+
+    Args:
+      name: such as "train".
+    """
+    own = os.path.basename(sys.argv[0])
+    if own.startswith("maxtext-"):
+        return f"maxtext-{name.replace('_', '-')}"
+    folder = os.path.dirname(os.path.relpath(sys.argv[0])) if own.endswith(".py") else "MaxText"
+    return f"python {os.path.join(folder, name)}.py"
+
+
 def fail(error: UserError) -> NoReturn:
     """Prints a mistake of the user without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")

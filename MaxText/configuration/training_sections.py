@@ -410,6 +410,11 @@ class Monitoring(Section):
         unit="steps",
         ge=1,
     )
+    step_line: Literal["auto", "full", "compact"] = key(
+        "auto",
+        "The line of a step. full: MaxText's `completed step: ...`, which scripts read. compact: "
+        "half as long, with the total of steps. auto: compact on a terminal, else full.",
+    )
     log_period: int = key(
         100, "Steps between flushes of TensorBoard and metrics.", unit="steps", ge=1
     )

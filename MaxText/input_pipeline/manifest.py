@@ -16,7 +16,6 @@ no jax.
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -317,15 +316,14 @@ def describe(manifest: Manifest) -> str:
     """A few lines for people: size, documents, bytes per token, unigram entropy of each split."""
     tokenizer = manifest.tokenizer
     lines = [
-        f"Data set {manifest.fingerprint}: {manifest.source.description}; "
-        f"tokenizer of {tokenizer.vocab_size} ids ({tokenizer.origin})"
+        f"Data set {manifest.fingerprint}: {manifest.source.description}",
+        f"  tokenizer: {tokenizer.vocab_size} ids, {tokenizer.origin}",
     ]
     for name, split in manifest.splits.items():
         per_token = split.num_text_bytes / max(split.num_tokens, 1)
         nats = split.unigram_entropy
         lines.append(
-            f"  {name}: {split.num_tokens:,} tokens in {split.num_documents:,} documents, "
-            f"{per_token:.2f} bytes per token, unigram entropy {nats:.3f} nats per token"
-            f" (perplexity {math.exp(nats):,.0f})"
+            f"  {name}: {split.num_tokens:,} tokens, {split.num_documents:,} documents, "
+            f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"
         )
     return "\n".join(lines)

@@ -165,6 +165,11 @@ class ModelCost:
             "kv_cache_bytes": self.kv_cache_bytes,
         }
 
+    @property
+    def training_bytes(self) -> int:
+        """Of parameters, gradients and optimizer state, each array once."""
+        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
+
     def describe(self) -> str:
         """The table as lines of at most 110 characters."""
         count, num_parameters = self.count, self.model.num_parameters

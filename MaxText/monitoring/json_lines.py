@@ -47,6 +47,7 @@ class JsonLines:
             if keep is not None or self._is_object_store():
                 lines = _kept(segment, keep or (lambda _row: True))
         self._number = len(existing) - 1
+        self._newest = existing[-1]
         if self._is_object_store():
             self._begin(lines)
             return
@@ -80,13 +81,34 @@ class JsonLines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
-        line = json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
+        line = _line(row)
         if self._file is None:
             self._lines.append(line)
             self._bytes += len(line)
             self._changed = True
         else:
             self._file.write(line + "\n")
+
+    def amend(self, row: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        """Adds fields to the row that was appended last, of a file that nobody else writes.
+
+        Args:
+          row: as it was appended.
+          more: fields that it lacks.
+        """
+        old, new = _line(row), _line({**row, **more})
+        if self._file is None:
+            if self._lines[-1:] == [old]:
+                self._lines[-1] = new
+                self._bytes += len(new) - len(old)
+                self._changed = True
+            else:  # its segment is full
+                self.append({**row, **more})
+            return
+        # Longer than before, so that one write replaces it.
+        with open(self._newest, "r+b") as file:
+            file.seek(-len(old) - 1, os.SEEK_END)
+            file.write(f"{new}\n".encode())
 
     def flush(self) -> None:
         """Makes rows durable: locally at once, in an object store soon, see `settle`."""
@@ -201,6 +223,10 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
             continue  # cut off by a crash, damaged, or empty
         if isinstance(row, dict):
             yield line, row
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.peak_flops import PeakFlops
-from MaxText.monitoring.tables import derived_quantities
+from MaxText.monitoring.tables import byte_count, derived_quantities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,32 @@ class Quantities:
         """Counted once: every step asks."""
         lengths = {stage.length for stage in self.plan.stages}
         return {length: count_flops(self.model, length) for length in lengths}
+
+    def summary(self, training_bytes: int) -> str:
+        """The sizes of a run in a few lines.
+
+        Args:
+          training_bytes: of parameters, gradients and optimizer state together.
+        """
+        d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
+        stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
+        parameters = self.model.num_parameters
+        in_stages = f", from step {stage.first_step} on" if self.plan.has_stages else ""
+        return "\n".join(
+            [
+                f"number parameters: {parameters / 1e9:.3f} billion ({parameters:,})",
+                f"Model: {self.model.section.shape.decoder_block}, {d.num_layers} layers of width "
+                f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
+                f"Batch: {stage.samples:,} sequences x {stage.length:,} tokens = {tokens:,} tokens "
+                f"per update{in_stages}",
+                f"Run: {self.num_updates:,} updates, {self.tokens_of_run:,} tokens "
+                f"({self.tokens_of_run / parameters:.3g} per parameter), {self.flops_of_run:.3g} "
+                "FLOPs",
+                flops.line(self.tokens_per_device(last)),
+                f"Peak of a device, for MFU: {self.peak.tflops:.3g} TFLOP/s",
+                f"  ({self.peak.source})",
+            ]
+        )
 
     def describe(self) -> str:
         """All of it as lines "name = formula = numbers = value"."""

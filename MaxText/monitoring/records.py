@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
 from MaxText.checkpointing.starting_point import Start
@@ -11,7 +12,6 @@ from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.layers.model import Model
 from MaxText.monitoring.cost import model_cost
 from MaxText.monitoring.event_stream import EventStream, open_stream
 from MaxText.monitoring.lineage import Lineage
@@ -23,6 +23,10 @@ from MaxText.monitoring.run_facts import emit_start, start_facts
 from MaxText.monitoring.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_log import StepLog
+from MaxText.training.assembly import Assembled
+
+# Parameters, operations and memory as tables, with the formulas; of the newest start.
+START_FILE = "start.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,41 +83,46 @@ def open_records(
     config: Config,
     run_folder: epath.Path,
     start: Start,
-    model: Model,
-    abstract_state: Any,
+    built: Assembled,
     plan: BatchPlan,
     batches: BatchIterator,
     devices: Sequence[Any],
     last_step: int,
     peak: PeakFlops,
+    details: Sequence[str] = (),
     show: Callable[[str], None] = print,
 ) -> Records:
     """Opens the records of a run, continues those of its earlier starts, and notes this start.
 
     Args:
       start: where the run begins.
-      model: with what depends on the devices resolved.
-      abstract_state: whose optimizer state tells the cost of an update.
+      built: the model, and the state whose optimizer part tells the cost of an update.
       plan: of the training batches.
       batches: at their starting point.
       devices: to train on.
       last_step: the last update of the run.
       peak: of a device.
+      details: lines about this start for the file that has all sizes.
       show: takes lines about its size.
 
     Raises:
       UserError: a package that the configuration asks for is not installed.
     """
-    run, monitoring = config.run, config.monitoring
-    quantities = Quantities(model, config.batch, plan, len(devices), last_step + 1, peak)
+    run, monitoring, model = config.run, config.monitoring, built.model
+    num_steps = last_step + 1
+    quantities = Quantities(model, config.batch, plan, len(devices), num_steps, peak)
     lineage = Lineage.of(start, quantities)
     length = model.section.shape.max_target_length
-    cost = model_cost(model, sequence_length=length, optimizer_state=abstract_state.opt_state)
-    show(f"{quantities.describe()}\n{cost.describe()}")
+    cost = model_cost(model, sequence_length=length, optimizer_state=built.state.opt_state)
+    if jax.process_index() == 0:
+        text = "\n".join([*details, quantities.describe(), cost.describe()])
+        (run_folder / START_FILE).write_text(f"{text}\n")
+    show(f"{quantities.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
-    terminal, first_step = Terminal(last_step + 1), start.first_step
+    terminal = Terminal(num_steps, step_line=monitoring.step_line)
+    first_step = start.first_step
     is_due = bool(start.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
     events = open_stream(
         run_folder,

@@ -112,6 +112,30 @@ class StepReport:
             parts.append(f"eta: {duration(self.seconds_left)}")
         return ", ".join(parts)
 
+    def compact_line(self, num_steps: int) -> str:
+        """What a person looks at, in about 90 columns.
+
+        Args:
+          num_steps: updates of the whole run.
+        """
+        metrics, done = self.metrics, self.step + 1
+        parts = [
+            f"step {done}/{num_steps} ({done / num_steps:.0%})",
+            f"loss {float(metrics['loss']):.4f}",
+        ]
+        if "grad_norm" in metrics:
+            parts.append(f"grad_norm {float(metrics['grad_norm']):.3f}")
+        if "learning_rate" in metrics:
+            parts.append(f"lr {float(metrics['learning_rate']):.2e}")
+        parts.append(f"{self.tokens_per_second:,.0f} tokens/s/device")
+        if self.peak_tflops:
+            parts.append(f"mfu {self.mfu:.1%}")
+        if metrics.get("skipped"):
+            parts.append("skipped")
+        if self.seconds_left is not None:
+            parts.append(f"{duration(self.seconds_left)} left")
+        return "  ".join(parts)
+
     def row(self) -> dict[str, float]:
         """The same by MaxText's tags, for metrics.jsonl and TensorBoard."""
         row = {

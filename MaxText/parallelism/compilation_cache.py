@@ -43,13 +43,13 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
     set_by_user = folder_in_use()
     if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
         _listen()
-        return f"compiled programs: {set_by_user or 'not kept'}"
+        return f"compilation cache: {set_by_user or 'off'}"
     folder = run.jax_cache_dir
     if folder == "auto":
         folder = f"{run.base_output_directory}/{FOLDER}"
         if not (may_make or "://" in folder or os.path.isdir(run.base_output_directory)):
             _listen()
-            return "compiled programs: not kept"
+            return "compilation cache: off"
     if platform == "cpu":
         folder = f"{folder}/{kind_of_processor()}"
     if "://" not in folder:
@@ -58,12 +58,12 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
             os.makedirs(folder, exist_ok=True)
             remove_cut_short(folder)
         except OSError as error:
-            return f"compiled programs: not kept, jax_cache_dir cannot be written ({error})"
+            return f"compilation cache: off, jax_cache_dir cannot be written ({error})"
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _listen()
-    return f"compiled programs: {folder}"
+    return f"compilation cache: {folder}"
 
 
 def folder_in_use() -> str | None:

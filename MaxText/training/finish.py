@@ -1,17 +1,21 @@
 """What a run leaves in its folder when it is done, beside its records and checkpoints."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from etils import epath
 
+from MaxText.checkpointing import layout as checkpoint_layout
+from MaxText.configuration import command_line
 from MaxText.configuration.schema import Config
+from MaxText.errors import Diverged
 from MaxText.input_pipeline.batch_iterators import BatchIterator
-from MaxText.layers.model import Model
 from MaxText.monitoring.records import Records
 from MaxText.parallelism.mesh import Layout
+from MaxText.training.assembly import Assembled
 
 
 def leave_results(
@@ -19,18 +23,21 @@ def leave_results(
     config: Config,
     records: Records,
     batches: BatchIterator,
-    model: Model,
-    params: Any,
+    built: Assembled,
+    state: Any,
     layout: Layout,
     eval_loss: float | None,
 ) -> None:
-    """The validation loss beside what counting would give, a sample, the loss curve.
+    """The validation loss beside what counting would give, a sample, the loss curve, what is next.
 
     Args:
       batches: whose tokenizer and unigram entropy are used, where there are any.
       eval_loss: of the last evaluation, nats per token; None without one.
+
+    Raises:
+      Diverged: the loss ended above where it began.
     """
-    line = records.terminal.line
+    line, model = records.terminal.line, built.model
     entropy = batches.unigram_entropy if model.section.objective.is_in_nats else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
@@ -39,7 +46,7 @@ def leave_results(
         with _optional("sample", line):
             from MaxText.generation.sampling import write_sample
 
-            text = write_sample(model, params, layout, config, tokenizer, run_folder)
+            text = write_sample(model, state.params, layout, config, tokenizer, run_folder)
             # Its time is part of the finish, which the last row tells.
             records.events.emit("sample", step=records.quantities.num_updates - 1, text=text)
             line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
@@ -49,6 +56,32 @@ def leave_results(
 
             records.events.flush()
             line(f"Loss curve: {draw_loss_curve(run_folder)}")
+    can_generate = tokenizer is not None and model.section.attention.causal
+    for text in _next_steps(run_folder, can_generate):
+        line(text)
+    if diverged := records.trend.diverged:
+        raise Diverged(
+            f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or look "
+            "at the data."
+        )
+
+
+def _next_steps(run_folder: epath.Path, can_generate: bool) -> list[str]:
+    """Where the result is, and the commands that people type next.
+
+    Args:
+      can_generate: whether the model generates text, and the run has its tokenizer.
+    """
+    folder = shlex.quote(str(run_folder))
+    report = f"Report:      {command_line.program('report')} {folder}"
+    folder_of_steps = run_folder / checkpoint_layout.CHECKPOINTS
+    if not (steps := checkpoint_layout.complete_steps(folder_of_steps)):
+        return [report]
+    lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
+    if can_generate:
+        decode = command_line.program("decode")
+        lines.append(f"Generate:    {decode} load_parameters_path={folder} prompt='The '")
+    return [*lines, report]
 
 
 @contextlib.contextmanager

@@ -64,3 +64,13 @@ def test_the_one_object_of_earlier_versions_is_gone_on_with(file, bucket, emulat
     emulator.write(bucket.removeprefix("gs://"), "run/metrics.jsonl", old.encode())
     write(file, range(50, 55)).close()
     assert steps(file) == [*range(55)]
+
+
+@pytest.mark.parametrize("last", [3, 4], ids=["not flushed", "of a segment that is full"])
+def test_fields_are_added_to_the_newest_row(file, monkeypatch, last):
+    monkeypatch.setattr(json_lines, "_SEGMENT_BYTES", 40)
+    rows = write(file, range(last + 1))
+    rows.amend({"step": last}, {"loss": 2.5})
+    rows.close()
+    assert read_rows(file)[-1] == {"step": last, "loss": 2.5}
+    assert {row["step"] for row in read_rows(file)} == {*range(last + 1)}

@@ -76,8 +76,8 @@ def test_train_takes_the_step_and_no_other(start, tmp_path):
         )  # fmt: skip
 
     plain, taken = train("plain"), train("taken", "compiled_trainstep_file=step.bin")
-    assert "Compiled the train step for 4 x 128" in plain.stdout, plain.stderr
-    assert "Took from compiled_trainstep_file the train step for 4 x 128" in taken.stdout
+    assert "Train step (4 x 128 tokens) compiled" in plain.stdout, plain.stderr
+    assert "Train step (4 x 128 tokens) loaded from compiled_trainstep_file" in taken.stdout
     rows = {}
     for name in ("plain", "taken"):
         lines = (tmp_path / "maxtext_output" / name / "events.jsonl").read_text().splitlines()

@@ -129,6 +129,14 @@ def test_what_a_run_prints_and_leaves(whole):
     assert "completed step: 23, seconds: " in output
     assert "Completed eval after train step 23, loss=" in output
     assert "unigram entropy" in output
+    before = output.split("completed step: 0")[0].splitlines()
+    assert len(before) <= 45
+    # Names of folders are as long as they are.
+    assert not [line for line in before if len(line.replace(str(folder.parents[1]), "")) > 100]
+    assert output.splitlines()[-3].endswith(f"{folder}/checkpoints/23")
+    assert "decode.py load_parameters_path=" in output.splitlines()[-2]
+    assert rows(folder)[23]["eval/avg_loss"] > 0
+    assert "FLOPs per token = " in (folder / "start.txt").read_text()
     assert [row["step"] for row in rows(folder)] == list(range(24))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["20", "23", "good.json"]
     for name in ("config.yml", "events.jsonl", "sample.txt"):

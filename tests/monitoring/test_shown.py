@@ -1,5 +1,6 @@
 """The picture, the bar, the trace."""
 
+import dataclasses
 import io
 import math
 import random
@@ -72,9 +73,33 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     terminal.close()
     assert lines == [
         report(0, 2.0).line(),
-        "Compiled the train step for 4 x 16 tokens in 1.3 s",
+        "Train step (4 x 16 tokens) compiled in 1.3 s",
     ]
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("step_line", "is_terminal", "compact"),
+    [
+        ("auto", False, False), ("auto", True, True), ("full", True, False),
+        ("compact", False, True),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, step_line, is_terminal, compact):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
+    lines = []
+    terminal = Terminal(400, lines.append, step_line=step_line)
+    begin(terminal, 0)
+    shown = report(289, 4.1324)
+    more = {"grad_norm": 0.767, "learning_rate": 1.751e-3}
+    shown = dataclasses.replace(shown, metrics={**shown.metrics, **more})
+    terminal.write(Event("step", 0.0, step=289, report=shown))
+    short = (
+        "step 290/400 (72%)  loss 4.1324  grad_norm 0.767  lr 1.75e-03  128 tokens/s/device  "
+        "0:01:05 left"
+    )
+    assert lines == [short if compact else shown.line()]
 
 
 @pytest.mark.parametrize("stdout_is_terminal", [False, True])

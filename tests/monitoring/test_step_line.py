@@ -71,3 +71,8 @@ def test_duration():
     assert duration(59.6) == "0:01:00"
     assert duration(360_000) == "100:00:00"
     assert duration(math.inf) == "?"
+
+
+def test_a_perplexity_of_sixty_digits_is_written_with_an_exponent():
+    metrics = {"loss": 143.0, "lm_loss": 143.0, "total_weights": 1.0}
+    assert ", perplexity: 1.271e+62" in StepReport(0, 1.0, metrics, 1, 1).line()

@@ -4,14 +4,16 @@ import types
 
 import jax
 import pytest
+from etils import epath
 
+from MaxText.errors import Diverged
 from MaxText.generation import sampling
 from MaxText.monitoring import loss_curve
 from MaxText.training.finish import leave_results
 
 
 @pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
-def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch):
+def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path):
     def fails(*_):
         raise error
 
@@ -19,12 +21,25 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch):
     monkeypatch.setattr(loss_curve, "draw_loss_curve", fails)
     lines = []
     space = types.SimpleNamespace
-    records = space(terminal=space(line=lines.append), events=space(flush=lambda: None))
+    trend = space(diverged="")
+    records = space(
+        terminal=space(line=lines.append), events=space(flush=lambda: None), trend=trend
+    )
     config = space(decoding=space(sample_tokens=8), monitoring=space(loss_curve=True))
     batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
-    model = space(section=space(objective=space(is_in_nats=True)))
-    leave_results("run", config, records, batches, model, {}, None, 2.5)
+    section = space(objective=space(is_in_nats=True), attention=space(causal=True))
+    built, state = space(model=space(section=section)), space(params={})
+    run = epath.Path(tmp_path / "a run")
+    (run / "checkpoints/12/items").mkdir(parents=True)
+    leave_results(run, config, records, batches, built, state, None, 2.5)
     assert jax.process_index() == 0
-    assert lines == [
+    warnings, (checkpoint, decode, report) = lines[:2], lines[2:]
+    assert warnings == [
         f"!!! WARNING: the {what} could not be made: {error}" for what in ("sample", "loss curve")
     ]
+    assert checkpoint.endswith("checkpoints/12")
+    assert f"decode.py load_parameters_path='{run}'" in decode
+    assert f"report.py '{run}'" in report
+    trend.diverged = "the loss ended at 9.1, above its first value 8.3"
+    with pytest.raises(Diverged, match=r"ended at 9\.1"):
+        leave_results(run, config, records, batches, built, state, None, 2.5)

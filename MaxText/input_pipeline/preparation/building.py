@@ -341,9 +341,10 @@ def _report(
 ) -> None:
     num_documents = sum(split.num_documents for split in manifest.splits.values())
     num_bytes = sum(unit.num_bytes for unit in units)
+    files = request.corpus.num_files
     line = (
-        f"Read {request.corpus.description}: {num_documents:,} documents, "
-        f"{num_bytes / 1e6:,.1f} MB of text in {request.corpus.num_files:,} files"
+        f"Read {num_documents:,} documents, {num_bytes / 1e6:,.1f} MB of text, "
+        f"from {files:,} {'file' if files == 1 else 'files'}"
     )
     skipped = manifest.source.skipped
     if skipped:

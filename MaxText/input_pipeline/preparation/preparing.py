@@ -19,7 +19,6 @@ from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     Manifest,
-    describe,
     read_manifest,
 )
 from MaxText.input_pipeline.preparation import building_lock, work_processes
@@ -196,7 +195,6 @@ def make_once(
     except OSError as error:
         # Readers name what is wrong with the text, so this is about the folder.
         raise cannot_write(folder, error) from error
-    show(describe(manifest))
     show(f"Wrote {folder}")
     return manifest
 

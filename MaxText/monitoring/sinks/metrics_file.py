@@ -1,4 +1,4 @@
-"""metrics.jsonl: a row of numbers per report and per evaluation, under MaxText's tags."""
+"""metrics.jsonl: one row of numbers per report, under MaxText's tags."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,11 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends the numbers of each report and of each evaluation, with the time in Unix seconds."""
+    """Appends the numbers of each report, with the time in Unix seconds.
+
+    Those of an evaluation are added to the row of its update, where that was reported and nobody
+    else writes the file; else they are a row of their own.
+    """
 
     def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
         """Opens the file and removes this run's rows that it is about to write again.
@@ -27,6 +31,7 @@ class MetricsFile:
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
+        self._newest: Mapping[str, Any] = {}
         path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
         self._rows = JsonLines(path, None if self._is_shared else self._before(first_step))
 
@@ -42,11 +47,16 @@ class MetricsFile:
             tags = {name: value for name, value in event.facts.items() if "/" in name}
             self._append(event, tags)
         elif event.kind == "evaluation":
-            self._append(event, {n: v for n, v in event.facts.items() if n.startswith("eval/")})
+            tags = {name: v for name, v in event.facts.items() if name.startswith("eval/")}
+            if self._newest.get("step") == event.step and not self._is_shared:
+                self._rows.amend(self._newest, tags)
+            else:
+                self._append(event, tags)
 
     def _append(self, event: Event, tags: Mapping[str, Any]) -> None:
         time = round(event.time, 3)
-        self._rows.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
+        self._newest = {"step": event.step, "run_name": self._run_name, "time": time, **tags}
+        self._rows.append(self._newest)
 
     def flush(self) -> None:
         """Makes the rows durable."""

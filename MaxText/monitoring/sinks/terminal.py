@@ -11,21 +11,27 @@ from MaxText.monitoring.step_line import StepReport, duration
 
 # Where a compiled step came from, see parallelism.compiled_steps.Compilation.
 _SOURCES = {
-    "": "Compiled",
-    "cache": "Took from the compilation cache",
-    "file": "Took from compiled_trainstep_file",
+    "": "compiled",
+    "cache": "loaded from the compilation cache",
+    "file": "loaded from compiled_trainstep_file",
 }
 
 
 class Terminal:
     """Shows updates, evaluations and compilations; without a terminal lines go out as they are."""
 
-    def __init__(self, num_steps: int, show: Callable[[str], None] = print):
+    def __init__(
+        self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
+    ):
         """
         Args:
           num_steps: updates of the whole run.
           show: where lines go that are not part of the bar.
+          step_line: "full" for MaxText's line, "compact" for one of half the length; "auto" for
+            the compact one on a terminal.
         """
+        on_terminal = step_line == "auto" and sys.stdout.isatty()
+        self._compact = step_line == "compact" or on_terminal
         self._num_steps = num_steps
         self._show = show
         self._bar: Any = None
@@ -39,12 +45,12 @@ class Terminal:
             shape = f"{event.facts['rows']} x {event.facts['length']} tokens"
             seconds = event.facts["compile_seconds"]
             source = _SOURCES[event.facts.get("source", "")]
-            self.line(f"{source} the train step for {shape} in {seconds:.1f} s")
+            self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
         if event.kind == "skip" and event.facts["what"] == "update":
             facts = event.facts
             count = facts["count"]
-            updates = "An update was" if count == 1 else f"{count} updates were"
-            self.line(f"{updates} left out, the last one step {event.step}: {facts['reason']}")
+            steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
+            self.line(f"{steps} skipped: {facts['reason']}")
         # One of an earlier start was told there, and what is left out as the data were opened.
         if event.kind == "rewind" and not event.facts.get("again"):
             facts = event.facts
@@ -54,11 +60,14 @@ class Terminal:
                 f"to {end - 1}. Noticed at step {facts['noticed']}: {facts['reason']}"
             )
         if event.report is not None:
-            self.line(event.report.line())
-            if event.kind == "step":
-                self._move(event.report)
+            is_step = isinstance(event.report, StepReport)
+            compact = is_step and self._compact
+            report = event.report
+            self.line(report.compact_line(self._num_steps) if compact else report.line())
+            if is_step:
+                self._move(report)
         if since := event.facts.get("seconds_since_launch"):
-            self.line(f"The first step of this start was done {since:.1f} s after the launch")
+            self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
         """Shows a line; above the bar if there is one."""
@@ -87,6 +96,7 @@ class Terminal:
             progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
+            progress.TimeElapsedColumn(),
             console=Console(stderr=True),
             # Lines come through `line`; whatever else is printed stays on its own stream.
             redirect_stdout=False,
