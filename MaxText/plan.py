@@ -7,6 +7,10 @@ from pathlib import Path
 # The script's own folder comes first on the path; its parent gives every module one name.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from MaxText import early_signals
+
+early_signals.install(__name__)  # before the slow imports
+
 from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import UserError

@@ -11,6 +11,10 @@ from contextlib import ExitStack, suppress
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
+from MaxText import early_signals
+
+early_signals.install(__name__, also_sigterm=True)  # before the slow imports
+
 from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import Diverged, StopWaiting, UserError

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from MaxText import exit_codes
+from MaxText import early_signals, exit_codes
 from MaxText.configuration import maxtext_report, saved, values
 from MaxText.configuration.catalogue import Key, all_keys, by_section
 from MaxText.configuration.config_files import FileProblem
@@ -90,6 +90,7 @@ def ending_well(stopped: str = "") -> Iterator[None]:
       SystemExit: 2 after a mistake of the user, 130 after Ctrl-C, 141 where whoever read the
         output (head, less) has seen enough.
     """
+    early_signals.leave_to_python()
     try:
         yield
         sys.stdout.flush()

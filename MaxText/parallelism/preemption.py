@@ -14,8 +14,6 @@ from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 
 # What a shell reports of a process that SIGTERM has ended.
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
-# After Ctrl-C before the first step, for what the main thread is doing, which may not be Python.
-_SECONDS_TO_END = 2.0
 
 
 class StopSignal:
@@ -36,8 +34,8 @@ class StopSignal:
                 break                           # close checkpoints; exit_codes.PREEMPTED
 
     The first signal before the first call of `requested` ends the process with `exit_code`: there
-    is nothing to save yet. So does a second one at any time, at once; SIGTERM then with 143. Ctrl-C
-    is a KeyboardInterrupt before the first step, and in a run of several processes.
+    is nothing to save yet. So does a second one at any time, at once; SIGTERM then with 143. In a
+    run of several processes Ctrl-C is a KeyboardInterrupt.
 
     Attributes:
       exit_code: exit_codes.INTERRUPTED after Ctrl-C, else exit_codes.PREEMPTED.
@@ -130,11 +128,7 @@ class StopSignal:
             self.exit_code = INTERRUPTED
         if not self._in_loop:
             _say(f"{name} before the first step: stopping, there is nothing to save")
-            if not by_user:
-                os._exit(PREEMPTED)
-            last_resort = threading.Timer(_SECONDS_TO_END, os._exit, (INTERRUPTED,))
-            last_resort.daemon = True
-            last_resort.start()
+            os._exit(self.exit_code)
         elif by_user and self._several:
             _say("Ctrl-C: stopping without saving; SIGTERM saves in a run of several processes")
         else:
@@ -142,7 +136,7 @@ class StopSignal:
 
     def _interrupt(self, *_: object) -> None:
         """Python's handler of Ctrl-C; `_take` has heard of it too."""
-        if self._several or not self._in_loop:
+        if self._several:
             raise KeyboardInterrupt
 
     def summary(self, saved: int | None, run_name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from MaxText import early_signals
 from MaxText.errors import UserError
 from MaxText.parallelism import cluster, processes
 from MaxText.parallelism.cluster import NUM_DEVICES_VARIABLE
@@ -64,7 +65,11 @@ def restart_with_allocator_setting() -> None:
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in chosen.items()]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launched)}
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    early_signals.hold_back()
+    try:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    finally:
+        early_signals.release()
 
 
 def choose_platform(hardware: str) -> list[str]:

@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM while a program still imports: it ends at once, without a traceback.
+
+Imports little: what comes before it is not covered.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+
+_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
+
+
+def install(importer: str, *, also_sigterm: bool = False) -> None:
+    """Takes over Ctrl-C until `leave_to_python` is called or others take it over.
+
+    Args:
+      importer: __name__ of the program; nothing is done where it is not what was started.
+      also_sigterm: SIGTERM, too, ends the program with the code of a preemption.
+    """
+    if importer != "__main__" and not _is_command():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+    release()  # what start_up.restart_with_allocator_setting held back
+
+
+def hold_back() -> None:
+    """Keeps both signals waiting until `install` is called, also over an exec."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)
+
+
+def release() -> None:
+    """Ends `hold_back`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)
+
+
+def leave_to_python() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_command() -> bool:
+    return os.path.basename(sys.argv[0]).startswith("maxtext-")
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(_CODES[signal.Signals(number)])
