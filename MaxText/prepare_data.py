@@ -56,7 +56,12 @@ def main() -> int:
     with command_line.ending_well("stopped: the same command goes on where it stood"):
         data = config.data
         preparation, path = config.preparation, data.dataset_path
-        manifest = prepare(preparation, path, cache_dir=data.data_cache_dir)
+        manifest = prepare(
+            preparation,
+            path,
+            cache_dir=data.data_cache_dir,
+            max_bad_records=data.max_bad_records,
+        )
         if manifest is not None:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):

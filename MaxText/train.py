@@ -73,7 +73,8 @@ def train(config, stop: StopSignal) -> int:
         from MaxText.input_pipeline.preparation.preparing import prepare
 
         data = config.data
-        prepare(config.preparation, data.dataset_path, cache_dir=data.data_cache_dir)
+        cache, most_bad = data.data_cache_dir, data.max_bad_records
+        prepare(config.preparation, data.dataset_path, cache_dir=cache, max_bad_records=most_bad)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.connect(run.hardware, guard.heartbeat_timeout):

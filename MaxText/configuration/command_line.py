@@ -69,7 +69,7 @@ def program(name: str) -> str:
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
-    folder = os.path.dirname(os.path.relpath(sys.argv[0])) if own.endswith(".py") else "MaxText"
+    folder = os.path.dirname(sys.argv[0]) if own.endswith(".py") else "MaxText"
     return f"python {os.path.join(folder, name)}.py"
 
 

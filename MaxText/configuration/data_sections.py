@@ -127,9 +127,11 @@ class Data(Section):
         only_if=_STORED,
     )
     max_bad_records: int = key(
-        100, "Unreadable records after which a run with on_bad_record=skip stops too.", ge=1,
-        only_if={"on_bad_record": ["skip"], **_STORED},
-    )  # fmt: skip
+        100,
+        "Unreadable records after which a run with on_bad_record=skip stops too; also the rows and "
+        "files of text that preparation leaves out because they cannot be read, 0 for none.",
+        ge=0,
+    )
     data_read_retries: int = key(
         5,
         "Times that a failed read of data is tried again (a file that is missing, an I/O "

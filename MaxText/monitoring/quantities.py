@@ -82,16 +82,20 @@ class Quantities:
           training_bytes: of parameters, gradients and optimizer state together.
         """
         d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
-        stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
-        parameters = self.model.num_parameters
-        in_stages = f", from step {stage.first_step} on" if self.plan.has_stages else ""
+        flops, parameters = self.flops(last), self.model.num_parameters
+        batches = ["Batch"]
+        if self.plan.has_stages:
+            batches = [f"Batch, stage from step {stage.first_step}" for stage in self.plan.stages]
         return "\n".join(
             [
                 f"number parameters: {parameters / 1e9:.3f} billion ({parameters:,})",
                 f"Model: {self.model.section.shape.decoder_block}, {d.num_layers} layers of width "
                 f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
-                f"Batch: {stage.samples:,} sequences x {stage.length:,} tokens = {tokens:,} tokens "
-                f"per update{in_stages}",
+                *(
+                    f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
+                    f"{self.tokens(stage.first_step):,} tokens per update"
+                    for name, stage in zip(batches, self.plan.stages, strict=True)
+                ),
                 f"Run: {self.num_updates:,} updates, {self.tokens_of_run:,} tokens "
                 f"({self.tokens_of_run / parameters:.3g} per parameter), {self.flops_of_run:.3g} "
                 "FLOPs",

@@ -190,5 +190,5 @@ def test_a_save_asks_nothing_about_older_checkpoints(folder, opened, emulator):
     checkpoints.wait()
     after = emulator.requests
     asked = [name for name in after if after[name] > before.get(name, 0)]
-    assert [name for name in asked if "104" in name]
-    assert not [name for name in asked if "100" in name or "101" in name]
+    assert [name for name in asked if "%2F104%2F" in name]
+    assert not [name for name in asked if "%2F100%2F" in name or "%2F101%2F" in name]

@@ -83,8 +83,8 @@ def test_stages_and_rampup_resume_with_another_batch(place, train):
     ]
     output = train("staged", *keys).stdout
     # Two steps of 2 windows as 4 rows of 16, one more of 2 windows, then 4 windows.
-    assert "the train step for 2 x 32" in output
-    assert "the train step for 4 x 32" in output
+    assert "Train step (2 x 32 tokens)" in output
+    assert "Train step (4 x 32 tokens)" in output
     assert "stage from step 3" in output
     assert len(losses(place, "staged")) == 8
     output = train("staged", *keys, "steps=10", "per_device_batch_size=8").stdout

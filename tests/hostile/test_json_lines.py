@@ -4,6 +4,7 @@ place. Never a traceback, never a hang, never a text that cannot be written agai
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def damaged(seed: str, content: bytes = CONTENT):
 
 def _prepared(path: Path) -> list[str]:
     units = open_corpus(str(path), "text", 400).units
-    return [document.text for unit in units for document in unit.documents([])]
+    return [document.text for unit in units for document in unit.documents(Counter())]
 
 
 READERS: dict[str, Callable[[Path], list[str]]] = {

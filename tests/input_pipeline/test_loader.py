@@ -529,9 +529,9 @@ def test_unusable_folders_say_what_to_do(folder, tmp_path):
 def test_description_gives_the_numbers(folder):
     manifest = read_manifest(str(folder))
     text = describe(manifest)
-    assert f"{manifest.splits['train'].num_tokens:,} tokens in 200 documents" in text
-    assert "3.00 bytes per token" in text
-    assert "nats per token" in text
+    assert f"{manifest.splits['train'].num_tokens:,} tokens, 200 documents" in text
+    assert "3.00 bytes/token" in text
+    assert "nats/token" in text
 
 
 @pytest.mark.slow

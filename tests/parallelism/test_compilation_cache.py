@@ -59,7 +59,7 @@ def test_users_environment_is_stronger_than_auto(cache_dir, tmp_path):
 
 
 def test_empty_switches_it_off(cache_dir, tmp_path):
-    assert compilation_cache.use(run_section(tmp_path, ""), "tpu").endswith("not kept")
+    assert compilation_cache.use(run_section(tmp_path, ""), "tpu").endswith("off")
     assert cache_dir() is None
 
 

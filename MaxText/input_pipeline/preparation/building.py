@@ -26,7 +26,7 @@ from MaxText.input_pipeline.manifest import (
     TokenizerEntry,
 )
 from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.preparation.corpus import Corpus, too_many
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, unit_of
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.preparation.survey import corpus_digest
@@ -55,6 +55,8 @@ Show = Callable[[str], None]
 # A process takes up to a second to start (half of it for imports). Below so many bytes of text for
 # each, threads of this one are faster.
 _BYTES_ENCODED_WORTH_A_PROCESS = 32_000_000
+# Bad rows and files that are named.
+_MOST_NAMED = 10
 BYTES_READ_WORTH_A_PROCESS = 256_000_000
 """Of text that is only read, or written as ids."""
 
@@ -119,12 +121,15 @@ def build_data_set(building: Path, request: Request, workers: Workers, show: Sho
     _open_building(building, request, show)
     units, kept = _encode_units(parts, request, workers, show)
     units = _fill_empty_split(parts, request, units, show)
+    _check_bad(request, units, show)
     if not any(part.num_documents for unit in units for part in unit.parts.values()):
         skipped = _skipped(units)
         left_out = ", ".join(f"{count:,} {why}" for why, count in skipped.items()) or "no rows"
+        shutil.rmtree(parts, ignore_errors=True)  # nothing that another try could use
+        first_bad = next((f" {bad}" for unit in units for bad in unit.bad), "")
         raise UserError(
             f"prepare_source={request.corpus.description} has no document with text "
-            f"({request.corpus.num_files:,} files: {left_out})."
+            f"({request.corpus.num_files:,} files: {left_out}).{first_bad}"
         )
     target = building / "data_set"
     shutil.rmtree(target, ignore_errors=True)
@@ -325,6 +330,18 @@ def _tokenizer_entry(request: Request) -> TokenizerEntry:
         if request.recipe.after
         else entry
     )
+
+
+def _check_bad(request: Request, units: Sequence[EncodedUnit], show: Show) -> None:
+    """Names the rows and files that were bad; those of all units together may be too many."""
+    bad = [message for unit in units for message in unit.bad]
+    limit = max((unit.max_bad_records for unit in request.corpus.units), default=0)
+    if len(bad) > limit:
+        raise too_many(limit, bad[0])
+    for message in bad[:_MOST_NAMED]:
+        show(f"warning: left out: {message}")
+    if len(bad) > _MOST_NAMED:
+        show(f"warning: left out: {len(bad) - _MOST_NAMED} more rows and files like these")
 
 
 def _skipped(units: Sequence[EncodedUnit]) -> Counter[str]:

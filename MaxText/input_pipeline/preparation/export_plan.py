@@ -14,7 +14,7 @@ import numpy as np
 import pydantic
 
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
+from MaxText.input_pipeline.preparation.corpus import Corpus, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,
@@ -94,7 +94,7 @@ def count_unit(
     Raises:
       UserError: as Unit.documents.
     """
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     digest = TextDigest()
     sizes = []
     for text in unit_texts(unit, fix_text, skipped):

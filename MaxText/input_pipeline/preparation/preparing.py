@@ -94,6 +94,7 @@ def prepare(
     show: Show = print,
     *,
     cache_dir: str | None = None,
+    max_bad_records: int = 0,
 ) -> Manifest | None:
     """Makes the data set `dataset_path`, or keeps it when it is already what is asked for.
 
@@ -105,6 +106,7 @@ def prepare(
       show: takes lines about what was done.
       cache_dir: data_cache_dir, where one that goes to a bucket is made first; None for its
         default.
+      max_bad_records: bad rows and files of the text that are left out and counted.
 
     Returns:
       The manifest of the data set, or of the one that records were made from; None where the text
@@ -119,9 +121,10 @@ def prepare(
         from MaxText.input_pipeline.preparation.uploading import prepare_in_bucket
 
         place = Path(cache_dir or Data().data_cache_dir).expanduser()
-        return prepare_in_bucket(preparation, dataset_path, place, show)
+        return prepare_in_bucket(preparation, dataset_path, place, show, max_bad_records)
     folder = Path(local_path(dataset_path))
-    corpus = open_corpus(preparation.prepare_source, preparation.text_field)
+    source, field = preparation.prepare_source, preparation.text_field
+    corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     manifest_name = manifest_name_of(preparation)
     if manifest_name is None:
         from MaxText.input_pipeline.preparation.text_export import export_text
@@ -186,11 +189,14 @@ def make_once(
             try:
                 manifest = _make(preparation, corpus, building, show)
                 _finish(building, preparation, folder, show)
-            except BaseException:
+            except BaseException as error:
                 if not any((building / "parts").glob("*.json")):
                     shutil.rmtree(building, ignore_errors=True)
                 elif building.exists():
-                    show(f"What is finished is kept in {building}: run the same command again")
+                    first = "mend that, then " if isinstance(error, UserError) else ""
+                    show(
+                        f"Finished parts are kept in {building}: {first}run the same command again"
+                    )
                 raise
     except OSError as error:
         # Readers name what is wrong with the text, so this is about the folder.

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import pydantic
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import SCHEMA_VERSION
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Document, Unit
+from MaxText.input_pipeline.preparation.corpus import Document, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,
@@ -140,6 +139,7 @@ class EncodedUnit(pydantic.BaseModel):
       sha256: see TextDigest; of the text as it was read.
       num_bytes: UTF-8 bytes of that text.
       skipped: reason -> documents left out.
+      bad: what is wrong with bad rows and files among them.
       first, last: smallest and largest (rank, document number) of the documents that are not
         left out; None without documents.
       exceptions: see EncodingJob.
@@ -152,6 +152,7 @@ class EncodedUnit(pydantic.BaseModel):
     sha256: str
     num_bytes: int
     skipped: dict[str, int]
+    bad: tuple[str, ...] = ()
     first: tuple[int, int] | None
     last: tuple[int, int] | None
     exceptions: tuple[tuple[int, bool], ...]
@@ -235,7 +236,7 @@ def _encode(encoding: Encoding, job: EncodingJob, advance: Callable[[int], None]
         for split in job.splits(encoding)
     }
     digest = TextDigest()
-    skipped: Counter[str] = Counter()
+    skipped = Skipped()
     num_bytes = index = 0
     first: tuple[int, int] | None = None
     last: tuple[int, int] | None = None
@@ -281,6 +282,7 @@ def _encode(encoding: Encoding, job: EncodingJob, advance: Callable[[int], None]
         sha256=digest.hexdigest(),
         num_bytes=num_bytes,
         skipped=dict(skipped),
+        bad=tuple(skipped.bad),
         first=first,
         last=last,
         exceptions=job.exceptions,

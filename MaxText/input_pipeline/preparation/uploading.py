@@ -17,7 +17,11 @@ from MaxText.input_pipeline.storage import file_system, is_there
 
 
 def prepare_in_bucket(
-    preparation: Preparation, url: str, cache_dir: Path, show: Callable[[str], None]
+    preparation: Preparation,
+    url: str,
+    cache_dir: Path,
+    show: Callable[[str], None],
+    max_bad_records: int = 0,
 ) -> Manifest:
     """Makes the data set `url`, or keeps it when it is already what is asked for.
 
@@ -29,6 +33,7 @@ def prepare_in_bucket(
       url: of its folder.
       cache_dir: folder on this machine where it is made first, and removed at the end.
       show: takes lines about what was done.
+      max_bad_records: as of `prepare`.
 
     Returns:
       The manifest of the data set, or of the one that records were made from.
@@ -48,10 +53,11 @@ def prepare_in_bucket(
         if is_there(f"{url}/{name}"):
             kept = copied_folder(url, cache_dir, show)
             assert kept is not None, url
-            corpus = open_corpus(preparation.prepare_source, preparation.text_field)
+            source, field = preparation.prepare_source, preparation.text_field
+            corpus = open_corpus(source, field, max_bad_records=max_bad_records)
             return keep(preparation, corpus, kept, name, show, place=url)
         folder = place / "data_set"
-        manifest = prepare(preparation, str(folder), show)
+        manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
         assert manifest is not None
         _upload(folder, url, name)
         shutil.rmtree(place, ignore_errors=True)

@@ -142,7 +142,7 @@ def interrupted(tmp_path, monkeypatch):
         context.setattr(building, "encode_unit", fail_later)
         with pytest.raises(UserError, match=r"d cannot be written \(No space left on device\)"):
             prepare(byte_options(tmp_path / "text"), str(tmp_path / "d"), lines.append)
-    assert lines[-1].startswith("What is finished is kept in ")
+    assert lines[-1].startswith("Finished parts are kept in ")
     return tmp_path
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats.tar_members import BoundedHeader
+from MaxText.input_pipeline.preparation.corpus import Skipped
 from MaxText.input_pipeline.preparation.sources.byte_streams import (
     buffered,
     decode,
@@ -49,7 +50,7 @@ Members = Iterator[tuple[str, BinaryIO]]
 
 
 def stream_texts(
-    file: BinaryIO, kind: Kind, place: str, text_field: str, skipped: Counter[str], depth: int = 0
+    file: BinaryIO, kind: Kind, place: str, text_field: str, skipped: Skipped, depth: int = 0
 ) -> Iterator[tuple[int, str]]:
     """Reads the documents of a whole stream.
 
@@ -77,10 +78,12 @@ def stream_texts(
             opened = members(cast(BinaryIO, stream), place, skipped)
             yield from enumerate(_member_texts(opened, place, text_field, skipped, depth))
         elif kind.format is Format.ROWS:
-            yield from row_texts(stream, place, text_field)
+            yield from row_texts(stream, place, text_field, skipped=skipped)
         elif kind.format is Format.JSON:
-            read_rows = list_texts if begins_list(stream) else row_texts
-            yield from read_rows(stream, place, text_field)
+            if begins_list(stream):
+                yield from list_texts(stream, place, text_field)
+            else:
+                yield from row_texts(stream, place, text_field, skipped=skipped)
         elif kind.format is Format.COUNTED:
             yield from _counted_texts(stream, place)
         elif kind.format is Format.LINES:
@@ -97,7 +100,7 @@ def stream_texts(
 
 
 def _member_texts(
-    members: Members, place: str, text_field: str, skipped: Counter[str], depth: int
+    members: Members, place: str, text_field: str, skipped: Skipped, depth: int
 ) -> Iterator[str]:
     for name, file in members:
         member_place = f"{place}, member {name!r},"

@@ -22,13 +22,16 @@ _SPLIT_NAMES = {
 }
 
 
-def open_corpus(prepare_source: str, text_field: str, unit_bytes: int = UNIT_BYTES) -> Corpus:
+def open_corpus(
+    prepare_source: str, text_field: str, unit_bytes: int = UNIT_BYTES, *, max_bad_records: int = 0
+) -> Corpus:
     """Finds the files that `prepare_source` names; reads none.
 
     Args:
       prepare_source: files, folders, patterns, URLs or `python_stdlib`, comma separated.
       text_field: field of a row or record that holds the text.
       unit_bytes: most bytes on disk of a unit, except where one file cannot be cut.
+      max_bad_records: bad rows and files that are left out.
 
     Raises:
       UserError: nothing is named, or a name stands for no file that can be read.
@@ -36,7 +39,8 @@ def open_corpus(prepare_source: str, text_field: str, unit_bytes: int = UNIT_BYT
     entries = split_entries(prepare_source)
     files = _files(entries)
     splits = _splits(files)
-    units = cut_into_units(files, splits or [""] * len(files), text_field, unit_bytes)
+    of_files = splits or [""] * len(files)
+    units = cut_into_units(files, of_files, text_field, unit_bytes, max_bad_records)
     names = [
         f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
         for entry in entries

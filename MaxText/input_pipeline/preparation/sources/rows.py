@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.preparation.corpus import Skipped
 from MaxText.input_pipeline.preparation.sources.byte_streams import decode
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
@@ -22,8 +23,17 @@ _WHITE_SPACE = " \t\r\n"
 PARAGRAPH_END = "\n\n"
 
 
+class NoSoundRow(UserError):
+    """All rows of a file are bad: what is wrong with the first of them."""
+
+
 def row_texts(
-    file: io.BufferedReader, place: str, text_field: str, start: int = 0, stop: int | None = None
+    file: io.BufferedReader,
+    place: str,
+    text_field: str,
+    start: int = 0,
+    stop: int | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Reads the rows whose lines begin in bytes [start, stop) of a file, None for its end.
 
@@ -31,6 +41,7 @@ def row_texts(
       file: lines of JSON; must seek where `start` is above 0.
       place: the file, for messages.
       text_field: field of an object that holds the text.
+      skipped: takes bad rows, which are left out; None for none.
 
     Yields:
       Number of the line, from 0 at the first that begins in the range, and its text, "" for null.
@@ -38,12 +49,14 @@ def row_texts(
 
     Raises:
       UserError: a line is no row with text; names file and line.
+      NoSoundRow: bad rows may be left out, and there are no others.
     """
     at = start
     if start:
         file.seek(start - 1)
         at += _skip_line(file) - 1
-    number = 0
+    number = num_sound = 0
+    first_bad: UserError | None = None
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
         at += len(line)
         row = line.removeprefix(codecs.BOM_UTF8)
@@ -56,8 +69,19 @@ def row_texts(
                     f"{row_place} is longer than {LONGEST_ROW} bytes. Cut it, or name the file "
                     ".txt if it holds no rows."
                 )
-            yield number, _line_text(row, row_place, text_field)
+            try:
+                text = _line_text(row, row_place, text_field)
+            except UserError as error:
+                first_bad = first_bad or error
+                if skipped is None:
+                    raise
+                skipped.leave_out("malformed", error)
+            else:
+                num_sound += 1
+                yield number, text
         number += 1
+    if first_bad is not None and not num_sound:
+        raise NoSoundRow(str(first_bad)) from first_bad
 
 
 def _skip_line(file: io.BufferedReader) -> int:

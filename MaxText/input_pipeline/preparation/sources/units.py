@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from MaxText.input_pipeline.preparation.corpus import Document
+from MaxText.errors import UserError
+from MaxText.input_pipeline.preparation.corpus import Document, Skipped
 from MaxText.input_pipeline.preparation.sources import plain_text
 from MaxText.input_pipeline.preparation.sources.archives import stream_texts
 from MaxText.input_pipeline.preparation.sources.byte_streams import open_bytes, reading
 from MaxText.input_pipeline.preparation.sources.finding import SourceFile
 from MaxText.input_pipeline.preparation.sources.kinds import Format
 from MaxText.input_pipeline.preparation.sources.records import array_record_texts, tfrecord_texts
-from MaxText.input_pipeline.preparation.sources.rows import begins_list, list_texts, row_texts
+from MaxText.input_pipeline.preparation.sources.rows import (
+    NoSoundRow,
+    begins_list,
+    list_texts,
+    row_texts,
+)
 from MaxText.input_pipeline.preparation.sources.tables import arrow_texts, parquet_texts
 from MaxText.input_pipeline.storage import is_url
 
@@ -55,7 +61,7 @@ class FilePart:
         is_later = counts_rows and self.start > 0
         return f"{self.file.name} from byte {self.start}" if is_later else self.file.name
 
-    def texts(self, text_field: str, skipped: Counter[str]) -> Iterator[tuple[int, str]]:
+    def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
         """Number and text of each document, empty ones too; errors as Unit.documents."""
         file, kind = self.file, self.file.kind
         if kind.format in _TABLES:
@@ -81,16 +87,18 @@ class FilePart:
                 last = None if self.stop is None else self.stop // plain_text.LONGEST_TEXT
                 yield from plain_text.text_pieces(content, file.path, first, last)
             else:
-                yield from self._row_texts(content, text_field)
+                yield from self._row_texts(content, text_field, skipped)
 
-    def _row_texts(self, content: BinaryIO, text_field: str) -> Iterator[tuple[int, str]]:
+    def _row_texts(
+        self, content: BinaryIO, text_field: str, skipped: Skipped
+    ) -> Iterator[tuple[int, str]]:
         lines = cast(io.BufferedReader, content)
         if self.file.kind.format is Format.JSON and begins_list(lines):
             # A list is read as a whole, by the part that it begins in.
             if self.start == 0:
                 yield from list_texts(lines, self.file.path, text_field)
             return
-        yield from row_texts(lines, self.file.path, text_field, self.start, self.stop)
+        yield from row_texts(lines, self.file.path, text_field, self.start, self.stop, skipped)
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,12 @@ class TextUnit:
     Attributes:
       parts: read one after the other.
       text_field: field of a row or record that holds the text.
+      max_bad_records: rows and files that may be bad; they are left out.
     """
 
     parts: tuple[FilePart, ...]
     text_field: str
+    max_bad_records: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -111,22 +121,31 @@ class TextUnit:
         return sum(part.num_bytes for part in self.parts)
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Reads the unit's documents one at a time; counts what is left out by reason.
-
-        Raises:
-          UserError: a file cannot be read or decoded, or a row lacks the text field.
-        """
+        """See corpus.Unit."""
+        counted = skipped if isinstance(skipped, Skipped) else Skipped()
+        counted.limit = self.max_bad_records
         for part in self.parts:
             name = part.name
-            for row, text in part.texts(self.text_field, skipped):
-                if text and not text.isspace():
-                    yield Document(text, name, row)
-                else:
-                    skipped["empty"] += 1
+            try:
+                for row, text in part.texts(self.text_field, counted):
+                    if text and not text.isspace():
+                        yield Document(text, name, row)
+                    else:
+                        counted["empty"] += 1
+            except NoSoundRow:
+                raise  # a wrong text_field, say
+            except UserError as error:
+                counted.leave_out("unreadable", error)
+        if counted is not skipped:
+            skipped.update(counted)
 
 
 def cut_into_units(
-    files: Sequence[SourceFile], splits: Sequence[str], text_field: str, unit_bytes: int
+    files: Sequence[SourceFile],
+    splits: Sequence[str],
+    text_field: str,
+    unit_bytes: int,
+    max_bad_records: int = 0,
 ) -> tuple[TextUnit, ...]:
     """Puts small files together and cuts large ones, by their names and sizes only.
 
@@ -146,13 +165,13 @@ def cut_into_units(
         for part in _parts(file, unit_bytes):
             is_full = size + part.num_bytes > unit_bytes or split != last_split
             if together and is_full:
-                units.append(TextUnit(tuple(together), text_field))
+                units.append(TextUnit(tuple(together), text_field, max_bad_records))
                 together, size = [], 0
             together.append(part)
             size += part.num_bytes
             last_split = split
     if together:
-        units.append(TextUnit(tuple(together), text_field))
+        units.append(TextUnit(tuple(together), text_field, max_bad_records))
     return tuple(units)
 
 
