@@ -60,21 +60,22 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
+    from MaxText.input_pipeline.sources import check_sources
 
-    run, evaluation, guard = config.run, config.evaluation, config.guard
+    run, evaluation, guard, data = config.run, config.evaluation, config.guard, config.data
     if run.log_config:
-        for name, value in sorted(flat(config).items()):
-            print(f"Config param {name}: {value}")
+        print(*(f"Config param {name}: {x}" for name, x in sorted(flat(config).items())), sep="\n")
     run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = Checkpoints(
         run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
     )
-    if config.data.dataset_type == "grain" and config.preparation.prepare_source:
+    if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.preparation.preparing import prepare
 
-        data = config.data
         cache, most_bad = data.data_cache_dir, data.max_bad_records
         prepare(config.preparation, data.dataset_path, cache_dir=cache, max_bad_records=most_bad)
+
+    check_sources(config)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.connect(run.hardware, guard.heartbeat_timeout):

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
+from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.rows.mixture import Chain, Mixture, Rows, Source
 from MaxText.input_pipeline.rows.packing import PackedDocuments
@@ -28,11 +29,16 @@ from MaxText.input_pipeline.rows.windows import (
     Windows,
 )
 from MaxText.input_pipeline.steady_opening import SteadyOpening
+from MaxText.input_pipeline.storage import is_url
 from MaxText.input_pipeline.streams.megatron_order import document_range
 from MaxText.input_pipeline.streams.opening import open_token_data
+from MaxText.input_pipeline.streams.passing import may_pass
 from MaxText.input_pipeline.streams.token_data import TokenData
 
 _Value = TypeVar("_Value")
+
+# Ids of the model to those of the tokenizer; tables are padded by less.
+_MOST_UNUSED = 1.25
 
 CHUNKS = SAMPLINGS[0]
 _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
@@ -128,6 +134,48 @@ class OpenedSource:
     rows: Source
 
 
+def check_sources(config: Config) -> None:
+    """Opens what the run reads from local files, before devices are looked for, and forgets it.
+
+    Raises:
+      UserError: it is missing or damaged, has no tokenizer, or ids that the model lacks.
+    """
+    data, vocab_size = config.data, config.model.shape.vocab_size
+    if data.dataset_type == "synthetic":
+        return
+    opened = [(train_entries(data), data.train_split, True)]
+    if config.evaluation.eval_interval > 0:
+        opened.append((eval_entries(data), data.eval_split, False))
+    for entries, split, for_training in opened:
+        for entry in entries:
+            if is_url(entry.location):
+                continue  # slow, and what fails may be the network
+            try:
+                tokens = open_token_data(
+                    entry.location,
+                    key=entry.key,
+                    data=data,
+                    preparation=config.preparation,
+                    split=split,
+                    for_training=for_training,
+                    show=print,
+                )
+            except Exception as error:
+                if may_pass(error, False):
+                    continue  # the loader tries again
+                raise
+            _check_ids(tokens, entry, vocab_size)
+
+
+def _check_ids(tokens: TokenData, entry: Entry, vocab_size: int) -> None:
+    if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
+        raise UserError(
+            f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
+            f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
+            + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+        )
+
+
 def open_sources(
     data: Data,
     preparation: Preparation,
@@ -187,11 +235,12 @@ def open_sources(
     opened = []
     for number, entry in enumerate(entries):
         tokens = at_last(entry, functools.partial(open_entry, entry))
-        if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
-            raise UserError(
-                f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
-                f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
-                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+        _check_ids(tokens, entry, vocab_size)
+        if for_training and tokens.vocab_size and vocab_size > _MOST_UNUSED * tokens.vocab_size:
+            show(
+                f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
+                f"{tokens.vocab_size} ids: {1 - tokens.vocab_size / vocab_size:.0%} of the "
+                "embedding is never used"
             )
         if tokens.filler_id >= vocab_size:
             # The id of padding may lie outside the model's table; it counts nowhere.
