@@ -18,6 +18,7 @@ early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import Diverged, StopWaiting, UserError
+from MaxText.inference import own_configuration
 from MaxText.parallelism import processes, start_up
 from MaxText.parallelism.preemption import StopSignal
 from MaxText.parallelism.watchdog import Watchdog
@@ -34,7 +35,7 @@ def main() -> int:
     """Trains; exit_codes.py says what the number that it returns means."""
     start_up.restart_with_allocator_setting()
     stop = StopSignal.install()
-    loaded = command_line.parse("train.py", sys.argv[1:], USAGE)
+    loaded = command_line.parse("train.py", sys.argv[1:], USAGE, own_configuration.for_training)
     try:
         return train(loaded.config, stop)
     except BaseException as error:
@@ -89,9 +90,8 @@ def train(config, stop: StopSignal) -> int:
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
         run_lock.hold(run_folder)
-    watchdog = Watchdog(
-        run_folder, guard.heartbeat_timeout, jax.process_index(), jax.process_count()
-    ).start()
+    index, count = jax.process_index(), jax.process_count()
+    watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
     checkpoints.preload()
     print(compilation_cache.use(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
@@ -106,6 +106,7 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.monitoring.tables import parameter_table
     from MaxText.training import step as steps
     from MaxText.training.assembly import assemble
+    from MaxText.training.known_memory import check_known_memory
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
     config, config_flat = settled.config, flat(settled.config)
@@ -120,10 +121,9 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.input_pipeline.rows.batch_plan import plan_batches
     from MaxText.input_pipeline.run_batches import open_batches
 
-    length = model.section.shape.max_target_length
-    plan = plan_batches(
-        config.batch, length, lambda size: mesh.rows_of_update(config.batch, layout, size)
-    )
+    length, sizes = model.section.shape.max_target_length, config.batch
+    plan = plan_batches(sizes, length, lambda size: mesh.rows_of_update(sizes, layout, size))
+    check_known_memory(built, plan, len(devices), sizes.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
         config, plan, eval_rows, *layout.share_of_batch(), stop.is_pending
     )

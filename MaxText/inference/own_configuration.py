@@ -41,6 +41,16 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
     return load_arguments(arguments, program, own=own)
 
 
+def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded:
+    """The same for train.py, which takes the configuration of a Hugging Face folder only."""
+    from MaxText.conversion import hugging_face_folder
+
+    path = layering.gather(arguments, {}, os.environ).last(_KEY)
+    if path is None or not hugging_face_folder.is_folder(str(path.origin.raw)):
+        return load_arguments(arguments, program)
+    return load(arguments, program)
+
+
 def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | None:
     from MaxText.conversion import hugging_face_folder
     from MaxText.conversion.settings import family_of, to_keys

@@ -98,7 +98,7 @@ def test_train_takes_the_step_and_no_other(start, tmp_path):
     assert "Traceback" not in other.stderr
     # The next start finds its program in the cache beside the runs.
     again = train("again")
-    assert "Took from the compilation cache the train step" in again.stdout
+    assert "loaded from the compilation cache" in again.stdout
 
 
 def figure(pattern, text):

@@ -167,6 +167,12 @@ def test_programs_find_the_model_in_the_folder(here):
     assert (model.shape.vocab_size, model.position.rotary_pct) == (50_304, 0.25)
     assert not model.pattention.gelu_approximate
     assert model.pattention.score_norm_epsilon == 0
+    # train.py takes it from such a folder only: a run's path is weights for the model asked for.
+    arguments = ["load_parameters_path=hf:hf", "dataset_type=synthetic"]
+    taken = own_configuration.for_training(arguments, "train.py").config.model
+    assert (taken.shape, taken.pattention) == (model.shape, model.pattention)
+    other = own_configuration.for_training(["load_parameters_path=run", arguments[1]], "train.py")
+    assert other.config.model.shape != model.shape
 
 
 def test_a_model_that_was_trained_here_becomes_a_folder():
