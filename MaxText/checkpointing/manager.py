@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from MaxText.buckets.paths import is_bucket
-from MaxText.checkpointing import description, layout, reading
+from MaxText.checkpointing import description, layout, quiet_threads, reading
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.good_steps import GoodSteps
 from MaxText.checkpointing.patience import told_while_waiting
@@ -453,6 +453,7 @@ class Checkpoints:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
+            quiet_threads.install()
             if is_bucket(self.directory):  # on a disk Orbax does that
                 self._remove_partial("")
             self._orbax_manager = ocp.CheckpointManager(

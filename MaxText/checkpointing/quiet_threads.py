@@ -1,0 +1,27 @@
+"""Errors of a failed save are told once, by us, and not by the threads of Orbax and TensorStore."""
+
+import logging
+import sys
+
+
+def install() -> None:
+    """Silences what those threads print of errors that the main thread gets as well.
+
+    Orbax logs the traceback of each of its threads and raises the error again where the save is
+    waited for. It closes its event loop then, of which TensorStore's callbacks complain.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(sys.unraisablehook)
+
+
+class _Hook:
+    """Python's unraisablehook for errors that nobody can catch."""
+
+    def __init__(self, before):
+        self._before = before
+
+    def __call__(self, unraisable) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
+            self._before(unraisable)
