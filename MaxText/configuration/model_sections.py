@@ -97,7 +97,19 @@ class Head(Section):
     """From the last hidden state to logits."""
 
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
+    logits_bias: bool = key(
+        False,
+        "A bias of an output head that is not tied.",
+        only_if={"logits_via_embedding": [False]},
+    )
     final_norm: bool = key(True, "A norm after the last layer.")
+    final_normalization_type: Literal[
+        "auto", "rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"
+    ] = key(
+        "auto",
+        "The norm after the last layer; auto: that of the blocks, normalization_type.",
+        only_if={"final_norm": [True]},
+    )
     head_qk: bool = key(
         False,
         "Add to the logit of each id how well earlier tokens with that id match the current one "

@@ -294,6 +294,8 @@ SHARED_PARTS: Mapping[str, Any] = {
     "static_sgu": False,
     "num_experts": 1,
     "final_norm": True,
+    "final_normalization_type": "auto",
+    "logits_bias": False,
     "head_qk": False,
     "attention_projections": "dense",
     "feed_forward_type": "mlp",

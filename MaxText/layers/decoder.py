@@ -80,14 +80,23 @@ class Decoder(nnx.Module):
             self.connections = DenseConnections(section.dense_connections, epsilon, building, rngs)
         else:
             self.connections = ResidualStream()
+        kind = section.head.final_normalization_type
         self.decoder_norm = (
-            normalization(section.block, building, rngs) if section.head.final_norm else None
+            normalization(section.block, building, rngs, kind=None if kind == "auto" else kind)
+            if section.head.final_norm
+            else None
         )
         if section.head.logits_via_embedding:
             self.logits_dense = None
         else:
             self.logits_dense = Dense(
-                (D,), (V,), ("embed", "vocab"), building.initializers.kernel, building, rngs
+                (D,),
+                (V,),
+                ("embed", "vocab"),
+                building.initializers.kernel,
+                building,
+                rngs,
+                use_bias=section.head.logits_bias,
             )
 
         head = section.head

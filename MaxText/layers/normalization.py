@@ -135,14 +135,25 @@ def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
 
 
 def normalization(
-    section: Block, building: Building, rngs: nnx.Rngs, *, parametric: bool = True
+    section: Block,
+    building: Building,
+    rngs: nnx.Rngs,
+    *,
+    parametric: bool = True,
+    kind: str | None = None,
 ) -> nnx.Module:
-    """The norm that the configuration chooses, over the residual stream."""
+    """The norm that the configuration chooses, over the residual stream.
+
+    Args:
+      parametric: whether it has weights.
+      kind: another normalization_type than that of the section.
+    """
     size, epsilon = building.dimensions.emb_dim, section.normalization_layer_epsilon
-    if section.normalization_type == "rms_norm":
+    kind = kind or section.normalization_type
+    if kind == "rms_norm":
         return RMSNorm(size, epsilon, building, rngs, parametric=parametric)
-    if section.normalization_type != "layer_norm":
-        centered = section.normalization_type == "scale_norm_centered"
+    if kind != "layer_norm":
+        centered = kind == "scale_norm_centered"
         return ScaleNorm(size, epsilon, building, rngs, centered=centered, parametric=parametric)
     return LayerNorm(
         size, epsilon, section.normalization_bias, building, rngs, parametric=parametric
