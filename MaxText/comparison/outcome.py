@@ -38,6 +38,7 @@ class RunResult:
       flops: operations done.
       train_seconds: of training steps, without compilation, evaluation and saving.
       folder: of the run, relative to the comparison's.
+      loss_kind: what the losses are of, see RunRecord.loss_kind.
     """
 
     config: str
@@ -52,6 +53,7 @@ class RunResult:
     flops: float
     train_seconds: float
     folder: str
+    loss_kind: str = ""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -76,6 +78,11 @@ class Group:
     difference: Difference | None
 
     @property
+    def loss_kind(self) -> str:
+        """Of its runs; empty without any."""
+        return next((result.loss_kind for result in self.results), "")
+
+    @property
     def diverged(self) -> int:
         """Runs that diverged, which no mean contains."""
         return sum(result.state == DIVERGED for result in self.results)
@@ -91,8 +98,10 @@ class Group:
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean loss."""
-        return None if self.loss.mean is None else math.exp(min(self.loss.mean, 700.0))
+        """exp of the mean loss; None where that is no log-probability."""
+        if self.loss.mean is None or self.loss_kind.startswith("entmax"):
+            return None
+        return math.exp(min(self.loss.mean, 700.0))
 
 
 def record_of(run: Run) -> RunRecord | None:
@@ -162,6 +171,7 @@ def result_of(chain: Chain, record: RunRecord) -> RunResult:
         flops=record.flops,
         train_seconds=sum(row.get("seconds") or 0.0 for row in record.steps),
         folder=str(Path(run.label) / run_path(run.seed)),
+        loss_kind=record.loss_kind,
     )
 
 
@@ -177,12 +187,15 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[G
         if result.validation_loss is not None:
             losses[result.config][result.seed] = result.validation_loss
     first = labels[0]
+    kinds = {result.config: result.loss_kind for result in results}
     return [
         Group(
             label,
             tuple(result for result in results if result.config == label),
             Summary.of(list(losses[label].values())),
-            None if label == first else paired_difference(losses[first], losses[label]),
+            paired_difference(losses[first], losses[label])
+            if label != first and kinds.get(label) == kinds.get(first)
+            else None,
         )
         for label in labels
     ]
@@ -201,10 +214,12 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
     def counted(number: float | None) -> str:
         return ABSENT if number is None else short_count(number)
 
+    differ = bool(_kinds(groups))
+
     return [
         [
             group.label,
-            loss(group.loss.mean),
+            loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
             loss(group.loss.deviation),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, ".2f"),
@@ -215,6 +230,15 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
         ]
         for group in groups
     ]
+
+
+def _kinds(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Kind of loss -> labels, if there is more than one kind."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        if group.results:
+            kinds.setdefault(group.loss_kind, []).append(group.label)
+    return kinds if len(kinds) > 1 else {}
 
 
 def _optional(number: float | None, pattern: str) -> str:
@@ -245,6 +269,9 @@ def sentences(groups: Sequence[Group], plan: Plan) -> list[str]:
             f"These are {len(intervals)} intervals of 95 % each, not corrected for their number: "
             "the more configurations, the likelier that one of them leaves 0 out by chance."
         )
+    if kinds := _kinds(groups):
+        each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
+        lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
     lines += [line for group in others for line in _other_validation(first, group)]
     return lines + [line for group in groups for line in _reservations(group, plan)]
 

@@ -33,7 +33,7 @@ _LONGEST_LABEL = 60
 
 # Keys that name or show a run and have no part in its result.
 _PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
-_SHOWN_SECTIONS = ("sampling", "monitoring", "guard", "mesh", "run")
+_SHOWN_SECTIONS = ("decoding", "scoring", "monitoring", "guard", "mesh", "run")
 _WITHOUT_EFFECT = {
     "model_name", "jax_cache_dir", "log_config", "async_checkpointing",
     "enable_checkpointing", "checkpoint_period", "save_checkpoint_on_start",
@@ -44,7 +44,8 @@ _WITHOUT_EFFECT = {
 _UNLIKE_LOSSES = {
     "vocab_size", "max_target_length", "dataset_type", "dataset_path", "dataset_mix",
     "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
-    "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training",
+    "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training", "loss_type",
+    "entmax_alpha",
 }  # fmt: skip
 
 

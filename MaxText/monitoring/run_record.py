@@ -87,6 +87,17 @@ class RunRecord:
         return (sum(loss * n for loss, n in counted) / updates, updates) if counted else None
 
     @property
+    def loss_kind(self) -> str:
+        """What the losses are of, in words; those of other words are another quantity."""
+        kind = "cross-entropy"
+        if self.config.get("loss_type") == "entmax":
+            kind = f"entmax, alpha {self.config.get('entmax_alpha')}"
+        if self.config.get("mlm_training"):
+            kind += " of masked tokens"
+        tokenizer = (self.facts.get("data") or {}).get("tokenizer")
+        return f"{kind}, tokenizer {str(tokenizer)[:8]}" if tokenizer else kind
+
+    @property
     def last_step(self) -> int | None:
         """The last update that is on record."""
         return self.steps[-1]["step"] if self.steps else None

@@ -106,3 +106,16 @@ def test_csv_files(tmp_path):
     assert (a["validation_loss"], a["runs"], a["difference"]) == ("4.25", "2", "")
     assert (b["difference"], b["difference_seeds"], b["difference_low_95"]) == ("-0.5", "1", "")
     assert b["diverged"] == "1"
+
+
+def test_losses_of_different_kinds_have_no_difference():
+    entmax = [result("b", seed, 2.0, loss_kind="entmax, alpha 1.3") for seed in (0, 1)]
+    plain = [result("a", seed, 4.0 + seed, loss_kind="cross-entropy") for seed in (0, 1)]
+    a, b = group_results(["a", "b"], [*plain, *entmax])
+    assert b.difference is None
+    assert (b.perplexity, a.perplexity) == (None, pytest.approx(math.exp(4.5)))
+    rows = outcome.table_rows([a, b])
+    assert [row[1] for row in rows] == ["4.5000 (cross-entropy)", "2.0000 (entmax, alpha 1.3)"]
+    (sentence,) = [text for text in outcome.sentences([a, b], plan()) if "kinds" in text]
+    assert "cannot be compared: cross-entropy (a); entmax, alpha 1.3 (b)" in sentence
+    assert not any("nats/token" in text for text in outcome.sentences([a, b], plan()))

@@ -123,7 +123,7 @@
 
   function layout(chart) {
     const axis = data.axes.find((each) => each.name === chosen.axis);
-    const logY = chart.logY || (chart.name === "loss" && chosen.logY);
+    const logY = chart.logY || (chart.name.startsWith("loss") && chosen.logY);
     const lines = {
       gridcolor: theme("line"),
       linecolor: theme("line"),
@@ -183,7 +183,7 @@
   };
 
   const places = data.charts.map((chart) => {
-    const box = element("div", chart.name === "loss" ? "chart wide" : "chart",
+    const box = element("div", chart.name.startsWith("loss") ? "chart wide" : "chart",
       document.getElementById("charts"));
     const heading = element("h3", "", box, chart.title + " ");
     element("small", "", heading, chart.yTitle);

@@ -1,5 +1,6 @@
 """The charts of a report: loss, learning rate, gradient norm, speed, and where the time went."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,8 +35,23 @@ _ROOM = 0.5
 _MOST_MARKS = 300
 
 
+def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
+    """Training and validation loss: a chart for each kind of loss that runs have recorded."""
+    kinds: dict[str, list[Entry]] = {}
+    for entry in entries:
+        kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
+    charts = []
+    for kind, alike in kinds.items():
+        chart = loss_chart(alike, axes)
+        if chart is not None and len(kinds) > 1:
+            name = f"loss_{len(charts) + 1}" if charts else "loss"
+            chart = dataclasses.replace(chart, name=name, title=f"Loss: {kind}")
+        charts += [] if chart is None else [chart]
+    return charts
+
+
 def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
-    """Training and validation loss; None if no run has recorded any."""
+    """Training and validation loss of runs of one kind; None if no run has recorded any."""
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:

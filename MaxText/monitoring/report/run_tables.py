@@ -37,12 +37,17 @@ def overview(entries: Sequence[Entry]) -> Table:
         "devices",
     ]
     comparable = not differing_peaks(entries)
+    kinds = {run.loss_kind for run in all_runs(entries).values()}
     rows = []
     for entry in entries:
         if entry.is_group:
             losses = [run.final_loss for run in averaged(entry)]
             rows.append([entry.label, _seeds(losses), _spread(losses), *[""] * (len(header) - 3)])
-        rows += [[name, *_overview_row(run, comparable)] for name, run in entry.runs.items()]
+        for name, run in entry.runs.items():
+            row = _overview_row(run, comparable)
+            if len(kinds) > 1:
+                row[1] += f" ({run.loss_kind})"  # the validation loss
+            rows.append([name, *row])
     return Table(header, rows)
 
 

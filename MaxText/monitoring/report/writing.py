@@ -14,7 +14,7 @@ from MaxText.monitoring.report.entries import Entry, arrange
 from MaxText.monitoring.report.page import Page, render
 from MaxText.monitoring.report.page_data import page_json
 from MaxText.monitoring.report.pictures import draw_bars, draw_chart
-from MaxText.monitoring.report.run_charts import goodput_bars, loss_chart, quantity_charts
+from MaxText.monitoring.report.run_charts import goodput_bars, loss_charts, quantity_charts
 from MaxText.monitoring.run_record import RunRecord
 
 PAGE_FILE = "report.html"
@@ -64,8 +64,7 @@ def write_report(
     entries = arrange(runs, groups)
     title = title or _title(entries)
     axes = Axes(runs)
-    loss = loss_chart(entries, axes)
-    charts = [*([] if loss is None else [loss]), *quantity_charts(entries, axes)]
+    charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     bars = goodput_bars(entries)
     page = Page(
         title=title,

@@ -5,7 +5,7 @@ import pytest
 from MaxText.monitoring.report import model_tables, run_tables, wording
 from MaxText.monitoring.report.curves import Axes
 from MaxText.monitoring.report.entries import all_runs, arrange
-from MaxText.monitoring.report.run_charts import loss_chart, quantity_charts
+from MaxText.monitoring.report.run_charts import loss_chart, loss_charts, quantity_charts
 from MaxText.monitoring.run_record import read_run
 from tests.monitoring.report.run_files import COST, RunFiles, completed, eventful
 
@@ -84,6 +84,25 @@ def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, s
     assert all((row["MFU"] != wording.ABSENT) == drawn for row in rows.values())
     notes = " ".join(model_tables.cost(entries)[0].paragraphs)
     assert ("MFU is not compared" in notes) == (not drawn)
+
+
+def test_losses_of_different_kinds_are_on_no_common_axis(tmp_path):
+    folders = [completed(tmp_path / name) for name in "abcd"]
+    others = {"b": "loss_type: entmax\nentmax_alpha: 1.3\n", "c": "mlm_training: true\n"}
+    for name, keys in others.items():
+        (tmp_path / name / "config.yml").write_text(keys)
+    entries = entries_of(*folders)
+    charts = loss_charts(entries, Axes([*all_runs(entries).values()]))
+    owners = [{series.owner for series in chart.series} for chart in charts]
+    assert owners == [{"a", "d"}, {"b"}, {"c"}]
+    assert charts[1].title.startswith("Loss: entmax, alpha 1.3")
+    assert len({chart.name for chart in charts}) == 3
+    rows = as_dict(run_tables.overview(entries))
+    losses = {name: row["validation loss"] for name, row in rows.items()}
+    assert "(entmax, alpha 1.3" in losses["b"]
+    assert "of masked tokens" in losses["c"]
+    alone = entries_of(folders[0], folders[3])
+    assert "(" not in as_dict(run_tables.overview(alone))["a"]["validation loss"]
 
 
 def test_the_training_loss_says_what_it_is_the_mean_of(tmp_path):
