@@ -10,10 +10,12 @@ import json
 import os
 import socket
 import time
+from typing import Any
 
 from etils import epath
 
 from MaxText.buckets.paths import is_bucket
+from MaxText.checkpointing.lease import Lease, described
 from MaxText.errors import UserError
 
 _FILE = ".lock"
@@ -23,12 +25,15 @@ _SECONDS_FOR_AN_OLD_OWNER = 3.0  # that was killed, to be gone
 def hold(run_folder: epath.Path) -> None:
     """Locks a run folder until this process ends. Process 0 of a run calls it.
 
-    Folders in buckets, and file systems without locks, are not locked.
+    In a bucket that is a lease, see lease.py; file systems without locks are not locked.
 
     Raises:
       UserError: another process holds it; names host, process and start time.
     """
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
     if is_bucket(run_folder):
+        Lease(f"{run_folder}/{_FILE}", holder).acquire()
         return
     path = run_folder / _FILE
     # Left open on purpose: closing it would give up the lock.
@@ -46,20 +51,16 @@ def hold(run_folder: epath.Path) -> None:
         if time.monotonic() < deadline:
             time.sleep(0.1)
             continue
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
         raise UserError(
-            f"the run folder {run_folder} is in use by {_described(holder)}. Wait for it, stop it, "
-            "or choose another run_name."
+            f"the run folder {run_folder} is in use by {described(_read(descriptor))}. Wait for "
+            "it, stop it, or choose another run_name."
         )
-    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
-def _described(holder: str) -> str:
+def _read(descriptor: int) -> Any:
     try:
-        facts = json.loads(holder)
-        return f"process {facts['process']} on {facts['host']}, started {facts['started']}"
-    except (ValueError, LookupError, TypeError):
-        return "another process"
+        return json.loads(os.pread(descriptor, 1000, 0))
+    except ValueError:
+        return None

@@ -1,0 +1,150 @@
+"""The lock of a run folder in a bucket: an object that its owner writes again and again.
+
+No clocks are compared. An owner that lives renews its lease every few seconds, which whoever wants
+the folder sees; a lease that stays the same for half a minute is of an owner that is gone.
+"""
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+import fsspec
+
+from MaxText.errors import UserError
+from MaxText.exit_codes import USER_MISTAKE
+
+_RENEWED_EVERY = 5.0
+_EXPIRES_AFTER = 30.0
+# After a lease was taken over, for another process that did the same to be seen.
+_SECONDS_TO_SETTLE = 2.0
+
+
+class Lease:
+    """One attempt to own an object. Use `acquire`; the end of the program releases it."""
+
+    def __init__(self, url: str, holder: dict[str, Any]):
+        """
+        Args:
+          url: of the object.
+          holder: JSON values that tell people who owns it; needs host and process.
+        """
+        self._url, self._holder = url, holder
+        self._token = uuid.uuid4().hex
+        self._renewals = 0
+        self._over = threading.Event()
+        self._storage, self._path = fsspec.core.url_to_fs(url)
+
+    def acquire(self) -> None:
+        """Takes the lease, over from an owner that is gone if need be, and keeps it.
+
+        Raises:
+          UserError: its owner lives.
+        """
+        while not self._create():
+            found = self._read()
+            if found is None:
+                continue  # released just now
+            if _is_dead_here(found) or not self._is_renewed(found):
+                self._write()
+                self._over.wait(_SECONDS_TO_SETTLE)
+            current = self._read() or {}
+            if current.get("token") == self._token:
+                break
+        threading.Thread(target=self._renew, daemon=True, name="lease").start()
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        """Gives it up. Safe to call twice."""
+        if not self._over.is_set():
+            self._over.set()
+            found = self._read()
+            if found is not None and found.get("token") == self._token:
+                self._storage.rm_file(self._path)
+
+    def _is_renewed(self, found: dict[str, Any]) -> bool:
+        """Watches a lease until it expires; False where it did.
+
+        Raises:
+          UserError: it was renewed meanwhile.
+        """
+        until = time.monotonic() + _EXPIRES_AFTER
+        while time.monotonic() < until:
+            self._over.wait(_RENEWED_EVERY / 5)
+            now = self._read()
+            if now is None:
+                return True  # released: try to create it
+            if now != found:
+                raise UserError(
+                    f"the run folder {os.path.dirname(self._url)} is in use by {described(now)}. "
+                    "Wait for it, stop it, or choose another run_name."
+                )
+        return False
+
+    def _create(self) -> bool:
+        try:
+            self._storage.pipe_file(self._path, self._content(), mode="create")
+        except OSError:
+            found = self._read()
+            # Also where the answer to the first try was lost.
+            return found is not None and found.get("token") == self._token
+        return True
+
+    def _write(self) -> None:
+        self._storage.pipe_file(self._path, self._content())
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._storage.cat_file(self._path))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}  # damaged: of nobody
+
+    def _content(self) -> bytes:
+        facts = {**self._holder, "token": self._token, "renewals": self._renewals}
+        return json.dumps(facts).encode()
+
+    def _renew(self) -> None:
+        while not self._over.wait(_RENEWED_EVERY):
+            try:
+                found = self._read()
+                if found is not None and found.get("token") not in (self._token, None):
+                    break
+                self._renewals += 1
+                self._write()
+            except Exception:  # storage fails for a while: the next time may do
+                continue
+        if not self._over.is_set():
+            sys.stderr.write(
+                f"error: {os.path.dirname(self._url)} was taken over by {described(found)} while "
+                "this process could not be seen. It stops, so that one process writes there.\n"
+            )
+            sys.stderr.flush()
+            os._exit(USER_MISTAKE)
+
+
+def described(holder: Any) -> str:
+    """Who holds a lock, by what its file says."""
+    try:
+        return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
+    except (LookupError, TypeError):
+        return "another process"
+
+
+def _is_dead_here(holder: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that is gone."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("process"), int):
+        return False
+    try:
+        os.kill(holder["process"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
