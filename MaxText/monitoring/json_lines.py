@@ -47,7 +47,8 @@ class JsonLines:
             if keep is not None or self._is_object_store():
                 lines = _kept(segment, keep or (lambda _row: True))
         self._number = len(existing) - 1
-        self._newest = existing[-1]
+        self._segment = existing[-1]
+        self._last = lines[-1] if lines else ""
         if self._is_object_store():
             self._begin(lines)
             return
@@ -59,6 +60,7 @@ class JsonLines:
     def _begin(self, lines: list[str]) -> None:
         """Goes on in the segment of the current number, which holds `lines`."""
         self._lines = lines
+        self._last = lines[-1] if lines else ""
         self._bytes = sum(map(len, lines))
         self._changed = False  # since the object was handed over
         self._object = LatestObject(_segment(self.path, self._number))
@@ -74,6 +76,7 @@ class JsonLines:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
             if kept or self._number == 0:
                 self._lines, self._bytes = kept, sum(map(len, kept))
+                self._last = kept[-1] if kept else ""
                 self._changed = True
                 return
         self.close()
@@ -81,7 +84,7 @@ class JsonLines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row. Numbers that JSON does not have (NaN, infinity) become null."""
-        line = _line(row)
+        line = self._last = _line(row)
         if self._file is None:
             self._lines.append(line)
             self._bytes += len(line)
@@ -89,26 +92,24 @@ class JsonLines:
         else:
             self._file.write(line + "\n")
 
-    def amend(self, row: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-        """Adds fields to the row that was appended last, of a file that nobody else writes.
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The last row; empty if there is none, or if a full segment has it."""
+        return json.loads(self._last) if self._last else {}
 
-        Args:
-          row: as it was appended.
-          more: fields that it lacks.
-        """
-        old, new = _line(row), _line({**row, **more})
+    def amend(self, more: Mapping[str, Any]) -> None:
+        """Adds fields to the newest row, of a file that nobody else writes."""
+        old, new = self._last, _line({**self.newest, **more})
         if self._file is None:
-            if self._lines[-1:] == [old]:
-                self._lines[-1] = new
-                self._bytes += len(new) - len(old)
-                self._changed = True
-            else:  # its segment is full
-                self.append({**row, **more})
-            return
-        # Longer than before, so that one write replaces it.
-        with open(self._newest, "r+b") as file:
-            file.seek(-len(old) - 1, os.SEEK_END)
-            file.write(f"{new}\n".encode())
+            self._lines[-1] = new
+            self._bytes += len(new) - len(old)
+            self._changed = True
+        else:
+            # Longer than before, so that one write replaces it.
+            with open(self._segment, "r+b") as file:
+                file.seek(-len(old.encode()) - 1, os.SEEK_END)
+                file.write(f"{new}\n".encode())
+        self._last = new
 
     def flush(self) -> None:
         """Makes rows durable: locally at once, in an object store soon, see `settle`."""

@@ -31,7 +31,6 @@ class MetricsFile:
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
-        self._newest: Mapping[str, Any] = {}
         path = path_of(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
         self._rows = JsonLines(path, None if self._is_shared else self._before(first_step))
 
@@ -48,15 +47,14 @@ class MetricsFile:
             self._append(event, tags)
         elif event.kind == "evaluation":
             tags = {name: v for name, v in event.facts.items() if name.startswith("eval/")}
-            if self._newest.get("step") == event.step and not self._is_shared:
-                self._rows.amend(self._newest, tags)
+            if self._rows.newest.get("step") == event.step and not self._is_shared:
+                self._rows.amend(tags)
             else:
                 self._append(event, tags)
 
     def _append(self, event: Event, tags: Mapping[str, Any]) -> None:
         time = round(event.time, 3)
-        self._newest = {"step": event.step, "run_name": self._run_name, "time": time, **tags}
-        self._rows.append(self._newest)
+        self._rows.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
 
     def flush(self) -> None:
         """Makes the rows durable."""
