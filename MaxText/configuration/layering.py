@@ -131,6 +131,7 @@ class Gathered:
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
+    is_file_missing: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
     for_compare: dict[str, ForCompare] = dataclasses.field(default_factory=dict)
@@ -174,6 +175,7 @@ def gather(
             result.settings += _read_chain(result.config_path, Layer.CONFIG_FILE, result)
         except FileProblem as error:
             result.problems.append(error.problem)
+            result.is_file_missing = True
 
     upper = environment_settings + typed
     place = len(result.settings)

@@ -97,7 +97,8 @@ def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     problems += _inert_family(origins, kept)
     config = build({name: value for name, value in typed.items() if name not in wrong})
     broken, of_rules = _broken_rules(config, typed, origins, kept, wrong, program)
-    problems += broken
+    # What rules miss may stand in a file that could not be read.
+    problems += [] if gathered.is_file_missing else broken
     idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
     if typed["strict_config"] is True:
         problems += idle.values()

@@ -259,7 +259,7 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
             remedy += ", prepare again with validation_fraction above 0 and at least two documents"
         elif manifest.splits:
             remedy += f" ({' or '.join(f'{key}={name}' for name in sorted(manifest.splits))})"
-        remedy += ", or switch evaluation off (eval_interval=-1)"
+        remedy += ", or, where train.py is to evaluate, switch that off (eval_interval=-1)"
     problem = "is empty" if entry is not None else "does not exist"
     raise UserError(
         f"{key}={split}: this split {problem} in {dataset_path} (splits there: {present}). "

@@ -173,6 +173,7 @@ def _check_ids(tokens: TokenData, entry: Entry, vocab_size: int) -> None:
             f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
             f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
             + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+            + " Trained weights need data of their own tokenizer."
         )
 
 

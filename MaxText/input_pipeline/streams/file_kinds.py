@@ -163,6 +163,7 @@ def choose_split(
         raise UserError(
             f"{key}={location}: no file has eval_split={evaluation} in its name "
             f"(for example {Path(files[0]).name}), so there is none to evaluate on. Name files in "
-            "grain_eval_files, set eval_split, or switch evaluation off (eval_interval=-1)."
+            "grain_eval_files, set eval_split, or, where train.py is to evaluate, switch that off "
+            "(eval_interval=-1)."
         )
     return named

@@ -1,6 +1,7 @@
 """Charts as PNGs, for papers and chats."""
 
 import io
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,5 +162,8 @@ def _png(figure, axes, title: str) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    with warnings.catch_warnings():
+        # Of names whose letters its font lacks: they are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -1,5 +1,6 @@
 """TensorBoard: scalars under MaxText's tags, the configuration as text and as hyperparameters."""
 
+import logging
 import pathlib
 import tempfile
 import time
@@ -100,6 +101,8 @@ class TensorBoard:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
+            # One line for each loss that is no number; the step line shows it.
+            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
             # purge_step hides points from before a crash, which are done again.
             folder = self._folder_of_writer()
             self._writer = SummaryWriter(folder, purge_step=self._first_step or None)

@@ -134,7 +134,8 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [entry.label for entry in entries] == ["first/run", "second/run"]
 
 
-@pytest.mark.parametrize("name", ["_hidden", "a $x$ b", "50 % <b>"])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["_hidden", "a $x$ b", "50 % <b>", "\u65e5\u672c"])
 def test_pictures_show_any_name(tmp_path, name):
     folders = [completed(tmp_path / name), eventful(tmp_path / "other")]
     runs = [read_run(folder) for folder in folders]
