@@ -123,6 +123,12 @@ class Head(Section):
         "Divide tied logits by sqrt(emb_dim).",
         only_if={"logits_via_embedding": [True]},
     )
+    logits_embedding_dtype: Literal["auto", "bfloat16"] = key(
+        "auto",
+        "What a tied token table is rounded to for the logits; auto: not. bfloat16 is what "
+        "TokenFormer's JAX program does, whatever dtype is.",
+        only_if={"logits_via_embedding": [True]},
+    )
     logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
     final_logits_soft_cap: float = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.", ge=0)
 

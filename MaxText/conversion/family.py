@@ -296,6 +296,7 @@ SHARED_PARTS: Mapping[str, Any] = {
     "final_norm": True,
     "final_normalization_type": "auto",
     "logits_bias": False,
+    "logits_embedding_dtype": "auto",
     "head_qk": False,
     "attention_projections": "dense",
     "feed_forward_type": "mlp",

@@ -328,7 +328,8 @@ class Decoder(nnx.Module):
         head = self.section.head
         dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else self.dtype
         if self.logits_dense is None:
-            logits_BTV = self.token_embedder.attend(h_BTD, dtype)
+            rounded = None if head.logits_embedding_dtype == "auto" else jnp.dtype(jnp.bfloat16)
+            logits_BTV = self.token_embedder.attend(h_BTD, dtype, rounded)
             if head.normalize_embedding_logits:
                 logits_BTV = logits_BTV / math.sqrt(h_BTD.shape[-1])
         else:

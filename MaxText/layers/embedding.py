@@ -43,9 +43,18 @@ class Embedding(nnx.Module):
         # Rounded first, as Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
         return rows_BTD * jnp.asarray(self.scale, self.dtype)
 
-    def attend(self, x_BTD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Products of x with every row, [B, T, V], computed in `dtype`."""
-        table = self.embedding[...].astype(dtype)
+    def attend(
+        self, x_BTD: jax.Array, dtype: jnp.dtype, rounded: jnp.dtype | None = None
+    ) -> jax.Array:
+        """Products of x with every row, [B, T, V], computed in `dtype`.
+
+        Args:
+          rounded: what the table is rounded to first.
+        """
+        table = self.embedding[...]
+        if rounded is not None:
+            table = table.astype(rounded)
+        table = table.astype(dtype)
         return jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)
 
 

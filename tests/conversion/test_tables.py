@@ -373,3 +373,15 @@ def test_sizes_are_those_after_scaling():
     written = to_config_json(FAMILIES["llama"], config)
     assert written["hidden_size"] == 2 * config.model.shape.base_emb_dim
     assert written["num_hidden_layers"] == 2 * config.model.shape.base_num_decoder_layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "feature"),
+    [("olmo2", "norms stand after the parts"), ("qwen2_moe", "shared expert"),
+     ("gptj", "neighboring"), ("deepseek_v3", "latent attention"), ("smollm3", "no rotary")],
+)  # fmt: skip
+def test_what_a_model_type_needs_that_is_not_here_is_named(model_type, feature):
+    with pytest.raises(
+        UserError, match=f"model_type={model_type} cannot be converted: .*{feature}"
+    ):
+        family_of({"model_type": model_type}, "hf:folder")
