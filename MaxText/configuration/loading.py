@@ -227,13 +227,16 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
             time += f"-{secrets.token_hex(2)}"  # a sweep may start several runs in one second
             source = "model_name" if chosen else "the config file's name" if config_path else "run"
             set_derived("run_name", f"{stem}_{time}", f"from {source} and time of start")
-    if not typed["base_output_directory"]:
-        parent, slash, name = typed["run_name"].rstrip("/").rpartition("/")
-        if slash:
-            set_derived("base_output_directory", parent or "/", "from run_name, a whole path")
-            set_derived("run_name", name, "from the last part of the path given as run_name")
-        else:
-            set_derived("base_output_directory", "./maxtext_output", "because it is empty")
+    name = typed["run_name"]
+    if name.startswith(("/", "~")) or "://" in name:
+        base = typed["base_output_directory"]
+        parent, _, last = name.rstrip("/").rpartition("/")
+        if base and base.rstrip("/") != parent:
+            layering.announce([f"note: base_output_directory={base}: run_name is a whole path"])
+        set_derived("base_output_directory", parent or "/", "from run_name, a whole path")
+        set_derived("run_name", last, "from the last part of the path given as run_name")
+    elif not typed["base_output_directory"]:
+        set_derived("base_output_directory", "./maxtext_output", "because it is empty")
 
 
 def _without_effect(

@@ -466,18 +466,17 @@ def _target_named(config: Config) -> str | None:
 
 def _run_name(config: Config) -> str | None:
     name = config.run.run_name
-    parts = name.split("/")
-    if name.startswith("/") or "://" in name:
-        return (
-            f"run_name={name} is a whole path, but base_output_directory="
-            f"{config.run.base_output_directory} is set as well; leave one of them out"
-        )
+    parts = name.rstrip("/").split("/")
     if config.run.base_output_directory.endswith(":/"):
         return (
             f"run_name={config.run.base_output_directory}/{name} is a bucket without a folder in it"
         )
     if any(part in ("", ".", "..") for part in parts):
-        return f"run_name={name!r} is not the name of a folder"
+        return (
+            f"run_name={name!r} is not the name of a folder\n"
+            "a name, or names with / between, below base_output_directory\n"
+            "a whole path, /folder/run or gs://bucket/run"
+        )
     return None
 
 

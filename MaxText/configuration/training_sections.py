@@ -12,7 +12,8 @@ class Run(Section):
     run_name: str = key(
         "",
         "Folder of the run under base_output_directory; the same name resumes. Empty: "
-        "$JOBSET_NAME, else model_name or config name with date and time. May be a whole path.",
+        "$JOBSET_NAME, else model_name or config name with date and time. May be a whole path: "
+        "/folder/run or gs://bucket/run.",
     )
     base_output_directory: str = key(
         "", "Root of all outputs, a folder or gs://. Empty: ./maxtext_output."

@@ -184,11 +184,18 @@ def test_derived_values(monkeypatch):
 
     config = configure(run_name="x")
     assert config.run.base_output_directory == "./maxtext_output"
-    for whole, folder in (("gs://b/o/x", "gs://b/o"), ("/tmp/o/x", "/tmp/o"), ("o/x/", "o")):
+    for whole, folder in (("gs://b/o/x", "gs://b/o"), ("/tmp/o/x", "/tmp/o"), ("/x", "/")):
         run = configure(run_name=whole).run
         assert (run.base_output_directory, run.run_name) == (folder, "x")
     run = configure(run_name="group/x", base_output_directory="out").run
     assert (run.base_output_directory, run.run_name) == ("out", "group/x")
+    run = configure(run_name="group/x").run  # below the base, whether that is given or not
+    assert (run.base_output_directory, run.run_name) == ("./maxtext_output", "group/x")
+    run = configure(run_name="/tmp/o/x", base_output_directory="out").run
+    assert (run.base_output_directory, run.run_name) == ("/tmp/o", "x")
+    for name in ("a/../../b", "a//b", "..", "./a"):
+        with pytest.raises(ConfigurationError, match="is not the name of a folder"):
+            configure(run_name=name)
 
     assert configure("gpt2.yml").run.run_name.startswith("gpt2_20")
     assert configure("gpt2.yml", model_name="llama2-7b").run.run_name.startswith("llama2-7b_20")

@@ -322,7 +322,6 @@ BROKEN = [
     ("harness_num_fewshot=0", "has no effect without harness_tasks"),
     ("prompt= sample_tokens=3", "prompt is empty"),
     ("profiler=xplane steps=1", "the profiler waits 1 steps"),
-    ("run_name=/a/b base_output_directory=out", "whole path"),
     ("run_name=gs://bucket", "bucket without a folder"),
     ("run_name=..", "not the name of a folder"),
     ("adamw_mask=['(']", "not a regular expression"),
