@@ -80,14 +80,15 @@ class Unit(Protocol):
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
         """Reads the unit's documents one at a time; counts what is left out by reason.
 
-        Up to `max_bad_records` files that cannot be read or decoded, and rows that lack the text
-        field or are malformed, are left out; of a file of rows one must be sound.
+        Up to `max_bad_records` files that cannot be read or decoded from the beginning, and rows
+        that lack the text field or are malformed, are left out; of a file of rows one must be
+        sound.
 
         Args:
           skipped: a Skipped also gets what is wrong with them.
 
         Raises:
-          UserError: there are more.
+          UserError: there are more, or a file breaks off.
         """
         ...
 

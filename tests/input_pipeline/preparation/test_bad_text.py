@@ -1,5 +1,6 @@
 """Rows and files that cannot be read are left out and counted, up to max_bad_records."""
 
+import gzip
 import json
 
 import pytest
@@ -75,3 +76,11 @@ def test_nothing_but_unreadable_files_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match=r"no document with text .*1 unreadable.* is not UTF-8"):
         prepared(source, 100, [])
     assert [path.name for path in tmp_path.iterdir()] == ["latin.txt"]
+
+
+def test_a_file_that_breaks_off_is_an_error(tmp_path):
+    source = tmp_path / "rows.jsonl.gz"
+    rows = "".join(json.dumps({"text": f"row {i} " * 50}) + "\n" for i in range(9000))
+    source.write_bytes(gzip.compress(rows.encode())[:-2000])
+    with pytest.raises(UserError, match=r"rows\.jsonl\.gz"):
+        prepared(source, 100, [])

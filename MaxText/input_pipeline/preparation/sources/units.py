@@ -125,9 +125,10 @@ class TextUnit:
         counted = skipped if isinstance(skipped, Skipped) else Skipped()
         counted.limit = self.max_bad_records
         for part in self.parts:
-            name = part.name
+            name, has_begun = part.name, False
             try:
                 for row, text in part.texts(self.text_field, counted):
+                    has_begun = True
                     if text and not text.isspace():
                         yield Document(text, name, row)
                     else:
@@ -135,6 +136,8 @@ class TextUnit:
             except NoSoundRow:
                 raise  # a wrong text_field, say
             except UserError as error:
+                if has_begun:
+                    raise  # nobody could say how much of it would be lost
                 counted.leave_out("unreadable", error)
         if counted is not skipped:
             skipped.update(counted)
