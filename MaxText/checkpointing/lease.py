@@ -73,6 +73,7 @@ class Lease:
         Raises:
           UserError: it was renewed meanwhile.
         """
+        print(f"Waiting up to {_EXPIRES_AFTER:g} s for {described(found)} to show that it lives")
         until = time.monotonic() + _EXPIRES_AFTER
         while time.monotonic() < until:
             self._over.wait(_RENEWED_EVERY / 5)
