@@ -73,7 +73,8 @@ class Lease:
         Raises:
           UserError: it was renewed meanwhile.
         """
-        print(f"Waiting up to {_EXPIRES_AFTER:g} s for {described(found)} to show that it lives")
+        who = described(found)
+        sys.stderr.write(f"Waiting up to {_EXPIRES_AFTER:g} s for {who} to show that it lives\n")
         until = time.monotonic() + _EXPIRES_AFTER
         while time.monotonic() < until:
             self._over.wait(_RENEWED_EVERY / 5)

@@ -22,8 +22,8 @@ from MaxText.configuration.maxtext_keys import ALIASES, TRANSLATIONS, UNAVAILABL
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.values import to_yaml
 
-# Threads that other tests have left (gcsfs waits for random times) may draw from `random` meanwhile,
-# which hypothesis takes for the strategies' doing.
+# Threads that other tests have left (gcsfs waits for random times) may draw from `random`
+# meanwhile, which hypothesis takes for the strategies' doing.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
 # 1,000 examples: 400 on the command line, 200 and 150 of files, 125 each of the environment and of
