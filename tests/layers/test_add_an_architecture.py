@@ -99,5 +99,5 @@ def test_the_new_part_of_the_page_trains(tmp_path, users_environment):
         "base_num_decoder_layers=2", "vocab_size=64", "max_target_length=16",
         "per_device_batch_size=2", "enable_checkpointing=false",
     )  # fmt: skip
-    assert "gate_down" in shown
+    assert "gate_down" in (copy / "maxtext_output" / "page" / "start.txt").read_text("utf-8")
     assert "completed step: 2" in shown

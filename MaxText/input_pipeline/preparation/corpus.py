@@ -43,10 +43,8 @@ class Skipped(Counter[str]):
           error: what is wrong with it.
 
         Raises:
-          UserError: that are more than the limit; it is the error itself if nothing may be bad.
+          UserError: there are more than the limit.
         """
-        if self.limit == 0:
-            raise error
         if len(self.bad) >= self.limit:
             raise too_many(self.limit, self.bad[0]) from error
         self[what] += 1

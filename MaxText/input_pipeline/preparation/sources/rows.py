@@ -56,7 +56,7 @@ def row_texts(
         file.seek(start - 1)
         at += _skip_line(file) - 1
     number = num_sound = 0
-    first_bad: UserError | None = None
+    first_bad = ""  # the message: a kept error would keep the row alive
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
         at += len(line)
         row = line.removeprefix(codecs.BOM_UTF8)
@@ -72,16 +72,16 @@ def row_texts(
             try:
                 text = _line_text(row, row_place, text_field)
             except UserError as error:
-                first_bad = first_bad or error
-                if skipped is None:
+                if skipped is None or not skipped.limit:
                     raise
+                first_bad = first_bad or str(error)
                 skipped.leave_out("malformed", error)
             else:
                 num_sound += 1
                 yield number, text
         number += 1
-    if first_bad is not None and not num_sound:
-        raise NoSoundRow(str(first_bad)) from first_bad
+    if first_bad and not num_sound:
+        raise NoSoundRow(first_bad)
 
 
 def _skip_line(file: io.BufferedReader) -> int:

@@ -136,8 +136,8 @@ class TextUnit:
             except NoSoundRow:
                 raise  # a wrong text_field, say
             except UserError as error:
-                if has_begun:
-                    raise  # nobody could say how much of it would be lost
+                if has_begun or not counted.limit:
+                    raise  # nobody could say how much of a file that has begun would be lost
                 counted.leave_out("unreadable", error)
         if counted is not skipped:
             skipped.update(counted)
