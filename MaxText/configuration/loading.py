@@ -8,6 +8,7 @@ mistake is reported in a fraction of a second.
 import dataclasses
 import datetime
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -210,12 +211,29 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
     if typed["mlm_training"] and origins["causal"].layer == Layer.DEFAULT:
         set_derived("causal", False, "from mlm_training")
 
+    if typed["eval_interval"] == 0:
+        set_derived("eval_interval", -1, "0 is never, too")
+
     reads_records = typed["dataset_type"] == "grain" and typed["grain_train_files"]
     by_user = origins["eval_interval"].layer in (Layer.COMMAND_LINE, Layer.ARGUMENT)
     nothing_held_out = not (typed["grain_eval_files"] or typed["dataset_path"])
     if reads_records and nothing_held_out and typed["eval_interval"] != -1 and not by_user:
         layering.announce(["note: no evaluation: grain_eval_files names no records for it"])
         set_derived("eval_interval", -1, "without records to evaluate on")
+
+    # What to train on is one choice: the key that was set last beats the others.
+    for name in ("dataset_path", "grain_train_files") if typed["dataset_mix"] else ():
+        if typed[name] and origins[name].layer.rank < origins["dataset_mix"].layer.rank:
+            set_derived(name, "", "because of dataset_mix")
+        elif typed[name] and origins[name].layer.rank > origins["dataset_mix"].layer.rank:
+            set_derived("dataset_mix", (), f"because of {name}")
+
+    sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
+    if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):
+        for name, factor in (("capacity_factor", 1.25), ("eval_capacity_factor", 2.0)):
+            if typed[name] == -1 and origins[name].layer in (Layer.DEFAULT, Layer.DECODER_BLOCK):
+                layering.announce([f"note: {name}={factor:g}: experts are on several devices"])
+                set_derived(name, factor, "for experts on several devices")
 
     if not typed["run_name"]:
         if job := os.environ.get("JOBSET_NAME"):
@@ -317,7 +335,9 @@ def _broken_rules(
         if len(rule.keys) == 1 and origins[rule.keys[0]].layer is Layer.DERIVED:
             continue
         if message := rule.check(config):
-            places = [last[name].place for name in rule.keys if name in last]
+            named = [name for name in rule.keys if re.search(rf"\b{name}\b", message)]
+            used = [name for name in named if name in last] or rule.keys
+            places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
             facts = tuple(("try", remedy) for remedy in remedies) + _rule_facts(rule, origins)
             problem = Problem(what, tuple(places), facts)

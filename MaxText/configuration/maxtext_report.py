@@ -9,6 +9,7 @@ from MaxText.configuration.problems import nearest
 _HEADINGS = {
     "understood": "Understood as they are",
     "changed": "Understood under another name or in other words",
+    "idle": "Accepted, without effect here",
     "refused": "Known keys with values that are not accepted: change these",
     "ignored": "Not here: leave these out",
     "unknown": "Not recognised: leave these out or correct them",
@@ -41,7 +42,7 @@ def _judge(entry: config_files.Entry) -> tuple[str, str]:
         return "understood", f"{entry.raw} (its own keys are not part of this report)"
     name = ALIASES.get(entry.name, entry.name)
     if found := translation(name, entry.value):
-        return "changed", f"{entry.raw} {found.sentence}"
+        return "changed" if found.name else "idle", f"{entry.raw} {found.sentence}"
     key = all_keys().get(name)
     if key is None:
         close = nearest(entry.name, all_keys())

@@ -401,11 +401,10 @@ def _expert_axis(config: Config) -> str | None:
     devices = 1
     for name in ("ici_expert_parallelism", "dcn_expert_parallelism"):
         size = getattr(config.mesh, name)
-        if size in (0, 1):
+        # Without experts the axis splits the batch alone.
+        if size in (0, 1) or section.num_experts == 1:
             continue
         devices *= max(size, 1)
-        if section.num_experts == 1:
-            return f"{name} splits experts, and num_experts=1 has none"
         if section.num_experts % devices:
             return f"{name}={size} does not divide num_experts={section.num_experts}"
         if section.capacity_factor < 0 or section.eval_capacity_factor < 0:

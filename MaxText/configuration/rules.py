@@ -74,7 +74,8 @@ def _endless_warmup(config: Config) -> str | None:
     length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
     if not 0 < length < warmup or schedule.lr_schedule_type == "wsd":
         return None
-    return f"the run ends within its warm-up: warmup_steps={warmup}, {length} steps of schedule"
+    name = "steps" if config.run.steps == length else "learning_rate_schedule_steps"
+    return f"{name}={length} ends within the warm-up of {warmup} steps"
 
 
 def _schedule(config: Config) -> str | None:
@@ -377,12 +378,6 @@ def _nothing_to_pipeline(config: Config) -> str | None:
     return f"{asked[0]}: has no effect without stages\nici_pipeline_parallelism=2, or more"
 
 
-def _prompt(config: Config) -> str | None:
-    if config.decoding.sample_tokens and not config.decoding.prompt:
-        return "prompt is empty, but sample_tokens asks for text that continues it"
-    return None
-
-
 _FILTERS = {
     "decode_sampling_top_k": 0, "decode_sampling_nucleus_p": 1, "decode_sampling_min_p": 0,
     "decode_sampling_typical_p": 1, "decode_sampling_eta": 0, "decode_entmax_alpha": 1,
@@ -557,10 +552,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(_STAGES, _no_stages, ("decode", "eval")),
     Rule(("sample_tokens", *_STAGES), _stages_and_sample, ("train",)),
-    _not_zero("evaluation", "eval_interval", "-1 for never"),
     _not_zero("evaluation", "eval_steps", "-1 for the whole split"),
     Rule(("target_eval_loss", "eval_interval"), _target_loss, is_idle=True),
-    Rule(("prompt", "sample_tokens"), _prompt),
     _not_zero("decoding", "max_new_tokens", "-1 for what max_target_length has room for"),
     Rule(
         ("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p"),

@@ -93,13 +93,14 @@ def test_show_config_can_be_fed_back(capsys, write):
 
 def test_from_maxtext(capsys, write):
     path = write(
-        "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: false\ndataset_type: tfds\n"
+        "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: true\nmegablox: true\ndataset_type: tfds\n"
         "stepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\ndropout_rate: 3\n"
     )
     text = answer(capsys, "--from-maxtext", path)
-    understood, changed, refused, ignored, unknown = text.split("\n\n")[1:]
+    understood, changed, idle, refused, ignored, unknown = text.split("\n\n")[1:]
     assert "  steps: 5" in understood
     assert "  max_num_checkpoints_to_keep: max_to_keep: 2" in changed
+    assert "megablox: true has no effect here: the form of the products of experts" in idle
     assert "dataset_type: 'tfds'" in refused
     assert "tensor_sequence" in refused
     assert "dropout_rate: 3 is not" in refused

@@ -32,14 +32,32 @@ def test_aliases_lead_to_keys():
 
 
 @pytest.mark.parametrize("name", UNAVAILABLE)
-def test_absent_keys_are_explained(name):
+def test_absent_keys_are_explained(name, capsys):
     reason = UNAVAILABLE[name]
     assert name not in all_keys(), f"{name} is a key now: remove it from UNAVAILABLE"
     assert reason.why
     assert not reason.instead or reason.instead in all_keys()
+    if reason.accepts == "any":
+        load([f"{name}=something"])
+        assert f"{name}=something has no effect here: {reason.sentence}" in capsys.readouterr().err
+        return
     with pytest.raises(ConfigurationError) as caught:
         load([f"{name}=something"])  # some values hold here anyway
     assert reason.sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("off", ["false", "0", "", "null", "[]"])
+def test_what_is_not_here_can_be_switched_off(off, capsys):
+    names = [
+        name
+        for name, reason in UNAVAILABLE.items()
+        if reason.accepts != "nothing" and (name, off or "null") not in TRANSLATIONS
+    ]
+    load([f"{name}={off}" for name in names])
+    shown = capsys.readouterr().err
+    assert all(f"note: {name}={off} " in shown for name in names)
+    with pytest.raises(ConfigurationError):
+        load([f"lerning_rate={off}"])
 
 
 @pytest.mark.parametrize(("name", "value"), TRANSLATIONS)

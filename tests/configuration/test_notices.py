@@ -17,7 +17,10 @@ NOTICED = [
     ("opt_type=sgd adam_b2=0.99", "note: adam_b2: has no effect with opt_type=sgd"),
     ("checkpoint_period=5 enable_checkpointing=false", "note: checkpoint_period: has no effect"),
     ("lr_schedule_type=constant learning_rate_final_fraction=0", "note: learning_rate_final_fr"),
-    ("steps=100 warmup_steps=2000", "note: the run ends within its warm-up: warmup_steps=2000"),
+    ("steps=100 warmup_steps=2000", "note: steps=100 ends within the warm-up of 2000 steps"),
+    ("sa_block_kv=512", "note: sa_block_kv=512 has no effect here: blocks of the kernel"),
+    ("quantization=", "note: quantization= has no effect here: quantized training is not"),
+    ("num_experts=4 ici_expert_parallelism=2", "note: capacity_factor=1.25: experts are on sev"),
     ("profiler=xplane steps=1", "note: the profiler waits 1 steps"),
     ("target_eval_loss=3 eval_interval=-1", "note: target_eval_loss can never be seen"),
     ("growth_mode=zero", "note: growth_mode: has no effect without load_parameters_path"),
@@ -86,3 +89,24 @@ def test_a_dense_baseline_of_a_file_with_experts(write):
 def test_strict_config_refuses_what_has_no_effect():
     with pytest.raises(ConfigurationError, match="zoom_dim: has no effect"):
         load(["zoom_dim=4", "strict_config=true"])
+
+
+def test_what_is_trained_on_was_named_last(write):
+    """A stronger layer beats a weaker one; two choices of one layer are a contradiction."""
+    path = write("dataset_path: corpus\n")
+    mixed = configure(path, dataset_mix=[["a", 1.0]]).data
+    assert (mixed.dataset_path, mixed.dataset_mix) == ("", (("a", 1.0),))
+    path = write("dataset_mix: [[a, 1]]\n")
+    assert configure(path, grain_train_files="b").data.dataset_mix == ()
+
+
+def test_no_interval_is_never():
+    assert configure("gpt2.yml", dataset_path="x", eval_interval=0).evaluation.eval_interval == -1
+
+
+def test_the_place_is_that_of_the_key_at_fault(write):
+    path = write("warmup_steps_fraction: 0.1\nnum_experts_per_tok: 3\n")
+    with pytest.raises(ConfigurationError) as caught:
+        configure(path, num_experts=2)
+    assert "num_experts_per_tok: 3" in str(caught.value)
+    assert "mlp_activations" not in str(caught.value)
