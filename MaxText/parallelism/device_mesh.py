@@ -88,19 +88,20 @@ def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: boo
     Raises:
       UserError: no arrangement keeps physical axes whole, and `allow_split` is false.
     """
+    named = zip(MESH_AXES, sizes, strict=True)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
     for options in ({}, {"allow_split_physical_axes": True}):
         if options and not allow_split:
             raise UserError(
-                f"no mesh of sizes {' x '.join(str(size) for size in sizes if size > 1)} keeps "
-                "the axes of this machine's network whole. Choose other sizes, or set "
-                "allow_split_physical_axes=true."
+                f"the mesh {mesh} does not fit this machine's network without splitting one of "
+                "its axes. Choose other sizes, or set allow_split_physical_axes=true."
             )
         with contextlib.suppress(NotImplementedError):
             arranged = mesh_utils.create_device_mesh(sizes, devices, **options)
             if options:
-                _log.warning("mesh %s: physical axes of the network are split", sizes)
+                _log.warning("mesh %s: an axis of the TPU network is split over mesh axes", mesh)
             return arranged
-    _log.warning("mesh %s does not follow the network: devices are in their order", sizes)
+    _log.warning("mesh %s does not follow the TPU network: devices are in order of id", mesh)
     return np.array(devices).reshape(sizes)
 
 

@@ -1,7 +1,10 @@
 """Meshes and partition specs that need no second device."""
 
+import importlib.util
 import math
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -231,6 +234,42 @@ def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
         size *= 2
     both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
     assert arranged(both, devices).size == len(devices)
+
+
+TOPOLOGIES = """
+import itertools
+from MaxText.compilation import targets
+from MaxText.configuration.training_sections import Mesh
+from MaxText.parallelism.device_mesh import arranged
+
+targets.prepare_environment(targets.find("v5e-4"))
+number = 0
+for name in targets.names():
+    target = targets.find(name)
+    if not name.startswith("v") or not 8 <= target.num_devices <= 1024:
+        continue
+    for num_slices in (1, 2):
+        devices = list(targets.devices(target, num_slices))
+        sizes = [2**power for power in range(11) if target.num_devices % 2**power == 0]
+        for one, other in itertools.product(sizes, sizes):
+            if target.num_devices % (one * other):
+                continue
+            for axes in ("tensor", "context"), ("pipeline", "tensor"), ("expert", "data"):
+                keys = (f"ici_{axis}_parallelism" for axis in axes)
+                section = Mesh(**dict(zip(keys, (one, other))))
+                found = arranged(section, devices)
+                assert len({device.id for device in found.flat}) == len(devices), (name, section)
+                number += 1
+print(number)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_every_mesh_builds_on_the_topologies_of_libtpu():
+    done = subprocess.run([sys.executable, "-c", TOPOLOGIES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1000
 
 
 def test_axes_of_the_network_are_not_split_where_the_user_says_so():
