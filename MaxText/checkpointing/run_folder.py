@@ -1,5 +1,8 @@
 """The folder of a run: made, and proven to be writable, before anything expensive."""
 
+import errno
+import sys
+import threading
 import uuid
 
 from etils import epath
@@ -7,6 +10,8 @@ from etils import epath
 from MaxText.buckets.failures import is_outage
 from MaxText.buckets.paths import is_bucket, path_of
 from MaxText.errors import UserError
+
+_SILENCE_SECONDS = 3.0
 
 
 def prepare_run_folder(path: str | epath.Path) -> epath.Path:
@@ -26,13 +31,22 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
     folder = path_of(str(path), "base_output_directory")
     if not is_bucket(path):
         folder = folder.resolve()
+    # The library behind gs:// tries for almost a minute before it says what is wrong.
+    line = f"waiting for an answer of {folder} (base_output_directory), for up to a minute\n"
+    waiting = threading.Timer(_SILENCE_SECONDS, lambda: sys.stderr.write(line))
+    waiting.start()
     try:
         probe(folder)
     except OSError as error:
-        remedy = "Choose another base_output_directory (or run_name), or free space there."
+        remedy = "Choose another base_output_directory (or run_name)"
+        remedy += ", or free space there." if error.errno == errno.ENOSPC else "."
+        if is_bucket(path):
+            remedy += " Is the bucket's name right, and does this machine reach it?"
         if is_outage(error):
             remedy = "Start the same command again when it answers."
         raise UserError(f"cannot write to the run folder {folder}: {error}. {remedy}") from error
+    finally:
+        waiting.cancel()
     return folder
 
 

@@ -149,6 +149,9 @@ def expand(request: Request, problems: Sequence[Problem] = ()) -> list[Variant]:
         )
     if found:
         raise ConfigurationError(list(dict.fromkeys(found)))
+    for one, other in itertools.combinations(variants, 2):
+        if one.identity == other.identity:
+            layering.announce([f"note: {one.label} and {other.label} are the same configuration"])
     return variants
 
 

@@ -141,7 +141,7 @@ def read(path: Path) -> tuple[list[Entry], list[Problem]]:
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
-        raise FileProblem(Problem(f"{display(path)} must be a list of `key: value` lines"))
+        raise FileProblem(Problem(f"{display(path)} holds no `key: value` lines"))
     return _entries(root, text, path)
 
 

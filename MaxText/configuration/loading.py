@@ -19,7 +19,7 @@ from MaxText.configuration.catalogue import Key, all_keys, build
 from MaxText.configuration.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
 from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
 from MaxText.configuration.problems import ConfigurationError, Problem, nearest
-from MaxText.configuration.rules import RULES, Rule
+from MaxText.configuration.rules import RULES
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
@@ -339,7 +339,8 @@ def _broken_rules(
             used = [name for name in named if name in last] or rule.keys
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
-            facts = tuple(("try", remedy) for remedy in remedies) + _rule_facts(rule, origins)
+            facts = tuple(("try", remedy) for remedy in remedies)
+            facts += _defaults(named or rule.keys, origins)
             problem = Problem(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file brings along, nothing is said.
             by_user = [
@@ -354,8 +355,8 @@ def _broken_rules(
     return problems, idle
 
 
-def _rule_facts(rule: Rule, origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
+def _defaults(names: Sequence[str], origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
     defaults = [
-        f"{name}={origins[name].raw}" for name in rule.keys if origins[name].layer is Layer.DEFAULT
+        f"{name}={origins[name].raw}" for name in names if origins[name].layer is Layer.DEFAULT
     ]
     return (("default", ", ".join(defaults)),) if defaults else ()

@@ -240,6 +240,8 @@ def to_yaml(value: Any) -> str:
         return str(value)
     if isinstance(value, float):
         return _float_text(value)
+    if isinstance(value, Plain):
+        return str(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_yaml(item) for item in value) + "]"
     if isinstance(value, dict):

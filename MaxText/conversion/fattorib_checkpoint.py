@@ -45,7 +45,7 @@ class FattoribWeights:
         except UnknownParameters as error:
             raise UserError(
                 f"from={PREFIX}{path}: the configuration is of another model than "
-                f"fattorib/transformer's: it has {error}. Name the one that was trained, for "
+                f"fattorib/transformer's: it has {error.names}. Name the one that was trained, for "
                 "example model_name=fattorib-base."
             ) from error
         self.file = _find(path_of(path, "from"), path)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from MaxText.conversion.family import Family, Row
+from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
 
@@ -31,10 +32,19 @@ class Tensor:
     older: tuple[str, ...] = ()
 
 
-class UnknownParameters(LookupError):
-    """Parameters of a model that the table does not have: a mistake of ours, unless the user names
-    the model of another program's checkpoint.
+class UnknownParameters(UserError):
+    """Parameters of a model that the format has no place for, such as those of a part of one's own.
+
+    Attributes:
+      names: of the parameters.
     """
+
+    def __init__(self, family: str, names: Sequence[str]):
+        self.names = ", ".join(names)
+        super().__init__(
+            f"the format {family} has no place for {self.names}.\n  What to do: add rows for them "
+            "to the table in MaxText/conversion/families, or keep the checkpoint in our format."
+        )
 
 
 class TensorMap:
@@ -67,7 +77,7 @@ class TensorMap:
                         self.groups.setdefault(ours, []).append(tensor)
         named = [name for ours in self.groups for name in ours]
         if unknown := sorted(set(model.parameters) - set(named)):
-            raise UnknownParameters(", ".join(unknown))
+            raise UnknownParameters(family.model_type, unknown)
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:

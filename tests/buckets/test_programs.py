@@ -205,6 +205,7 @@ def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
         done = place.train(place.bucket, "run_name=a")
     assert done.returncode == exit_codes.USER_MISTAKE
+    assert "waiting for an answer of gs://" in done.stderr
     assert "cannot write to the run folder" in done.stderr
     assert "Start the same command again when it answers" in done.stderr
     assert "Traceback" not in done.stderr

@@ -64,6 +64,13 @@ def test_words_label_themselves_and_numbers_name_their_key(configs):
     assert labels("a.yml", "a.yml") == [f"{configs.name}-a", f"{configs.name}-a_2"]
 
 
+def test_the_same_configuration_twice_is_noted(configs, capsys):
+    labels("a.yml", "a.yml", "b.yml")
+    name = configs.name
+    line = f"note: {name}-a and {name}-a_2 are the same configuration\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
 def test_files_of_the_same_name_are_told_apart_by_their_folder(configs):
     for folder in ("one", "two"):
         (configs / folder).mkdir()

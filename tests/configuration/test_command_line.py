@@ -94,7 +94,8 @@ def test_show_config_can_be_fed_back(capsys, write):
 def test_from_maxtext(capsys, write):
     path = write(
         "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: true\nmegablox: true\n"
-        "dataset_type: tfds\nstepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\ndropout_rate: 3\n"
+        "dataset_type: tfds\nstepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\n"
+        "dropout_rate: 3\n"
     )
     text = answer(capsys, "--from-maxtext", path)
     understood, changed, idle, refused, ignored, unknown = text.split("\n\n")[1:]

@@ -81,7 +81,7 @@ def test_the_same_value_twice_is_fine():
     [
         ("steps: 1\nrun_name: a\nsteps: 2\n", r"steps: given twice in one file, first on line 1"),
         ("steps: [1\n", r"config\.yml:\d+ is not valid YAML"),
-        ("- steps\n", "must be a list of `key: value` lines"),
+        ("- steps\n", "holds no `key: value` lines"),
         ("steps: 1\n---\nsteps: 2\n", "is not valid YAML"),
         ("base_config: [a, b]\n", "not the path of one YAML file"),
         ("base_config: nowhere.yml\n", r"(?s)not found.*config\.yml:1"),

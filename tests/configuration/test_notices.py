@@ -110,3 +110,10 @@ def test_the_place_is_that_of_the_key_at_fault(write):
         configure(path, num_experts=2)
     assert "num_experts_per_tok: 3" in str(caught.value)
     assert "mlp_activations" not in str(caught.value)
+
+
+def test_a_message_shows_what_was_typed_and_the_defaults_it_speaks_of():
+    with pytest.raises(ConfigurationError) as caught:
+        load(["steps=[4, 5]", "dataset_mix=[[a,1],[a,2]]"])
+    assert "steps: [4, 5] is not an integer" in str(caught.value)
+    assert "num_epoch" not in str(caught.value)

@@ -10,6 +10,8 @@ from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.layouts import Layout
 from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weights import model_of
 from MaxText.errors import UserError
 from tests.conversion.small_folders import (
     DESCENDANTS,
@@ -324,6 +326,13 @@ def test_a_window_of_all_layers(model_type):
     mixed = configure(**keys)
     with pytest.raises(UserError, match=r"attention_types=\["):
         find_family(mixed, model_type)
+
+
+def test_a_part_that_the_format_does_not_know_is_named():
+    model = model_of(configure("gpt2.yml", dataset_type="synthetic", base_num_decoder_layers=1))
+    family = FAMILIES["gpt2"]
+    with pytest.raises(UserError, match=r"format gpt2 has no place for .*layers/mlp/wo/kernel"):
+        TensorMap(family, model, family.rows[:3])
 
 
 def test_words_for_the_same_experts():
