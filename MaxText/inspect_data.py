@@ -32,7 +32,7 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
   step=N         only the batch of step N (from 0), read exactly as train.py does
   num_devices=N  devices that share the batch, 1 by default
   sample=N       tokens to read at most, 200000000 by default; what is more is sampled evenly
-  output=PATH    picture of the lengths, lengths.png by default; empty for none
+  output=PATH    also draw the lengths of documents, a PNG
 """
 
 _CONFIG_FILE = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
@@ -54,7 +54,7 @@ class Options:
     step: int | None = None
     num_devices: int = 1
     sample: int = 200_000_000
-    output: Path | None = Path("lengths.png")
+    output: Path | None = None
 
 
 def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:

@@ -19,6 +19,7 @@ from MaxText.checkpointing.rewinds import Rewind, read_rewinds, write_rewinds
 from MaxText.checkpointing.run_folder import probe
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
+from MaxText.parallelism.agreement import agreed
 
 _GIVEN_UP = ".given_up"
 _SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete
@@ -132,13 +133,10 @@ class Checkpoints:
         self._saving = step
         try:
             self._clear_the_way()
-            # Only this one: to list all would cost requests for each that was kept.
-            if layout.is_complete(self.directory / str(step)):
+            if not agreed("the check for room", lambda: self._has_room(step)):
                 self._saving = None
                 return False
             self._good.watch(step)
-            # Where Orbax cannot create its folder, threads of it hold the program up for minutes.
-            probe(self.directory)
             manager = self._manager()
             saved = manager.save(
                 step,
@@ -408,30 +406,47 @@ class Checkpoints:
             self._give_up(self._resumed_from)
             self._resumed_from = None
 
+    def _has_room(self, step: int) -> bool:
+        """Whether the step is not on disk yet; proves that it can be written.
+
+        Raises:
+          OSError: it cannot.
+        """
+        # Only this one: to list all would cost requests for each that was kept.
+        if layout.is_complete(self.directory / str(step)):
+            return False
+        # Where Orbax cannot create its folder, threads of it hold the program up for minutes.
+        probe(self.directory)
+        return True
+
     def _set_unreadable_aside(self) -> None:
         if not self._unreadable:
             return
         self._write_good()
-        if jax.process_index() == 0:
-            for step in sorted(self._unreadable):
+
+        def rename() -> None:
+            for step in sorted(self._unreadable) if jax.process_index() == 0 else ():
                 target = self.directory / f"{step}.unreadable"
                 if target.exists():
                     target = self.directory / f"{step}.unreadable-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
-        _meet("unreadable checkpoints are set aside")
+
+        agreed("setting unreadable checkpoints aside", rename)
         self._unreadable.clear()
 
     def _give_up(self, after: int) -> None:
-        newer = [step for step in self.steps() if step > after]
+        known = agreed("the search for newer checkpoints", self.steps)
+        newer = [step for step in known if step > after]
         self._good.forget(lambda step: step > after)
         # Before they go: a process killed in between must not resume from one of them.
         self._write_good()
-        _meet("checkpoints are about to be given up")
-        if jax.process_index() == 0:
+
+        def remove() -> None:
             self._remove_partial("")
-            for step in newer:
+            for step in newer if jax.process_index() == 0 else ():
                 layout.withdraw(self.directory / str(step), f"{step}{_GIVEN_UP}").rmtree()
-        _meet("checkpoints are given up")
+
+        agreed("the removal of newer checkpoints", remove)
         if newer:
             self._close_manager()  # it would go on listing them
 
@@ -535,14 +550,6 @@ class _Preservation:
         del context
         kept = self._kept(sorted(checkpoint.step for checkpoint in checkpoints))
         return [checkpoint.step in kept for checkpoint in checkpoints]
-
-
-def _meet(name: str) -> None:
-    """Waits for the other processes."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
 
 
 def _import_orbax() -> None:

@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.given_parameters import (
     open_parameters,
@@ -21,6 +18,7 @@ from MaxText.checkpointing.rewinds import Rewind
 from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
+from MaxText.parallelism.agreement import on_all_processes
 
 Show = Callable[[str], None]
 
@@ -229,12 +227,3 @@ def _grow(growth: Growth, abstract_state: Any, initialize: Callable[[], Any]) ->
     return Start(
         state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
     )
-
-
-def on_all_processes(done: bool) -> bool:
-    """Whether every process succeeded: all must resume from the same step."""
-    if jax.process_count() == 1:
-        return done
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.array(done))))

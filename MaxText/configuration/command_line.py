@@ -1,6 +1,7 @@
 """What every program does with its command line: help, --show-config, --why, and mistakes."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
             return _help_key(name, remaining, load) if name else _help(program, usage)
         if argument == "--show-config":
             del remaining[index]
-            return _show_config(load(remaining))
+            return _show_config(_loaded(program, remaining, load))
         if argument in ("--why", "--from-maxtext"):
             name = _operand(remaining, index)
             if not name:
@@ -126,8 +127,19 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
             if argument == "--from-maxtext":
                 return maxtext_report.report(name)
             key = _known(name)
-            return why(load(remaining), key.name)
+            return why(_loaded(program, remaining, load), key.name)
     return ""
+
+
+def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
+    """The configuration by the rules of all programs; what this one would refuse is a note."""
+    loaded = load(remaining)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the same notices once more
+            load(remaining, program)
+    except UserError as error:
+        sys.stderr.write(f"note: {program} would refuse this: {error}\n")
+    return loaded
 
 
 def _operand(remaining: list[str], index: int) -> str:

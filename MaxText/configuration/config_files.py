@@ -21,6 +21,8 @@ BASE_YML = SHIPPED / "base.yml"
 MODELS = SHIPPED / "models"
 DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 
+_MOST_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
+
 # What may stand before "configs/" in a path for it to mean the shipped configs.
 _BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
 
@@ -126,6 +128,9 @@ def read(path: Path) -> tuple[list[Entry], list[Problem]]:
       FileProblem: the file is not readable as a YAML mapping.
     """
     try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            what = f"{display(path)} has {size:,} bytes: a config file has {_MOST_BYTES:,} at most"
+            raise FileProblem(Problem(what))
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from MaxText.configuration.catalogue import Key, by_section, flat
+from MaxText.configuration.catalogue import Key, all_keys, by_section, flat
+from MaxText.configuration.maxtext_keys import ALIASES, absent
 from MaxText.configuration.schema import SCHEMA_VERSION, Config
 from MaxText.configuration.values import to_yaml
+from MaxText.errors import UserError
 
-__all__ = ["differences", "flat", "resolved_yaml"]
+__all__ = ["differences", "flat", "resolved_yaml", "under_todays_names"]
 
 _LINE = 100
 
@@ -29,6 +31,29 @@ def resolved_yaml(config: Config, comment: Callable[[Key], str] | None = None) -
         for key in keys:
             lines += entry_lines(key.name, values[key.name], comment(key) if comment else "")
     return "\n".join(lines) + "\n"
+
+
+def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The configuration that a checkpoint recorded, as this version calls its keys.
+
+    Keys that are known to be gone are left out.
+
+    Args:
+      recorded: values by key.
+      place: of the checkpoint, for the message.
+
+    Raises:
+      UserError: a key is not known, so the model could silently become another one.
+    """
+    known = all_keys()
+    values = {ALIASES.get(name, name): value for name, value in recorded.items()}
+    values = {name: value for name, value in values.items() if not absent(name, (name,))}
+    if unknown := sorted(values.keys() - known.keys()):
+        raise UserError(
+            f"{place} was made by another version of this program: its configuration has "
+            f"{', '.join(unknown)}, which this one does not know"
+        )
+    return values
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:

@@ -338,7 +338,10 @@ class Checkpoint(Section):
         True, "Save after the last step.", only_if={"enable_checkpointing": [True]}
     )
     max_to_keep: int | None = key(
-        None, "Newest checkpoints to keep; null keeps all.", ge=1,
+        None,
+        "Newest checkpoints to keep; null keeps all. The newest that later steps confirmed is kept "
+        "as well.",
+        ge=1,
         only_if={"enable_checkpointing": [True]},
     )  # fmt: skip
     keep_period: int | None = key(

@@ -6,7 +6,8 @@ import numpy as np
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
-from MaxText.configuration.catalogue import all_keys, build
+from MaxText.configuration.catalogue import build
+from MaxText.configuration.saved import under_todays_names
 from MaxText.configuration.schema import Config
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.conversion.weights import model_of
@@ -78,8 +79,7 @@ class RunWeights:
                 f"{self.stored} does not say which configuration it was made with. Name it first: "
                 "convert.py CONFIG.yml from=..."
             )
-        known = all_keys()
-        return build({name: value for name, value in flat.items() if name in known})
+        return build(under_todays_names(flat, str(self.stored)))
 
     def read(self, ours: str) -> np.ndarray:
         """One array, all layers stacked."""

@@ -9,6 +9,7 @@ from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.layering import OwnConfiguration
 from MaxText.configuration.loading import Loaded
 from MaxText.configuration.loading import load as load_arguments
+from MaxText.configuration.saved import under_todays_names
 
 _KEY = "load_parameters_path"
 _NAMES_DATA = ("dataset_path", "grain_train_files", "grain_eval_files", "dataset_mix")
@@ -66,6 +67,8 @@ def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | N
     flat = description.metadata_if_any(stored).get("config")
     if not flat:
         return None
-    # A checkpoint of an earlier version may hold keys that have gone since.
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
-    return OwnConfiguration({name: flat[name] for name in flat if name in of_weights}, str(stored))
+    values = under_todays_names(flat, str(stored)).items()
+    return OwnConfiguration(
+        {name: value for name, value in values if name in of_weights}, str(stored)
+    )

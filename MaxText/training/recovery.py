@@ -19,11 +19,12 @@ from MaxText.checkpointing.description import Unreadable
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.rewinds import Rewind
 from MaxText.checkpointing.starting_data import standing_rewinds
-from MaxText.checkpointing.starting_point import Start, on_all_processes
+from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.batch_iterators import BatchIterator
 from MaxText.monitoring.event_stream import EventStream
+from MaxText.parallelism.agreement import on_all_processes
 
 # What is compared to say what rose before an update went wrong: medians over so many updates right
 # before it, and over those before them. Gao et al. and others saw such signs before spikes; that

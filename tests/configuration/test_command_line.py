@@ -167,3 +167,13 @@ with ending_well("stopped: all is kept"):
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_what_the_program_would_refuse_is_a_note(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("train.py", ["gpt2.yml", "--why", "steps"], "")
+    shown = capsys.readouterr()
+    assert ended.value.code == 0
+    assert shown.out.startswith("steps=")
+    assert "note: train.py would refuse this: 1 problem" in shown.err
+    assert "no data set is named" in shown.err

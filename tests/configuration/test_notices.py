@@ -4,6 +4,8 @@ import pytest
 
 from MaxText.configuration.loading import configure, load
 from MaxText.configuration.problems import ConfigurationError
+from MaxText.configuration.saved import under_todays_names
+from MaxText.errors import UserError
 
 # Arguments, and the beginning of the one line that says what they do not do.
 NOTICED = [
@@ -117,3 +119,16 @@ def test_a_message_shows_what_was_typed_and_the_defaults_it_speaks_of():
         load(["steps=[4, 5]", "dataset_mix=[[a,1],[a,2]]"])
     assert "steps: [4, 5] is not an integer" in str(caught.value)
     assert "num_epoch" not in str(caught.value)
+
+
+def test_what_a_checkpoint_recorded_is_read_under_todays_names():
+    recorded = {"steps": 3, "max_num_checkpoints_to_keep": 2, "quantization": ""}
+    assert under_todays_names(recorded, "run") == {"steps": 3, "max_to_keep": 2}
+    with pytest.raises(UserError, match=r"made by another version .* has rope_maximum, which"):
+        under_todays_names({"rope_maximum": 5e5}, "run/checkpoints/7")
+
+
+def test_a_config_file_has_a_bound(write):
+    path = write("".join(f"k{number}: 1\n" for number in range(150_000)))
+    with pytest.raises(ConfigurationError, match="a config file has 1,000,000 at most"):
+        load([path])

@@ -133,6 +133,12 @@ def test_starting_again_from_scratch_leaves_no_old_rows(tmp_path):
     assert [row["step"] for row in events(tmp_path, "step")] == [0, 1]
 
 
+def test_tensorboard_hides_step_0_of_a_run_that_was_killed(tmp_path):
+    record(tmp_path, range(1)).close()
+    starts = [event for event in tensorboard_events(tmp_path) if event.session_log.status == 1]
+    assert [event.step for event in starts] == [0]
+
+
 def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
     shared = str(tmp_path / "shared.jsonl")
     first = record(tmp_path / "a", range(2), metrics_file=shared)
@@ -208,16 +214,20 @@ def test_flushed_every_log_period_and_at_events_that_matter():
     assert sink.flushed == 5
 
 
-def tensorboard_summaries(folder):
+def tensorboard_events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     (path,) = (folder / "tensorboard").iterdir()
-    data, summaries = path.read_bytes(), []
+    data, found = path.read_bytes(), []
     while data:  # TFRecord: length, its checksum, bytes, their checksum
         length = int.from_bytes(data[:8], "little")
-        summaries.append(Event.FromString(data[12 : 12 + length]).summary)
+        found.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
-    return summaries
+    return found
+
+
+def tensorboard_summaries(folder):
+    return [event.summary for event in tensorboard_events(folder)]
 
 
 def tensorboard_values(folder):

@@ -65,3 +65,32 @@ def test_one_that_is_frozen_is_named_by_the_other(tmp_path):
     assert "slowest: process 1, last seen in data of step 5" in survivor
     assert "gone or frozen" in survivor
     assert "Thread" in survivor  # stacks
+
+
+AGREEING = """
+import sys
+from MaxText.parallelism import start_up
+for line in start_up.connect("cpu", 60.0):
+    print(line)
+import jax
+from MaxText.parallelism.agreement import agreed
+
+def work():
+    if jax.process_index() == 0:
+        raise PermissionError(13, "Permission denied", "checkpoints/7")
+    return 1
+
+assert agreed("nothing", lambda: 3) == 3
+try:
+    agreed("setting checkpoints aside", work)
+except OSError as error:
+    print("ended with", error)
+"""
+
+
+def test_what_fails_on_one_fails_on_all(tmp_path):
+    """A lost mount of the first process must not leave the others waiting."""
+    with started(["-c", AGREEING], tmp_path) as group:
+        assert group.codes() == [0, 0]
+        assert "ended with [Errno 13] Permission denied: 'checkpoints/7'" in group.output(0)
+        assert "setting checkpoints aside failed on another process" in group.output(1)

@@ -1,4 +1,4 @@
-"""lengths.png: how long the documents of a data set are, and where its tokens are."""
+"""A picture of how long the documents of a data set are, and where its tokens are."""
 
 import io
 from pathlib import Path
@@ -38,7 +38,7 @@ def draw_lengths(path: Path, lengths: Lengths, length: int, title: str) -> None:
     except OSError as error:
         raise UserError(
             f"output={path} cannot be written: {error.strerror}. Give a file in a folder that you "
-            "may write to, or output= for no picture."
+            "may write to, or leave output out."
         ) from error
 
 

@@ -103,9 +103,9 @@ class TensorBoard:
 
             # One line for each loss that is no number; the step line shows it.
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-            # purge_step hides points from before a crash, which are done again.
+            # purge_step hides points from before a crash, which are done again, if from step 0 on.
             folder = self._folder_of_writer()
-            self._writer = SummaryWriter(folder, purge_step=self._first_step or None)
+            self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:
                 self._copy = LatestObject(self._folder / self._file_name())
             for name, text in self._texts.items():

@@ -420,7 +420,9 @@ def run(folder: Path, environment: dict[str, str], *arguments: str):
 def test_the_program_reports_statistics(tmp_path, users_environment):
     documents = text_set(tmp_path / "set")
     environment = users_environment | {"PYTHONIOENCODING": "utf-8"}
-    result = run(tmp_path, environment, "set", "max_target_length=8", "vocab_size=300")
+    result = run(
+        tmp_path, environment, "set", "max_target_length=8", "vocab_size=300", "output=lengths.png"
+    )
     assert result.returncode == 0, result.stderr
     stream = np.concatenate(documents)
     lines = result.stdout.splitlines()
