@@ -74,7 +74,7 @@ def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
             digits = text.replace("_", "")
             if not (digits.isascii() and digits.isdigit()) or int(digits) < _LEAST[name]:
                 raise UserError(
-                    f"{name}={text} is no whole number from {_LEAST[name]}. Write for example "
+                    f"{name}={text} is not a whole number, {_LEAST[name]} or more. Write for example "
                     f"{name}={_LEAST[name]}."
                 )
             setattr(options, name, int(digits))

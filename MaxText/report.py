@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Options:
             raise UserError("output= names no folder. Write for example output=report.")
         elif name == "watch":
             raise UserError(
-                f"watch={text} is no whole number of seconds from 1. Write for example watch=60."
+                f"watch={text}: seconds must be a whole number, 1 or more. For example watch=60."
             )
         elif argument.startswith("-") or (name and not Path(argument).exists()):
             close = nearest(name or argument.strip("-").partition("=")[0], _OPTIONS)

@@ -174,7 +174,7 @@ def _resume(
             return Start(state, first_step, position, source, "resume", metadata, folder, step)
         checkpoints.mark_unreadable(step)
         failures.append(f"step {step}: {reason or 'another process could not read it'}")
-        show(f"!!! WARNING: A CHECKPOINT CANNOT BE READ, going back. {failures[-1]}")
+        show(f"warning: a checkpoint cannot be read; trying the one before it. {failures[-1]}")
     raise UserError(
         f"no checkpoint in {checkpoints.directory} can be read:\n"
         + "\n".join(f"  {failure}" for failure in failures)

@@ -209,7 +209,7 @@ def _choice(name: str, text: str, choices: Sequence[str]) -> str:
 def _whole(name: str, text: str, least: int) -> int:
     digits = text.strip().replace("_", "")
     if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise _Refused(f"{name}: {text!r} is no whole number from {least}")
+        raise _Refused(f"{name}: {text!r} is not a whole number, {least} or more")
     return int(digits)
 
 
@@ -264,7 +264,7 @@ def _free(text: str) -> tuple[str, ...]:
             )
         if keys[name].annotation is not int:
             kind = values.describe(keys[name].annotation)
-            raise _Refused(f"free: {name} is no whole number, but {kind}")
+            raise _Refused(f"free: {name} is not a whole number but {kind}")
     return names
 
 

@@ -54,7 +54,8 @@ def _no_negative_factor(name: str) -> Rule:
 
 def _tokenizer_fits(config: Config) -> str | None:
     preparation, rows = config.preparation, config.model.shape.vocab_size
-    trained = preparation.prepare_source and not preparation.tokenizer_path
+    reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
+    trained = reads_text and not preparation.tokenizer_path
     if trained and preparation.tokenizer_vocab_size > rows:
         return (
             f"tokenizer_vocab_size={preparation.tokenizer_vocab_size} makes ids that "

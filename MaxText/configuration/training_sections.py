@@ -168,7 +168,7 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over time: warm-up, body, and what follows learning_rate_schedule_steps."""
 
-    learning_rate: float = key(3e-5, "Peak.", gt=0)
+    learning_rate: float = key(3e-5, "Peak learning rate.", gt=0)
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key(
         "cosine", "Body of the schedule; wsd is warm-up, stable, decay."
     )

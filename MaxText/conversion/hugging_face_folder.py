@@ -82,7 +82,7 @@ def find_folder(path: str, key: str) -> Path:
     if name and folder.is_dir():
         if not has_config:
             raise UserError(
-                f"{key}={path}: {folder} has no {CONFIG}, so it is no folder of Hugging Face. "
+                f"{key}={path}: {folder} is not a Hugging Face model folder: it has no {CONFIG}. "
                 "Name the folder that save_pretrained wrote, or that was downloaded from the hub."
             )
         return folder

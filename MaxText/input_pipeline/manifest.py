@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
+from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import is_file, status_of
 from MaxText.input_pipeline.streams.bad_record import UnreadableFile
@@ -323,7 +324,7 @@ def describe(manifest: Manifest) -> str:
         per_token = split.num_text_bytes / max(split.num_tokens, 1)
         nats = split.unigram_entropy
         lines.append(
-            f"  {name}: {split.num_tokens:,} tokens, {split.num_documents:,} documents, "
+            f"  {name}: {split.num_tokens:,} tokens, {counted(split.num_documents, 'document')}, "
             f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"
         )
     return "\n".join(lines)

@@ -153,7 +153,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     )
     low, high = time.computing
     source = plan.hardware.chip.efficiency_source if plan.hardware.chip else "docs/plan.md"
-    money = [] if price is None else [f"cost: {price:g} per chip and hour, in its currency."]
+    money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
         f"run: {short_count(tokens)} tokens, {updates:,.0f} updates. Computing takes {low:.4g} to "
         f"{high:.4g} s; shares of the peak that products reach: {source}. At best communication "

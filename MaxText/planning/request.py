@@ -50,7 +50,7 @@ def read(arguments: Sequence[str]) -> Request:
             rest.append(argument)
     if "hardware" not in words:
         raise UserError(
-            "plan.py needs to know for what. Add hardware=v5p-128, hardware=8xH100 or hardware=cpu."
+            "hardware= is missing: add hardware=v5p-128, hardware=8xH100 or hardware=cpu."
         )
     return Request(
         words["hardware"],

@@ -140,7 +140,7 @@ def test_a_flipped_bit_that_orbax_does_not_see_falls_back(silently_damaged, save
     result, text = start(run)
     assert result.first_step == 1
     assert_bit_equal(result.state, saved[1][0])
-    assert f"CANNOT BE READ, going back. step 1: params/{name}: float32[" in text
+    assert f"cannot be read; trying the one before it. step 1: params/{name}: float32[" in text
     for key in ("load_full_state_path", "load_parameters_path"):
         with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
             start(run, Checkpoint(**{key: str(run)}), folder=tmp_path / "new")

@@ -123,7 +123,7 @@ def test_a_damaged_one_falls_back_to_the_next_older(killed):
     damage(8)
     start, text = resume(open_run(killed))
     assert start.first_step == 5
-    assert "WARNING" in text
+    assert "warning: a checkpoint cannot be read" in text
     damage(4)
     checkpoints = open_run(killed)
     start, text = resume(checkpoints)

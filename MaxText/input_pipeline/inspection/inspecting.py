@@ -210,8 +210,8 @@ def _whole(per_device: float, num_devices: int) -> int:
     samples = per_device * num_devices
     if samples != int(samples):
         raise UserError(
-            f"{per_device:g} sequences per device x num_devices={num_devices} is no whole number. "
-            "Set num_devices to the devices of the run."
+            f"{per_device:g} sequences per device x num_devices={num_devices} is not a whole "
+            "number. Set num_devices to the devices of the run."
         )
     return int(samples)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
@@ -360,8 +361,8 @@ def _report(
     num_bytes = sum(unit.num_bytes for unit in units)
     files = request.corpus.num_files
     line = (
-        f"Read {num_documents:,} documents, {num_bytes / 1e6:,.1f} MB of text, "
-        f"from {files:,} {'file' if files == 1 else 'files'}"
+        f"Read {counted(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, "
+        f"from {counted(files, 'file')}"
     )
     skipped = manifest.source.skipped
     if skipped:

@@ -19,6 +19,7 @@ import numpy as np
 import pydantic
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -295,19 +296,20 @@ def _copy_tokenizer(prepared: Path, output: Path) -> None:
 
 
 def _report(ledger: RecordsLedger, shape: RecordShape) -> Iterator[str]:
-    kind = "strided windows" if shape.kind == "strided" else shape.kind
+    kind = "strided window" if shape.kind == "strided" else shape.kind.removesuffix("s")
     for split in dict.fromkeys(entry.split for entry in ledger.files):
         files = [entry for entry in ledger.files if entry.split == split]
         num_tokens = sum(entry.num_tokens for entry in files)
         num_records = sum(entry.num_records for entry in files)
         yield (
-            f"  {split}: {num_records:,} {kind} of {num_tokens:,} tokens in {len(files):,} files"
+            f"  {split}: {counted(num_records, kind)} of {num_tokens:,} tokens in "
+            f"{counted(len(files), 'file')}"
         )
         dropped_documents = sum(entry.dropped_documents for entry in files)
         dropped_tokens = sum(entry.dropped_tokens for entry in files)
         if dropped_tokens:
             yield (
-                f"  {split}: left out {dropped_documents:,} documents, and {dropped_tokens:,} "
-                f"tokens in all, because windows of fewer than prep_min_length={shape.min_length} "
-                "tokens are not written"
+                f"  {split}: left out {counted(dropped_documents, 'document')}, and "
+                f"{counted(dropped_tokens, 'token')} in all, because windows of fewer than "
+                f"prep_min_length={shape.min_length} tokens are not written"
             )

@@ -21,6 +21,7 @@ import numpy as np
 import pydantic
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.formats import tf_example
@@ -368,9 +369,9 @@ class _Export:
         for split in dict.fromkeys(file.split for file in self._ledger.files):
             files = [file for file in self._ledger.files if file.split == split]
             self._show(
-                f"  {split}: {sum(file.num_documents for file in files):,} documents, "
+                f"  {split}: {counted(sum(file.num_documents for file in files), 'document')}, "
                 f"{sum(file.num_text_bytes for file in files) / 1e6:,.1f} MB of text in "
-                f"{len(files):,} files"
+                f"{counted(len(files), 'file')}"
             )
         if left_out := self._left_out():
             self._show(f"  left out: {left_out}")

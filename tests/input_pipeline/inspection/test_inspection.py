@@ -366,7 +366,7 @@ def test_refusals(tmp_path):
     keys = {"dataset_path": str(tmp_path / "set")}
     with pytest.raises(UserError, match="ends after 6 steps"):
         inspection(lambda line: None, num_epoch=1, **keys).show_batch(6)
-    with pytest.raises(UserError, match="no whole number"):
+    with pytest.raises(UserError, match="not a whole number"):
         inspection(lambda line: None, per_device_batch_size=0.5, **keys)
     with pytest.raises(UserError, match="nothing to inspect"):
         inspection(lambda line: None, dataset_type="synthetic")
@@ -445,7 +445,7 @@ def test_the_program_refuses_without_traceback(tmp_path, users_environment):
     assert "Traceback" not in result.stderr
     result = run(tmp_path, users_environment, "set", "step=-1")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: step=-1 is no whole number from 0.")
+    assert result.stderr.startswith("error: step=-1 is not a whole number, 0 or more.")
 
 
 def test_labels_beyond_the_vocabulary_are_refused(tmp_path):

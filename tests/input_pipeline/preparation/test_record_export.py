@@ -73,7 +73,7 @@ def test_documents_are_whole_records_of_their_own(tmp_path):
     expected = [document.tolist() for document in documents]
     assert ids_of(tmp_path / "out" / "train_00000_4.tfrecords") == expected
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": "tokenizer"}'
-    assert lines == ["  train: 4 documents of 211 tokens in 1 files"]
+    assert lines == ["  train: 4 documents of 211 tokens in 1 file"]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
         "labels": [[EOS, 13, 14, 15], [15, 16, EOS, -100], [32, EOS, -100, -100]],
     }
     assert lines == [
-        "  train: 3 strided windows of 11 tokens in 1 files",
-        "  train: left out 1 documents, and 2 tokens in all, because windows of fewer than "
+        "  train: 3 strided windows of 11 tokens in 1 file",
+        "  train: left out 1 document, and 2 tokens in all, because windows of fewer than "
         "prep_min_length=2 tokens are not written",
     ]
 

@@ -59,8 +59,8 @@ def test_warnings_go_to_the_terminal_and_the_page(report, tmp_path):
         (["none"], "none: there is no such folder"),
         (["a", "outputs=x"], "outputs=x: no such option. Did you mean output=?"),
         (["a", "--watch"], "--watch: no such option. Did you mean watch=?"),
-        (["a", "watch=soon"], "watch=soon is no whole number of seconds from 1"),
-        (["a", "watch=0"], "watch=0 is no whole number of seconds from 1"),
+        (["a", "watch=soon"], "watch=soon: seconds must be a whole number, 1 or more"),
+        (["a", "watch=0"], "watch=0: seconds must be a whole number, 1 or more"),
         (["a", "output="], "output= names no folder"),
     ],
 )
