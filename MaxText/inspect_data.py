@@ -74,8 +74,8 @@ def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
             digits = text.replace("_", "")
             if not (digits.isascii() and digits.isdigit()) or int(digits) < _LEAST[name]:
                 raise UserError(
-                    f"{name}={text} is not a whole number, {_LEAST[name]} or more. Write for example "
-                    f"{name}={_LEAST[name]}."
+                    f"{name}={text} is not a whole number, {_LEAST[name]} or more. "
+                    f"Write for example {name}={_LEAST[name]}."
                 )
             setattr(options, name, int(digits))
         elif index == 0 and not match and argument[:1] not in ("", "-"):
