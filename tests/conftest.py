@@ -8,6 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.version import Version
 
+from tests.house.sources import REPOSITORY
+
 # Compiling is most of the suite's time, and its programs are tiny: compile them fast, not well.
 # A train step of three layers: 10 CPU seconds without these, 5 with the first two, 0.7 with all.
 # tests/several_processes/test_training.py compiles as users do.
@@ -42,11 +44,11 @@ def compilation_cache(pytestconfig):
 
     if not hasattr(pytestconfig, "cache"):
         return  # -p no:cacheprovider
-    # One for each worker of pytest-xdist: jax does not write its entries in one go.
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    folder = pytestconfig.cache.mkdir(f"compiled_programs_{worker}")
+    # Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
+    # ignores jax's warning).
+    folder = pytestconfig.cache.mkdir("compiled_programs")
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -62,3 +64,18 @@ def ctrl_c_counts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def told(snapshot, tmp_path):
+    """Compares a message with the one kept under __snapshots__; `--snapshot-update` writes those.
+
+    For texts that users read. All other tests assert keys, exit codes and kinds of problems, so
+    that wording can be improved with one command.
+    """
+
+    def compare(message: object) -> None:
+        text = str(message).replace(str(tmp_path), "<tmp>").replace(str(REPOSITORY), "<repository>")
+        assert text == snapshot
+
+    return compare

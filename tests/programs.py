@@ -1,11 +1,53 @@
 """Starts the programs as users do."""
 
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 from tests.house.sources import REPOSITORY
+
+LONGEST_SECONDS = 300.0
+
+
+def run(
+    program: str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    *,
+    options: Sequence[str] = (),
+    timeout: float = LONGEST_SECONDS,
+) -> subprocess.CompletedProcess:
+    """A program of MaxText/ on the CPU, to its end.
+
+    Args:
+      program: for example "decode.py".
+      environment: the fixture users_environment.
+      options: of Python itself; with them a new interpreter starts.
+    """
+    process = start(
+        program, arguments, cwd, environment, options=options,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def start(
@@ -15,18 +57,130 @@ def start(
     environment: Mapping[str, str],
     *,
     options: Sequence[str] = (),
-) -> subprocess.CompletedProcess:
-    """A program of MaxText/ on the CPU, to its end.
+    **keywords: Any,
+) -> "subprocess.Popen | Forked":
+    """A program of MaxText/ on the CPU that goes on behind the test's back.
 
     Args:
-      program: for example "decode.py".
-      environment: the fixture users_environment.
-      options: of Python itself.
+      keywords: stdout and stderr of subprocess.Popen; output is text.
     """
-    return subprocess.run(
-        [sys.executable, *options, str(REPOSITORY / "MaxText" / program), *arguments],
-        cwd=cwd,
-        env={**environment, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, *options, str(REPOSITORY / "MaxText" / program), *arguments]
+    environment = {**environment, "JAX_PLATFORMS": "cpu"}
+    return popen(command, cwd=cwd, env=environment, text=True, **keywords)
+
+
+def popen(command: Sequence[str], **keywords: Any) -> "subprocess.Popen | Forked":
+    """subprocess.Popen, but a program of MaxText/ begins with everything imported.
+
+    It is a new interpreter after all with options of Python, and with variables that jax reads
+    while it is imported.
+    """
+    environment = keywords.get("env") or os.environ
+    is_program = command[0] == sys.executable and str(command[1]).endswith(".py")
+    if is_program and _of_jax(environment) in ({}, _OF_SERVER):
+        return Forked(command, **keywords)
+    return subprocess.Popen(command, **keywords)
+
+
+_OF_SERVER = {"JAX_PLATFORMS": "cpu"}
+
+
+def _of_jax(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("JAX_")}
+
+
+class _Server:
+    """The server of this test process; it ends, with all its children, when that does."""
+
+    def __init__(self):
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.program_server", str(theirs.fileno())],
+                cwd=REPOSITORY, env={**os.environ, **_OF_SERVER, **_NO_RESTART},
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+_server = functools.cache(_Server)
+# A program that finds the allocator set does not start itself again.
+_NO_RESTART = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+
+
+class Forked:
+    """A process of the server's, with the interface of subprocess.Popen."""
+
+    def __init__(self, command, *, cwd, env=None, stdout=None, stderr=None, text=True):
+        self.args, self.returncode, self.stdout, self.stderr = command, None, None, None
+        standard = [os.open(os.devnull, os.O_RDONLY), 1, 2]
+        theirs = [standard[0]]
+        for number, target in ((1, stdout), (2, stderr)):
+            if target == subprocess.PIPE:
+                reading, standard[number] = os.pipe()
+                theirs.append(standard[number])
+                stream = os.fdopen(reading, "r" if text else "rb")
+                setattr(self, ("stdout", "stderr")[number - 1], stream)
+            elif target == subprocess.STDOUT:
+                standard[number] = standard[1]
+            elif target is not None:
+                standard[number] = target if isinstance(target, int) else target.fileno()
+        reading, writing = os.pipe()
+        self._answers = os.fdopen(reading, "rb", buffering=0)  # select must see what is left
+        request = {
+            "arguments": list(map(str, command[1:])),
+            "cwd": str(cwd),
+            "environment": {**(os.environ if env is None else env), **_OF_SERVER, **_NO_RESTART},
+        }
+        socket.send_fds(_server().socket, [json.dumps(request).encode()], [*standard, writing])
+        for descriptor in [*theirs, writing]:
+            os.close(descriptor)
+        self.pid = int(self._answers.readline())
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
+        return self.returncode
+
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, timeout=None):
+        """All that is left of its output, and waits for its end; it is killed after `timeout`."""
+        timer = threading.Timer(timeout or LONGEST_SECONDS, self.kill)
+        timer.start()
+        with futures.ThreadPoolExecutor(2) as pool:
+            stdout, stderr = pool.map(
+                lambda stream: stream and stream.read(), (self.stdout, self.stderr)
+            )
+        self.wait()
+        timer.cancel()
+        return stdout, stderr
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+        self._answers.close()

@@ -58,7 +58,7 @@ class Workplace:
         ]  # fmt: skip
 
     def start(self, program, *arguments):
-        return programs.start(program, arguments, self.folder, self.environment)
+        return programs.run(program, arguments, self.folder, self.environment)
 
     def train(self, place, *keys):
         return self.start("train.py", *self.arguments(place, *keys))

@@ -27,7 +27,7 @@ from MaxText.inference import own_configuration
 from MaxText.input_pipeline.batch import Batch
 from tests.conversion.running import model_of_run, names, run
 from tests.conversion.small_folders import GOLDEN, muddformer, same_bits, write
-from tests.programs import start
+from tests.programs import run as start
 from tests.small_models import some_quick
 
 RELEASED = ("muddformer", "muddpythia")

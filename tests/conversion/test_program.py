@@ -5,7 +5,7 @@ import pytest
 from MaxText.conversion import request
 from MaxText.errors import UserError
 from tests.conversion.small_folders import random, write
-from tests.programs import start
+from tests.programs import run as start
 
 
 def test_one_conversion_and_one_mistake(tmp_path, users_environment):

@@ -7,7 +7,7 @@ import pytest
 
 from MaxText.checkpointing import layout
 from MaxText.conversion.stored_arrays import StoredArrays
-from tests.programs import start
+from tests.programs import run as start
 
 SMALL = (
     "decoder_block=muddformer_prepost dataset_type=synthetic opt_type=muon dropout_rate=0.1 "

@@ -17,7 +17,7 @@ from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
-from tests.programs import start
+from tests.programs import run as start
 
 
 @pytest.fixture(scope="module")

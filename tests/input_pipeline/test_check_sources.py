@@ -6,7 +6,7 @@ from MaxText.configuration.loading import load
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
 from tests.input_pipeline.small_data import numbered_documents, write_data_set
-from tests.programs import start
+from tests.programs import run as start
 
 
 @pytest.fixture

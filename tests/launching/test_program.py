@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from tests.programs import start
+from tests.programs import run as start
 
 RUN = ("--", "quickstart.yml", "base_output_directory=out", "prompt=it's")
 

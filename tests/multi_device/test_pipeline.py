@@ -10,7 +10,7 @@ from MaxText.errors import UserError
 from MaxText.parallelism.mesh import make_layout, rows_of_batch
 from tests.multi_device.same_results import assert_same, loss_and_gradients
 from tests.multi_device.test_meshes import train
-from tests.programs import start
+from tests.programs import run as start
 from tests.small_models import TINY, tiny_config
 
 pytestmark = pytest.mark.multi_device

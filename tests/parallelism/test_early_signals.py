@@ -49,7 +49,7 @@ def test_a_signal_while_the_program_is_started_again_is_not_lost():
         assert ended(process) == (exit_codes.PREEMPTED, "again\n")
 
 
-def test_what_is_imported_changes_no_handler():
+def test_what_is_imported_changes_no_handler(ctrl_c_counts):
     program = """
         import signal
         from MaxText import early_signals

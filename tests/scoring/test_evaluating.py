@@ -17,7 +17,7 @@ from MaxText.scoring import evaluating, request
 from MaxText.scoring.evaluating import evaluate
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
-from tests.programs import start
+from tests.programs import run as start
 
 TEXTS = ["The first text of the two.", "Grüße, 漢字!\n"]
 NUM_BYTES = sum(len(text.encode()) for text in TEXTS)
