@@ -1,0 +1,29 @@
+"""Pre-trains language models in JAX; docs/python.md describes `import MaxText as mt`.
+
+Attributes are imported on first use: the programs import this package, and a mistyped key has to be
+refused before jax is loaded.
+"""
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from MaxText.api import Run, UserError, batches, configure, load, metrics, train
+
+__all__ = ["Run", "UserError", "batches", "configure", "load", "metrics", "train"]
+
+
+class CallableModule(types.ModuleType):
+    """The class of MaxText/train.py, which is a program, a module, and the function `train`."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return importlib.import_module("MaxText.api").train(*arguments, **keywords)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # the module of that name, which is callable
+        return importlib.import_module("MaxText.train")
+    if name in __all__:
+        return getattr(importlib.import_module("MaxText.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,13 +9,14 @@ import pathlib
 import sys
 from contextlib import ExitStack, suppress
 
-sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from MaxText import early_signals
 
 early_signals.install(__name__, also_sigterm=True)  # before the slow imports
 
-from MaxText import exit_codes
+from MaxText import CallableModule, exit_codes
 from MaxText.configuration import command_line
 from MaxText.errors import Diverged, StopWaiting, UserError
 from MaxText.inference import own_configuration
@@ -49,11 +50,12 @@ def main() -> int:
         raise
 
 
-def train(config, stop: StopSignal) -> int:
+def train(config, stop: StopSignal, callbacks=()) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
       stop: says when the machine is about to go away.
+      callbacks: get each event of the run as a row of events.jsonl.
     """
     # --- Output folder and text: what may be refused, before anything slow ------------------------
     details = start_up.choose_platform(config.run.hardware)  # before jax is imported
@@ -61,22 +63,16 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
-    from MaxText.input_pipeline.sources import check_sources
+    from MaxText.input_pipeline.sources import prepare_sources
 
-    run, evaluation, guard, data = config.run, config.evaluation, config.guard, config.data
+    run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
         print(*(f"Config param {name}: {x}" for name, x in sorted(flat(config).items())), sep="\n")
     run_folder = prepare_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = Checkpoints(
         run_folder / "checkpoints", config.checkpoint, guard.guard_healthy_steps
     )
-    if data.dataset_type == "grain" and config.preparation.prepare_source:
-        from MaxText.input_pipeline.preparation.preparing import prepare
-
-        cache, most_bad = data.data_cache_dir, data.max_bad_records
-        prepare(config.preparation, data.dataset_path, cache_dir=cache, max_bad_records=most_bad)
-
-    check_sources(config)
+    prepare_sources(config)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.connect(run.hardware, guard.heartbeat_timeout):
@@ -175,8 +171,9 @@ def train(config, stop: StopSignal) -> int:
     from MaxText.training.recovery import Recovery
 
     records = open_records(
-        config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details
-    )
+        config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
+        callbacks,
+    )  # fmt: skip
     events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
     recovery = Recovery(guard, checkpoints, events, train_batches, abstract_state, start)
@@ -295,6 +292,9 @@ def train(config, stop: StopSignal) -> int:
             if failure is not None:
                 processes.fail(failure, watchdog)
 
+
+# `MaxText.train(config)` is a call: the package's attribute of that name is this module.
+sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     processes.run(main)

@@ -19,6 +19,8 @@ from MaxText.checkpointing.lease import Lease, described
 from MaxText.errors import UserError
 
 _FILE = ".lock"
+_leases: list[Lease] = []
+_descriptors: list[int] = []  # of locked files; closing one gives up its lock
 _SECONDS_FOR_AN_OLD_OWNER = 3.0  # that was killed, to be gone
 
 
@@ -33,13 +35,12 @@ def hold(run_folder: epath.Path) -> None:
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
     if is_bucket(run_folder):
-        Lease(f"{run_folder}/{_FILE}", holder).acquire()
+        lease = Lease(f"{run_folder}/{_FILE}", holder)
+        lease.acquire()
+        _leases.append(lease)
         return
     path = run_folder / _FILE
-    # Left open on purpose: closing it would give up the lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    # Nor may a child that outlives this process keep it.
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     deadline = time.monotonic() + _SECONDS_FOR_AN_OLD_OWNER
     while True:
         try:
@@ -47,16 +48,36 @@ def hold(run_folder: epath.Path) -> None:
             break
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
                 return  # a file system without locks
         if time.monotonic() < deadline:
             time.sleep(0.1)
             continue
+        other = described(_read(descriptor))
+        os.close(descriptor)
         raise UserError(
-            f"the run folder {run_folder} is in use by {described(_read(descriptor))}. Wait for "
-            "it, stop it, or choose another run_name."
+            f"the run folder {run_folder} is in use by {other}. Wait for it, stop it, or choose "
+            "another run_name."
         )
+    _descriptors.append(descriptor)
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def release() -> None:
+    """Gives up what this process holds, for one that trains several runs in turn."""
+    while _leases:
+        _leases.pop().release()
+    _close()
+
+
+def _close() -> None:
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+# A child that outlives this process must not keep the lock.
+os.register_at_fork(after_in_child=_close)
 
 
 def _read(descriptor: int) -> Any:

@@ -134,6 +134,25 @@ class OpenedSource:
     rows: Source
 
 
+def prepare_sources(config: Config) -> None:
+    """Prepares the data set that `prepare_source` describes, if any, and checks all local data.
+
+    Raises:
+      UserError: as `check_sources`, or the text cannot be prepared.
+    """
+    data = config.data
+    if data.dataset_type == "grain" and config.preparation.prepare_source:
+        from MaxText.input_pipeline.preparation.preparing import prepare
+
+        prepare(
+            config.preparation,
+            data.dataset_path,
+            cache_dir=data.data_cache_dir,
+            max_bad_records=data.max_bad_records,
+        )
+    check_sources(config)
+
+
 def check_sources(config: Config) -> None:
     """Opens what the run reads from local files, before devices are looked for, and forgets it.
 

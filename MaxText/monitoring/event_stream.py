@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class EventStream:
         attempt: int = 0,
         lost: Mapping[str, Any] | None = None,
         flush_every: int = 100,
+        callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ):
         """
         Args:
@@ -48,9 +49,11 @@ class EventStream:
           attempt: starts of the program before this one.
           lost: see the attribute; None for nothing.
           flush_every: updates between flushes.
+          callbacks: get each event as a row of events.jsonl, after the sinks.
         """
         self.lost = lost or {"steps": 0, "seconds": {}}
         self._sinks = sinks
+        self._callbacks = callbacks
         self._attempt = attempt
         self._flush_every = flush_every
         self._flushed_step: int | None = None
@@ -77,6 +80,8 @@ class EventStream:
         event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
         for sink in self._sinks:
             sink.write(event)
+        for callback in self._callbacks:
+            callback(event.row())
         if kind == "stop":
             if facts.get("reason") == "preempted":
                 self._seconds_to_close = _SECONDS_WHEN_PREEMPTED
@@ -147,6 +152,7 @@ def open_stream(
     first_step: int,
     first_evaluation: int | None = None,
     terminal: Sink,
+    callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
 ) -> EventStream:
     """The stream of a run that begins, or goes on, at an update.
 
@@ -160,12 +166,13 @@ def open_stream(
       first_step: the update done first; rows of it and later ones are removed.
       first_evaluation: the update evaluated first, if that is an earlier one.
       terminal: shows events to people.
+      callbacks: get each event as a row of events.jsonl.
 
     Raises:
       UserError: a package that the configuration asks for is not installed.
     """
     if jax.process_index() != 0:
-        return EventStream([terminal])
+        return EventStream([terminal], callbacks=callbacks)
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
     if monitoring.enable_wandb and monitoring.wandb_mode != "disabled":
@@ -177,5 +184,9 @@ def open_stream(
     if monitoring.enable_tensorboard:
         sinks.append(Background(TensorBoard(folder, config_flat, first_step), "TensorBoard"))
     return EventStream(
-        sinks, attempt=events.attempt, lost=events.lost, flush_every=monitoring.log_period
+        sinks,
+        attempt=events.attempt,
+        lost=events.lost,
+        flush_every=monitoring.log_period,
+        callbacks=callbacks,
     )

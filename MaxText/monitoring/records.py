@@ -90,6 +90,7 @@ def open_records(
     last_step: int,
     peak: PeakFlops,
     details: Sequence[str] = (),
+    callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     show: Callable[[str], None] = print,
 ) -> Records:
     """Opens the records of a run, continues those of its earlier starts, and notes this start.
@@ -103,6 +104,7 @@ def open_records(
       last_step: the last update of the run.
       peak: of a device.
       details: lines about this start for the file that has all sizes.
+      callbacks: get each event as a row of events.jsonl.
       show: takes lines about its size.
 
     Raises:
@@ -132,6 +134,7 @@ def open_records(
         first_step=first_step,
         first_evaluation=first_step - is_due,
         terminal=terminal,
+        callbacks=callbacks,
     )
     emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
     profiler = StepProfiler(monitoring, tensorboard, first_step)

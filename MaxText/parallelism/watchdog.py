@@ -33,8 +33,6 @@ _MOST_SECONDS = 5.0
 _WRITES_PER_SECOND = 50.0
 # A file that is so many writes older than the newest one is of a process that is gone or frozen.
 _SILENT_WRITES = 3.0
-# What reading the files of all processes may take, as the storage may be what is stuck.
-_READ_SECONDS = 20.0
 _PARALLEL_READS = 64
 # Lines of the table: each of 1,000 processes may print one.
 _MOST_LINES = 32
@@ -80,6 +78,7 @@ class Watchdog:
         process_count: int = 1,
         *,
         say: Callable[[str], Any] | None = None,
+        read_seconds: float = 20.0,
     ):
         """Starts nothing yet.
 
@@ -89,12 +88,15 @@ class Watchdog:
           process_index: of this one.
           process_count: of the run; files are written by several only.
           say: takes lines; by default they go to stderr at once.
+          read_seconds: that reading the files of all processes may take, as the storage may be what
+            is stuck.
         """
         several = folder is not None and process_count > 1
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
         self._timeout = timeout
         self._index, self._count = process_index, process_count
         self._say = say or _to_stderr
+        self._read_seconds = read_seconds
         period = max(_MOST_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
@@ -202,7 +204,7 @@ class Watchdog:
         ]
         for reader in readers:
             reader.start()
-        until = time.monotonic() + _READ_SECONDS
+        until = time.monotonic() + self._read_seconds
         for reader in readers:
             reader.join(max(0.0, until - time.monotonic()))
         return list(rows)
@@ -230,7 +232,7 @@ class Watchdog:
     def _end(self, phase: str, step: int | None, silent: float) -> None:
         self._state = _STUCK
         # Whatever happens to the lines below, such as a pipe that nobody reads.
-        last_resort = threading.Timer(_READ_SECONDS + _MOST_SECONDS, os._exit, (STUCK,))
+        last_resort = threading.Timer(self._read_seconds + _MOST_SECONDS, os._exit, (STUCK,))
         last_resort.daemon = True
         last_resort.start()
         with contextlib.suppress(Exception):

@@ -1,0 +1,264 @@
+"""The Python interface: `import MaxText as mt`. docs/python.md shows it on one page."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.configuration.loading import configure
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.input_pipeline.batch import Batch
+
+Callback = Callable[[Mapping[str, Any]], None]
+
+
+def batches(config: Config, split: str = "train") -> Iterator[Batch]:
+    """Returns the batches of a configuration, as training reads them on this machine.
+
+    Args:
+      config: names the data. A data set that `prepare_source` describes is prepared first.
+      split: "train" (for as long as the run, in its order) or "eval" (one pass).
+
+    Returns:
+      An iterator of Batch with NumPy arrays [B, T].
+
+    Raises:
+      UserError: the data cannot be read, or there is no evaluation data.
+    """
+    import jax
+
+    from MaxText.input_pipeline.rows.batch_plan import plan_batches
+    from MaxText.input_pipeline.run_batches import open_batches
+    from MaxText.input_pipeline.sources import prepare_sources
+    from MaxText.parallelism import mesh
+
+    if split not in ("train", "eval"):
+        raise UserError(f'split={split!r} must be "train" or "eval"')
+    prepare_sources(config)
+    layout = mesh.make_layout(config.mesh, jax.devices(), config.model.pipeline)
+    sizes, evaluation = config.batch, config.evaluation
+    plan = plan_batches(
+        sizes,
+        config.model.shape.max_target_length,
+        lambda size: mesh.rows_of_update(sizes, layout, size),
+    )
+    eval_rows = mesh.rows_of_batch(sizes, layout, evaluation.eval_per_device_batch_size)
+    training, evaluating = open_batches(
+        config, plan, eval_rows, *layout.share_of_batch(), show=lambda line: None
+    )
+    if split == "train":
+        return iter(training)
+    if evaluating is None:
+        raise UserError("there is no evaluation data: eval_interval is not above 0")
+    return iter(evaluating)
+
+
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> Path:
+    """Trains as train.py does, from wherever the run folder stands.
+
+    Args:
+      config: of `configure`. The same one again resumes, or finds that the run is complete.
+      callbacks: called with each event of the run, in order: a dict with "event" ("start", "step",
+        "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that kind of event has,
+        as in events.jsonl. An exception ends the run.
+
+    Returns:
+      The run folder, for `load` and `metrics`.
+
+    Raises:
+      UserError: everything for which train.py exits with code 2.
+      RuntimeError: the run diverged.
+    """
+    from MaxText import exit_codes
+    from MaxText.checkpointing import run_lock
+    from MaxText.parallelism.preemption import StopSignal
+    from MaxText.train import train as run
+
+    try:
+        code = run(config, StopSignal(), callbacks)
+    finally:
+        run_lock.release()
+    folder = Path(config.run.base_output_directory) / config.run.run_name
+    if code == exit_codes.DIVERGED:
+        raise RuntimeError(f"the run in {folder} diverged; its checkpoints are kept")
+    return folder
+
+
+def metrics(run: "str | Path | Run") -> dict[str, np.ndarray]:
+    """Returns the metrics of a run as columns: name -> one value per reported step.
+
+    pandas.DataFrame(metrics(run)) makes a table of it. Numbers that a step does not have, such as
+    "eval/avg_loss" between evaluations, are NaN.
+
+    Args:
+      run: a run folder, or what `load` returned for one.
+
+    Raises:
+      UserError: the folder has no metrics.jsonl.
+    """
+    path = Path(run.path if isinstance(run, Run) else run) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: {path.parent} is not the folder of a run")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
+
+
+def load(path: str | Path, **keys: Any) -> "Run":
+    """Opens trained weights, with the configuration and the tokenizer that lie with them.
+
+    Args:
+      path: a run folder, a checkpoint of one, or "hf:FOLDER" for a Hugging Face folder.
+      **keys: configuration keys to set, such as dtype="float32".
+
+    Raises:
+      UserError: no weights there, or weights that do not fit.
+    """
+    from MaxText.configuration import values
+    from MaxText.inference import own_configuration
+    from MaxText.inference.trained_model import open_trained_model
+
+    arguments = [f"{name}={values.to_yaml(value)}" for name, value in keys.items()]
+    loaded = own_configuration.load([f"load_parameters_path={path}", *arguments])
+    trained = open_trained_model(loaded.config, show=lambda line: None)
+    return Run(str(path), trained, loaded.typed("tokenizer_path"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Trained weights on this machine's devices. Made by `load`.
+
+    Attributes:
+      path: what was loaded.
+      trained: model, parameters and mesh (inference.trained_model.TrainedModel).
+    """
+
+    path: str
+    trained: Any = dataclasses.field(repr=False)
+    tokenizer_is_typed: bool = dataclasses.field(default=False, repr=False)
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the weights brought, and the keys given to `load`."""
+        return self.trained.config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Nested dict of arrays; layers that are alike are stacked on axis 0."""
+        return self.trained.params
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Has `encode(text) -> ids` and `decode(ids) -> text`.
+
+        Raises:
+          UserError: no tokenizer lies with the weights.
+        """
+        from MaxText.inference.model_tokenizer import open_tokenizer
+
+        trained = self.trained
+        return open_tokenizer(
+            trained.config, trained.folder, trained.metadata, typed=self.tokenizer_is_typed
+        )
+
+    def logits(self, text_or_ids: Any) -> np.ndarray:
+        """Returns the float32 logits of the next token at each position.
+
+        Args:
+          text_or_ids: a text, ids [T], or ids of several sequences of one length [B, T].
+
+        Returns:
+          [T, V], or [B, T, V] for [B, T].
+        """
+        if isinstance(text_or_ids, str):
+            text_or_ids = self.tokenizer.encode(text_or_ids)
+        ids = np.asarray(text_or_ids, np.int32)
+        if ids.ndim not in (1, 2) or not ids.size:
+            raise ValueError(f"ids of shape {ids.shape}; expected [T] or [B, T], not empty")
+        ids_BT = np.atleast_2d(ids)
+        # Devices that split a batch need rows to split.
+        rows = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
+        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], rows - len(ids_BT), axis=0)])
+        batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
+        logits = np.asarray(self._logits(self.params, self.trained.layout.place(batch, rows)))
+        logits = logits[: len(ids_BT)]
+        return logits[0] if ids.ndim == 1 else logits
+
+    def loss(self, batches: Iterable[Batch]) -> float:
+        """Returns the mean loss over the targets of batches, in nats per token.
+
+        Args:
+          batches: for example itertools.islice(mt.batches(config, "eval"), 10).
+        """
+        from MaxText.training.evaluation import evaluate
+
+        layout = self.trained.layout
+        placed = (layout.place(batch, len(batch.tokens_BT)) for batch in batches)
+        return evaluate(self._eval_step, self.params, placed, step=0).loss
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> Any:
+        """Continues a prompt, or several in one batch.
+
+        Args:
+          prompts: one text or several.
+          max_new_tokens: of each; an end-of-text id ends a text earlier.
+          temperature: 0 always takes the most likely token.
+          seed: the same seed gives the same texts.
+          stop: strings at which a text ends.
+          **sampling: top_k, nucleus_p, min_p, typical_p, eta, entmax_alpha, repetition_penalty.
+
+        Returns:
+          The new text without its prompt; a list of them for several prompts.
+        """
+        from MaxText.generation.engine import Engine
+        from MaxText.generation.generating import Limits, generate
+        from MaxText.generation.token_choice import Choice
+
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        trained, tokenizer = self.trained, self.tokenizer
+        num_ids = min(tokenizer.tokenizer.entry.vocab_size, self.config.model.shape.vocab_size)
+        choice = Choice(temperature, **sampling)
+        engine = Engine(trained.model, self.params, trained.layout, choice, num_ids=num_ids)
+        texts = [""] * len(asked)
+        for number, completion in generate(
+            engine,
+            [tokenizer.encode(prompt) for prompt in asked],
+            Limits(max_new_tokens, frozenset(tokenizer.ends), tuple(stop)),
+            rows=len(asked),
+            seed=seed,
+            decode=tokenizer.decode,
+        ):
+            texts[number] = completion.text
+        return texts[0] if isinstance(prompts, str) else texts
+
+    @property
+    def _row_multiple(self) -> int:
+        return self.trained.layout.num_batch_parts
+
+    @functools.cached_property
+    def _logits(self) -> Callable[..., Any]:
+        model = self.trained.model
+        return self.trained.layout.jit(lambda params, batch: model.merge(params)(batch))
+
+    @functools.cached_property
+    def _eval_step(self) -> Callable[..., Any]:
+        from MaxText.training.step import make_eval_step
+
+        return self.trained.layout.jit(make_eval_step(self.trained.model))
+
+
+__all__ = ["Config", "Run", "UserError", "batches", "configure", "load", "metrics", "train"]

@@ -1,0 +1,96 @@
+"""The Python interface, as docs/python.md shows it."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import MaxText as mt
+
+TINY = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 300,
+    "tokenizer_vocab_size": 300,
+    "tokenizer_type": "byte",
+    "max_target_length": 16,
+    "per_device_batch_size": 2,
+    "steps": 4,
+    "step_log_period": 1,
+    "eval_interval": 2,
+    "eval_steps": 2,
+    "validation_fraction": 0.2,
+    "dtype": "float32",
+    "jax_cache_dir": "",
+    "enable_tensorboard": False,
+    "loss_curve": False,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A configuration, the folder of its run, and the run's events."""
+    place = tmp_path_factory.mktemp("api")
+    (place / "text").mkdir()
+    for number in range(10):
+        (place / "text" / f"{number}.txt").write_text(f"text number {number}. " * 20)
+    paths = {"prepare_source": place / "text", "dataset_path": place / "data"}
+    paths |= {"base_output_directory": place / "out", "data_cache_dir": place / "cache"}
+    config = mt.configure(**TINY, **{name: str(path) for name, path in paths.items()}, run_name="r")
+    events = []
+    return config, mt.train(config, callbacks=[events.append]), events
+
+
+@pytest.fixture(scope="module")
+def run(trained):
+    return mt.load(trained[1], dtype="float32")
+
+
+def test_training_reports_every_step_and_resumes_as_complete(trained):
+    config, folder, events = trained
+    assert [event["step"] for event in events if event["event"] == "step"] == [0, 1, 2, 3]
+    assert events[-1]["reason"] == "completed"
+    assert mt.train(config) == folder  # the lock of the run folder is free again
+    columns = mt.metrics(folder)
+    reported = [event["learning/loss"] for event in events if event["event"] == "step"]
+    losses = columns["learning/loss"]
+    np.testing.assert_array_equal(losses[~np.isnan(losses)], reported)
+
+
+def test_logits_of_text_and_of_ids(run):
+    ids = run.tokenizer.encode("text")
+    np.testing.assert_array_equal(run.logits("text"), run.logits(ids))
+    both = run.logits([ids, ids[::-1]])
+    assert both.shape == (2, len(ids), 300)
+    np.testing.assert_allclose(both[0], run.logits(ids), atol=1e-5)
+    with pytest.raises(ValueError, match=r"\(0,\)"):
+        run.logits([])
+
+
+def test_loss_of_batches_is_that_of_the_last_evaluation(trained, run):
+    config, _, events = trained
+    reported = [event for event in events if event["event"] == "evaluation"][-1]["eval/avg_loss"]
+    batches = itertools.islice(mt.batches(config, "eval"), config.evaluation.eval_steps)
+    np.testing.assert_allclose(run.loss(batches), reported, rtol=1e-5)
+    assert next(mt.batches(config)).tokens_BT.shape == (2, 16)
+    with pytest.raises(mt.UserError, match="split='test'"):
+        mt.batches(config, "test")
+
+
+def test_generated_text_depends_on_its_seed_alone(run):
+    first, second = run.generate(["text", "number"], 8, seed=1)
+    assert run.generate("text", 8, temperature=0) == run.generate(["text"], 8, temperature=0)[0]
+    assert [first, second] == run.generate(["text", "number"], 8, seed=1)
+    assert isinstance(run.generate("text", 8, seed=2, top_k=3), str)
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    for function in (mt.load, mt.metrics):
+        with pytest.raises(mt.UserError, match=str(tmp_path)):
+            function(tmp_path)
+    with pytest.raises(AttributeError):
+        mt.no_such_name  # noqa: B018
