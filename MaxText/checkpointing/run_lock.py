@@ -29,6 +29,9 @@ def hold(run_folder: epath.Path) -> None:
 
     In a bucket that is a lease, see lease.py; file systems without locks are not locked.
 
+    Args:
+      patience: seconds for an old owner that was killed to be gone.
+
     Raises:
       UserError: another process holds it; names host, process and start time.
     """
@@ -41,7 +44,7 @@ def hold(run_folder: epath.Path) -> None:
         return
     path = run_folder / _FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + _SECONDS_FOR_AN_OLD_OWNER
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -70,8 +70,10 @@ def program(name: str) -> str:
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
-    folder = os.path.dirname(sys.argv[0]) if own.endswith(".py") else "MaxText"
-    return f"python {os.path.join(folder, name)}.py"
+    path = os.path.join(os.path.dirname(sys.argv[0]), f"{name}.py")
+    if own.endswith(".py") and os.path.isfile(path):
+        return f"python {path}"
+    return f"python -m MaxText.{name}"
 
 
 def fail(error: UserError) -> NoReturn:
