@@ -1,4 +1,4 @@
-"""Generated files are up to date, and the set of public keys changes only on purpose.
+"""The declaration of keys and sections, and the files that are generated from it.
 
 After a change of the schema: `python -m MaxText.configuration.documentation`, and
 `UPDATE_RESOLVED=1 python -m pytest tests/configuration` for public_keys.txt and resolved/.
@@ -7,8 +7,10 @@ After a change of the schema: `python -m MaxText.configuration.documentation`, a
 import os
 from pathlib import Path
 
+import pytest
+
 from MaxText.configuration import documentation
-from MaxText.configuration.catalogue import all_keys, flat
+from MaxText.configuration.catalogue import all_keys, build, by_section, flat
 from MaxText.configuration.config_files import BASE_YML, read
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
@@ -16,11 +18,8 @@ from MaxText.configuration.schema import Config
 PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
 
 
-def test_base_yml_is_up_to_date():
+def test_generated_files_are_up_to_date():
     assert BASE_YML.read_text(encoding="utf-8") == documentation.base_yml()
-
-
-def test_configuration_md_is_up_to_date():
     text = documentation.CONFIGURATION_MD.read_text(encoding="utf-8")
     assert text == documentation.configuration_md()
 
@@ -36,11 +35,11 @@ def test_base_yml_holds_exactly_the_defaults(write):
 
 
 def test_the_default_configuration_is_the_schema():
-    defaults = flat(Config())
-    derived = ("run_name", "base_output_directory", "learning_rate_schedule_steps")
-    assert {k: v for k, v in flat(configure()).items() if k not in derived} == {
-        k: v for k, v in defaults.items() if k not in derived
-    }
+    config = Config()
+    assert build(flat(config)) == config
+    assert list(flat(config)) == list(all_keys())
+    changed = {name for name, value in flat(configure()).items() if value != flat(config)[name]}
+    assert changed == {"run_name", "base_output_directory", "learning_rate_schedule_steps"}
 
 
 def test_public_keys():
@@ -51,6 +50,8 @@ def test_public_keys():
 
 
 def test_every_key_is_documented():
+    for keys in by_section().values():
+        assert keys[0].title
     for key in all_keys().values():
         assert key.meaning, key.name
         assert key.meaning.endswith("."), key.name
@@ -58,3 +59,10 @@ def test_every_key_is_documented():
             for other, effective in group.items():
                 assert other in all_keys(), f"{key.name} depends on the unknown key {other}"
                 assert effective, key.name
+
+
+def test_sections_are_frozen_and_refuse_unknown_fields():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().run.steps = 3
+    with pytest.raises(ValueError, match="stepz"):
+        Config.model_validate({"run": {"stepz": 3}})

@@ -1,15 +1,18 @@
 """Whatever is written on a command line, in a file or in the environment: a configuration that
 works, or a message and exit code 2. Never a traceback, never a hang.
 
-The examples are the same in every run. What was found once stands by name at the end.
+The examples are the same in every run.
 """
 
 import contextlib
 import functools
 import io
+import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,13 +24,12 @@ from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.maxtext_keys import ALIASES, TRANSLATIONS, UNAVAILABLE
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.values import to_yaml
+from tests.small_models import some_quick
 
 # Threads that other tests have left (gcsfs waits for random times) may draw from `random`
 # meanwhile, which hypothesis takes for the strategies' doing.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
-# 1,000 examples: 400 on the command line, 200 and 150 of files, 125 each of the environment and of
-# words that are no edits.
 _SETTINGS = settings(
     deadline=None,
     derandomize=True,
@@ -53,6 +55,8 @@ _EDGES = (
 )  # fmt: skip
 
 
+# By categories: a table of the characters of a codec takes a second to make.
+_CHARACTERS = st.characters(exclude_categories=["Cs"])
 # Lists and mappings of anything, to a depth beyond what any key needs.
 _NESTED: st.SearchStrategy[Any] = st.recursive(
     st.one_of(
@@ -61,10 +65,11 @@ _NESTED: st.SearchStrategy[Any] = st.recursive(
         st.integers(-3, 70),
         st.floats(),
         st.sampled_from(["global", "local", "q", "gelu", "data", "embed", "tensor", ""]),
-        st.text(max_size=5),
+        st.text(_CHARACTERS, max_size=5),
     ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=2)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(_CHARACTERS, max_size=4), inner, max_size=2),
     ),
     max_leaves=8,
 )
@@ -73,7 +78,7 @@ _WRONG = st.one_of(
     st.sampled_from([to_yaml(key.default) for key in all_keys().values()]),
     st.integers().map(str),
     st.floats().map(repr),
-    st.text(max_size=20),
+    st.text(_CHARACTERS, max_size=20),
     _NESTED.map(to_yaml),
 )
 _NAMES = sorted(all_keys())
@@ -92,31 +97,21 @@ def _right(name: str) -> st.SearchStrategy[str]:
     if key.annotation is bool:
         return st.sampled_from(["true", "false"])
     if key.annotation is int:
-        return st.one_of(known, st.integers(-1, 40).map(str), st.integers(0, 70).map(_power))
+        return st.one_of(
+            known, st.integers(-1, 40).map(str), st.integers(0, 70).map(lambda power: str(2**power))
+        )
     if key.annotation is float:
         return st.one_of(known, st.floats(0, 2).map(repr))
     return known
 
 
-def _power(exponent: int) -> str:
-    return str(2**exponent)
-
-
-def _misspelt(name: str, at: int, how: int) -> str:
+def _misspelt(name: str, at: int) -> list[str]:
     at %= len(name)
-    ways = (
-        name[:at] + name[at + 1 :],
-        name[:at] + "_" + name[at:],
-        name[:at] + "é" + name[at:],
-        name.upper(),
-        name.replace("_", "-"),
-        f"model.{name}",
-        f"-{name}",
-        f"--{name}",
-        f"+{name}",
+    return [
+        name[:at] + name[at + 1 :], name[:at] + "_" + name[at:], name[:at] + "é" + name[at:],
+        name.upper(), name.replace("_", "-"), f"model.{name}", f"-{name}", f"--{name}", f"+{name}",
         name[::-1],
-    )
-    return ways[how % len(ways)]
+    ]  # fmt: skip
 
 
 class Edit(NamedTuple):
@@ -126,7 +121,9 @@ class Edit(NamedTuple):
     text: str
 
 
-_MISSPELT = st.builds(_misspelt, st.sampled_from(_NAMES), st.integers(0, 20), st.integers(0, 9))
+_MISSPELT = st.builds(_misspelt, st.sampled_from(_NAMES), st.integers(0, 20)).flatmap(
+    st.sampled_from
+)
 _ANY_NAME = st.one_of(st.sampled_from(_NAMES), st.sampled_from([*_FOREIGN, *_SPECIAL]), _MISSPELT)
 
 
@@ -143,20 +140,94 @@ def _edits(draw: st.DrawFn) -> list[Edit]:
     return edits
 
 
+class Input(NamedTuple):
+    """What a program is given: files by name, environment variables and arguments."""
+
+    arguments: list[str]
+    files: dict[str, bytes]
+    environment: dict[str, str]
+
+
+@st.composite
+def _command_lines(draw: st.DrawFn) -> Input:
+    # Most files name a data set that decides nothing here.
+    base = draw(st.sampled_from(["", "base.yml", *config_files.shipped_names()]))
+    preset = draw(st.sampled_from(["", *config_files.preset_names(config_files.MODELS)]))
+    arguments = [*([base] if base else []), "dataset_type=synthetic"]
+    arguments += [f"model_name={preset}"] if preset else []
+    arguments += [f"{name}={text}" for name, text in draw(_edits())]
+    return Input(arguments, {}, {})
+
+
+@st.composite
+def _files(draw: st.DrawFn) -> Input:
+    files: dict[str, bytes] = {}
+    beneath = draw(st.sampled_from(["", "base_config: base.yml\n", "schema_version: 1\n"]))
+    for edits in draw(st.lists(_edits(), min_size=1, max_size=2)):
+        text = beneath + "\n".join(f"{name}: {text}" for name, text in edits) + "\n"
+        name = f"{len(files)}.yml"
+        files[name] = text.encode(errors="replace")
+        beneath = f"base_config: {name}\n"
+    return Input([list(files)[-1], "dataset_type=synthetic"], files, {})
+
+
+@st.composite
+def _files_of_anything(draw: st.DrawFn) -> Input:
+    content = draw(st.binary(max_size=60) | st.text(_CHARACTERS, max_size=60).map(str.encode))
+    edge = draw(st.sampled_from(_EDGES)).encode(errors="replace")
+    return Input(["any.yml", "dataset_type=synthetic"], {"any.yml": edge + content}, {})
+
+
+@st.composite
+def _environments(draw: st.DrawFn) -> Input:
+    variables = {f"M_{name.upper()}": text for name, text in draw(_edits())}
+    # The system itself refuses these.
+    refused = re.compile("[\0\ud800]")
+    passed = {
+        name: text
+        for name, text in variables.items()
+        if "=" not in name and not refused.search(name + text)
+    }
+    return Input(["dataset_type=synthetic"], {}, passed)
+
+
+_WORDS = st.one_of(
+    st.sampled_from(["--help", "-h", "--show-config", "--why", "--from-maxtext", "--", "-", ""]),
+    st.sampled_from(["base.yml", "nowhere.yml", "~nobody/a.yml", "a\0.yml", "a" * 5000 + ".yml"]),
+    st.sampled_from(["/.yml", "\ud800.yml", "configs/.yml", "steps=1", "steps=2", "stages=[a]"]),
+    st.sampled_from(_NAMES),
+    st.text(_CHARACTERS, max_size=8),
+)
+_INPUTS = st.one_of(
+    _command_lines(),
+    _command_lines(),
+    _files(),
+    _files_of_anything(),
+    _environments(),
+    st.lists(_WORDS, min_size=1, max_size=4).map(lambda words: Input(words, {}, {})),
+)
 _PROGRAMS = ["train.py", "decode.py", "eval.py", "prepare_data.py", "inspect_data.py", "compare.py"]
 
 
-def accepted_or_refused(arguments: list[str], program: str = "train.py") -> Loaded | None:
-    """What a program makes of a command line; None where it says what is wrong.
+def accepted_or_refused(told: Input, program: str) -> Loaded | None:
+    """What a program makes of it; None where it says what is wrong.
 
     Fails where anything but a message and exit code 2 comes out of a mistake.
     """
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     written = io.StringIO()
     loaded, code = None, 0
-    with contextlib.redirect_stderr(written), contextlib.redirect_stdout(printed):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, told.environment),
+        contextlib.redirect_stderr(written),
+        contextlib.redirect_stdout(printed),
+    ):
+        for name, content in told.files.items():
+            Path(name).write_bytes(content)
         try:
-            loaded = command_line.parse(program, arguments, "usage")
+            loaded = command_line.parse(program, told.arguments, "usage")
         except SystemExit as stopped:
             code = stopped.code
     # 0 without configuration: --help, --show-config or --why was answered.
@@ -168,80 +239,14 @@ def accepted_or_refused(arguments: list[str], program: str = "train.py") -> Load
     return loaded
 
 
-@given(
-    _edits(),
-    st.sampled_from(["", "base.yml", *config_files.shipped_names()]),
-    st.sampled_from(["", *config_files.preset_names(config_files.MODELS)]),
-    st.sampled_from(_PROGRAMS),
-)
-@settings(_SETTINGS, max_examples=400)
-def test_command_lines(edits, base, preset, program):
-    # Most files name a data set that decides nothing here.
-    arguments = [*([base] if base else []), "dataset_type=synthetic"]
-    arguments += [f"model_name={preset}"] if preset else []
-    arguments += [f"{name}={text}" for name, text in edits]
-    accepted_or_refused(arguments, program)
+@pytest.mark.parametrize("number", some_quick([100, 2000], 2))
+def test_inputs(number):
+    @given(_INPUTS, st.sampled_from(_PROGRAMS))
+    @settings(_SETTINGS, max_examples=number)
+    def is_accepted_or_refused(told, program):
+        accepted_or_refused(told, program)
 
-
-def _yaml_lines(edits: list[Edit]) -> str:
-    return "\n".join(f"{name}: {text}" for name, text in edits) + "\n"
-
-
-@given(
-    st.lists(_edits(), min_size=1, max_size=2),
-    st.sampled_from(["", "base_config: base.yml\n", "schema_version: 1\n"]),
-    st.sampled_from(_PROGRAMS),
-)
-@settings(_SETTINGS, max_examples=200)
-def test_files(edits, first_line, program):
-    with tempfile.TemporaryDirectory() as folder:
-        paths = []
-        for number, some in enumerate(edits):
-            path = Path(folder, f"{number}.yml")
-            beneath = f"base_config: {paths[-1].name}\n" if paths else first_line
-            text = beneath + _yaml_lines(some)
-            path.write_bytes(text.encode(errors="replace"))
-            paths.append(path)
-        accepted_or_refused([str(paths[-1]), "dataset_type=synthetic"], program)
-
-
-@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode), st.sampled_from(_EDGES))
-@settings(_SETTINGS, max_examples=150)
-def test_files_of_anything(content, edge):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "any.yml")
-        path.write_bytes(edge.encode(errors="replace") + content)
-        accepted_or_refused([str(path), "dataset_type=synthetic"])
-
-
-@given(_edits())
-@settings(_SETTINGS, max_examples=125)
-def test_environment(edits):
-    variables = {}
-    for name, text in edits:
-        variable = f"M_{name.upper()}"
-        # The system itself refuses these.
-        if "=" not in variable and "\0" not in variable + text and "\ud800" not in variable + text:
-            variables[variable] = text
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, text in variables.items():
-            patch.setenv(variable, text)
-        accepted_or_refused(["dataset_type=synthetic"])
-
-
-_WORDS = st.one_of(
-    st.sampled_from(["--help", "-h", "--show-config", "--why", "--from-maxtext", "--", "-", ""]),
-    st.sampled_from(["base.yml", "nowhere.yml", "~nobody/a.yml", "a\0.yml", "a" * 5000 + ".yml"]),
-    st.sampled_from(["/.yml", "\ud800.yml", "configs/.yml", "steps=1", "steps=2", "stages=[a]"]),
-    st.sampled_from(_NAMES),
-    st.text(max_size=8),
-)
-
-
-@given(st.lists(_WORDS, min_size=1, max_size=4), st.sampled_from(_PROGRAMS))
-@settings(_SETTINGS, max_examples=125)
-def test_words(words, program):
-    accepted_or_refused(words, program)
+    is_accepted_or_refused()
 
 
 # Sizes stay those of a tiny model; everything else about it may be edited.
@@ -251,7 +256,7 @@ _SIZES = {
     "model_name",
 }  # fmt: skip
 _OF_MODEL = [key.name for key in all_keys().values() if key.section[0] == "model"]
-_PARTS = [name for name in _OF_MODEL if name not in _SIZES]
+_PARTS = [name for name in _OF_MODEL if name not in {*_SIZES, "decoder_block"}]
 _TINY = (
     "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
     "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=32", "max_target_length=16",
@@ -263,66 +268,34 @@ _TINY = (
 def _models(draw: st.DrawFn) -> list[str]:
     blocks = config_files.preset_names(config_files.DECODER_BLOCKS)
     names = draw(st.lists(st.sampled_from(_PARTS), min_size=1, max_size=4, unique=True))
-    return [f"decoder_block={draw(st.sampled_from(blocks))}"] + [
-        f"{name}={draw(_right(name))}" for name in names if name != "decoder_block"
-    ]
+    block = f"decoder_block={draw(st.sampled_from(blocks))}"
+    return [*_TINY, block, *(f"{name}={draw(_right(name))}" for name in names)]
 
 
-def _builds(arguments: list[str]) -> bool:
-    """Whether a tiny model was accepted; fails where an accepted one has no parameters."""
+@pytest.mark.parametrize("number", some_quick([25, 1000], 2))
+def test_accepted_models_build(number):
     from MaxText.layers.model import Model
     from MaxText.training import backend_defaults
 
-    loaded = accepted_or_refused([*_TINY, *arguments])
-    if loaded is None:
-        return False
-    section, _ = backend_defaults.resolve(loaded.config.model, "cpu")
-    assert Model(section).num_parameters > 0
-    return True
+    @given(_models())
+    @settings(_SETTINGS, max_examples=number)
+    def builds(arguments):
+        if loaded := accepted_or_refused(Input(arguments, {}, {}), "train.py"):
+            section, _ = backend_defaults.resolve(loaded.config.model, "cpu")
+            assert Model(section).num_parameters > 0
 
-
-@given(_models())
-@settings(_SETTINGS, max_examples=60)
-def test_accepted_models_build(arguments):
-    _builds(arguments)
-
-
-@pytest.mark.slow
-@given(_models())
-@settings(_SETTINGS, max_examples=1000)
-def test_many_accepted_models_build(arguments):
-    _builds(arguments)
+    builds()
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "argument",
     [
-        (f"steps={'9' * 400}", "is beyond integers of 64 bits"),
-        ("steps=1e300", "is beyond integers of 64 bits"),
-        (f"learning_rate={'9' * 400}", "is not a finite number"),
-        (f"adamw_mask={'[' * 3000}", "is not a list"),
-        ("adamw_mask=[[[[[[]]]]]]", "is not a list"),
-        ("adamw_mask=&a [*a]", "is not a list"),
-        ("base_num_decoder_layers=1000000000000", "is not >= 1 and <= 10000"),
-        ("global_parameter_scale=4611686018427387904", "is not >= 1 and <= 1048576"),
-        ("vocab_size=9223372036854775807", "is not >= 1 and <= 2147483647"),
-        ("attention_types=[[[global],999999999999]]", "names 999999999999 layers"),
-        (
-            "enable_rampup_batch_size=true\nper_device_batch_size=1e308\n"
-            "per_device_batch_size_start=1e-300\nper_device_batch_size_increment=1e-300",
-            "does not make per_device_batch_size=1e[+]308",
-        ),
-        ("run_name=a\udcff", "is not UTF-8 text without NUL"),
-        (f"{'a' * 5000}.yml", "cannot be looked for: File name too long"),
-        ("~no_such_user_here/a.yml", "Could not determine home directory"),
+        "enable_rampup_batch_size=true per_device_batch_size=1e308 "
+        "per_device_batch_size_start=1e-300 per_device_batch_size_increment=1e-300",
+        f"{'a' * 5000}.yml",
+        "~no_such_user_here/a.yml",
     ],
 )
-def test_what_was_found(line, message):
-    with pytest.raises(ConfigurationError, match=message):
-        load([*line.split("\n"), "dataset_type=synthetic"], "train.py")
-
-
-def test_nul_in_a_file(tmp_path):
-    (tmp_path / "a.yml").write_text('run_name: "a\\0b"\n')
-    with pytest.raises(ConfigurationError, match=r"run_name: .* is not UTF-8 text without NUL"):
-        load([str(tmp_path / "a.yml"), "dataset_type=synthetic"], "train.py")
+def test_found_once(argument):
+    with pytest.raises(ConfigurationError):
+        load([*argument.split(), "dataset_type=synthetic"], "train.py")

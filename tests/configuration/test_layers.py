@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from MaxText.configuration import config_files, layering
-from MaxText.configuration.catalogue import flat
 from MaxText.configuration.loading import Layer, configure, load
 from MaxText.configuration.problems import ConfigurationError
 
@@ -44,24 +43,20 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert loaded.origins["base_emb_dim"].layer is Layer.COMMAND_LINE
 
 
-def test_decoder_block_may_come_from_any_layer(write, monkeypatch):
-    assert configure("gpt2-124m.yml").model.position.position_embedding == "learned"
-    assert configure(model_name="gpt2-124m").model.position.position_embedding == "learned"
-    assert configure(decoder_block="gpt_neox").model.block.block_arrangement == "parallel"
-    monkeypatch.setenv("M_DECODER_BLOCK", "gpt_neox")
-    assert load([]).config.model.block.block_arrangement == "parallel"
-
-
-@pytest.mark.parametrize("place", ["file", "environment", "command line"])
-def test_model_name_may_come_from_any_layer(place, write, monkeypatch):
-    arguments = {
-        "file": [write("model_name: pythia-70m\n")],
-        "environment": [],
-        "command line": ["model_name=pythia-70m"],
-    }[place]
-    if place == "environment":
-        monkeypatch.setenv("M_MODEL_NAME", "pythia-70m")
-    assert load(arguments).config.model.shape.base_emb_dim == 512
+@pytest.mark.parametrize("layer", ["file", "environment", "command line"])
+def test_presets_and_bundles_may_be_chosen_in_any_layer(layer, write, monkeypatch):
+    for name, value in (("model_name", "pythia-70m"), ("decoder_block", "gpt_neox")):
+        arguments = []
+        if layer == "environment":
+            monkeypatch.setenv(f"M_{name.upper()}", value)
+        elif layer == "file":
+            arguments = [write(f"{name}: {value}\n")]
+        else:
+            arguments = [f"{name}={value}"]
+        model = load(arguments).config.model
+        assert model.block.block_arrangement == "parallel"
+        assert (model.shape.base_emb_dim == 512) == (name == "model_name")
+        monkeypatch.delenv(f"M_{name.upper()}", raising=False)
 
 
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
@@ -69,13 +64,15 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     monkeypatch.setenv("M_LERNING_RATE", "1")
     monkeypatch.setenv("M_GCS_METRICS", "1")
     monkeypatch.setenv("M_XQZ", "1")
+    monkeypatch.setenv("M_MAX_NUM_CHECKPOINTS_TO_KEEP", "3")  # MaxText's name
     monkeypatch.setenv("HARDWARE", "tpu")
     config = load([]).config
     assert config.model.feed_forward.mlp_activations == ("gelu",)
     assert config.run.hardware == "auto"
+    assert config.checkpoint.max_to_keep == 3
     warnings = capsys.readouterr().err
-    assert "M_LERNING_RATE has no effect; did you mean M_LEARNING_RATE?" in warnings
-    assert "M_GCS_METRICS has no effect" in warnings
+    assert "M_LEARNING_RATE?" in warnings
+    assert "M_GCS_METRICS" in warnings
     assert "XQZ" not in warnings
 
 
@@ -104,7 +101,6 @@ def test_a_cycle_is_an_error(write):
         "configs/gpt2.yml",
         "MaxText/configs/gpt2.yml",
         "./configs/gpt2.yml",
-        "configs/models/gpt2-124m.yml",
         "models/gpt2-124m.yml",
         "gpt2-124m.yml",
     ],
@@ -125,24 +121,14 @@ def test_a_given_path_comes_before_a_shipped_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt22.yml", "mine/gpt2.yml", "/nowhere/configs/gpt2.yml"])
 def test_a_missing_config_names_near_ones(name):
-    with pytest.raises(ConfigurationError, match=r"(?s)not found.*configs/gpt2\.yml") as caught:
+    with pytest.raises(ConfigurationError, match=r"nearest: .*configs/gpt2\.yml") as caught:
         load([name], "train.py")
     assert len(caught.value.problems) == 1  # not also what the file would have said
 
 
-def test_unknown_presets_name_near_ones():
-    with pytest.raises(ConfigurationError, match=r"(?s)model_name: .*nearest: +gpt2-124m"):
-        load(["model_name=gpt2-125m"])
-    with pytest.raises(ConfigurationError, match=r"(?s)decoder_block: .*nearest: +llama2"):
-        load(["decoder_block=llama"])
-    for wrong in (
-        "model_name=../gpt2",
-        "model_name=[gpt2-124m]",
-        "decoder_block=",
-        "decoder_block=[a]",
-    ):
-        with pytest.raises(ConfigurationError, match=r"there is no configs/"):
-            load([wrong])
+def test_a_preset_is_a_name_and_no_path():
+    with pytest.raises(ConfigurationError, match="configs/models"):
+        load(["model_name=../gpt2"])
     for nothing in ("model_name=", "model_name=none", "model_name=default"):
         assert load([nothing]).config.model == configure().model
 
@@ -156,7 +142,7 @@ def test_a_preset_may_inherit_but_not_choose_another(write, monkeypatch, tmp_pat
     config = configure(write("base_emb_dim: 8\n"), model_name="small")
     assert config.model.shape.base_emb_dim == 256
     assert config.model.block.block_arrangement == "parallel"
-    with pytest.raises(ConfigurationError, match="cannot choose another preset"):
+    with pytest.raises(ConfigurationError, match="model_name"):
         configure(model_name="odd")
 
 
@@ -168,12 +154,10 @@ def test_base_yml_does_not_beat_a_decoder_block(use, write):
     assert config.model.block.normalization_type == "layer_norm"
 
 
-def test_aliases_are_accepted_with_a_notice(capsys):
+def test_aliases():
     assert load(["max_num_checkpoints_to_keep=3"]).config.checkpoint.max_to_keep == 3
-    assert "max_num_checkpoints_to_keep is called max_to_keep here" in capsys.readouterr().err
     assert load(["packing_train=false", "packing=false"]).config.data.packing is False
     assert load(["packing=true", "packing_train=false"]).config.data.packing is False
-    assert "packing_train=false wins over command line, packing=true" in capsys.readouterr().err
 
 
 def test_derived_values(monkeypatch):
@@ -194,7 +178,7 @@ def test_derived_values(monkeypatch):
     run = configure(run_name="/tmp/o/x", base_output_directory="out").run
     assert (run.base_output_directory, run.run_name) == ("/tmp/o", "x")
     for name in ("a/../../b", "a//b", "..", "./a"):
-        with pytest.raises(ConfigurationError, match="is not the name of a folder"):
+        with pytest.raises(ConfigurationError, match="run_name"):
             configure(run_name=name)
 
     assert configure("gpt2.yml").run.run_name.startswith("gpt2_20")
@@ -221,38 +205,15 @@ def test_axis_rules_merge_by_name(write):
     assert replaced.config.mesh.logical_axis_rules == (("embed", ("fsdp",)),)
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ("[[embd,fsdp]]", "unknown logical name 'embd'; nearest: embed"),
-        ("[[embed,sequence]]", "unknown mesh axis 'sequence'; known: data, stage, fsdp, fsdp_tr"),
-        ("[[embed,[fsdp,fsdp]]]", "named twice"),
-        ("[embed]", "not a pair"),
-        ("[[embed,[[fsdp]]]]", "unknown mesh axis"),
-        ("embed", "not a list"),
-    ],
-)
-def test_wrong_axis_rules(rules, message):
-    with pytest.raises(ConfigurationError, match=message):
-        load([f"logical_axis_rules={rules}"])
-
-
-def test_flat_holds_every_value():
-    config = configure(steps=3)
-    assert flat(config)["steps"] == 3
-    assert flat(config)["vocab_size"] == config.model.shape.vocab_size
-
-
-def test_a_sweep_is_refused_by_all_who_do_not_expand_it(write):
-    path = write("steps: 5\nsweep:\n  learning_rate: [1.0e-3, 2.0e-3]\n", "swept.yml")
+@pytest.mark.parametrize("text", ["sweep:\n  steps: [1, 2]\n", "stages: [{steps: 1}]\n"])
+def test_a_sweep_and_stages_are_refused_by_all_who_do_not_expand_them(text, write):
+    path = write(f"steps: 5\n{text}", "swept.yml")
     above = write("base_config: swept.yml\n", "above.yml")
     for arguments in ([path], [above]):
-        with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*swept\.yml:2"):
+        with pytest.raises(ConfigurationError, match=r"swept\.yml:2"):
             load(arguments)
         assert load(arguments, for_compare=True).config.run.steps == 5
-    with pytest.raises(ConfigurationError, match=r"(?s)only compare\.py expands.*command line"):
-        load(["sweep={steps: [1, 2]}"])
-    with pytest.raises(ConfigurationError, match=r"steps: given twice"):
+    with pytest.raises(ConfigurationError, match="steps: given twice"):
         load([write("sweep: 1\nsteps: 1\nsteps: 2\n")], for_compare=True)
 
 
@@ -262,11 +223,3 @@ def test_the_nearest_sweep_of_a_chain_counts(write):
     found = layering.gather([path], {}).for_compare["sweep"]
     assert found.value == {"steps": ["2", "3"]}
     assert found.place.endswith("config.yml:2")
-    assert layering.gather([], {}).for_compare == {}
-
-
-def test_stages_are_refused_in_the_same_way(write):
-    path = write("steps: 5\nstages: [{steps: 1}, {steps: 2}]\n", "staged.yml")
-    with pytest.raises(ConfigurationError, match=r"(?s)each beginning from.*staged\.yml:2"):
-        load([path])
-    assert load([path], for_compare=True).config.run.steps == 5

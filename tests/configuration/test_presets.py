@@ -1,7 +1,8 @@
-"""Shipped configurations: they load, resolve to what is recorded, and have the stated sizes.
+"""Shipped configurations: they load, resolve to what is recorded, and are those of their papers.
 
 tests/configuration/resolved/<name>.yml holds the keys in which a preset differs from the schema.
 `UPDATE_RESOLVED=1 python -m pytest tests/configuration` writes them anew; read the diff.
+tests/parallelism/test_preset_shardings.py has the sizes of the presets.
 """
 
 import os
@@ -15,6 +16,8 @@ from MaxText.configuration.catalogue import flat
 from MaxText.configuration.loading import configure, load
 from MaxText.configuration.saved import entry_lines
 from MaxText.configuration.schema import Config
+from MaxText.layers.model import Model
+from MaxText.training.backend_defaults import resolve
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
@@ -27,16 +30,29 @@ _RUN = (
     "eval_per_device_batch_size=32 logits_via_embedding=True normalize_embedding_logits=True "
     "init_weights_seed=42"
 )
-# As TokenFormer's README gives them; the one that grows a model is tested with growth.
+_MUDD = "MaxText/configs/base_v2.yml run_name=gs://bucket/output/ dataset_path=gs://bucket/pile"
+# As the READMEs of TokenFormer and MUDDFormer give them, and keys that they lead to.
 PUBLISHED_COMMANDS = {
-    "TokenFormer 124M": (
-        "MaxText/configs/tokenformer.yml run_name=tokenformer124_steps600k steps=600000 "
-        f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}"
-    ),
-    "Transformer 124M": (
-        "MaxText/configs/gpt2.yml run_name=transformer124_steps600k steps=600000 "
-        f"checkpoint_period=2000 {_RUN}"
-    ),
+    "MaxText/configs/tokenformer.yml run_name=tokenformer124_steps600k steps=600000 "
+    f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}": {
+        "normalize_embedding_logits": True,
+        "drop_path": 0,
+        "slot_num": 576,
+    },
+    "MaxText/configs/gpt2.yml run_name=transformer124_steps600k steps=600000 "
+    f"checkpoint_period=2000 {_RUN}": {"normalize_embedding_logits": True, "steps": 600_000},
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=tpu": {
+        "base_output_directory": "gs://bucket",
+        "run_name": "output",
+        "dense_conn": True,
+    },
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=gpu compile_topology_num_slices=1": {
+        "dense_conn": True,
+        "hardware": "gpu",
+    },
+    f"{_MUDD} model_name=Llama2Medium hardware=gpu compile_topology_num_slices=1": {
+        "dense_conn": False
+    },
 }
 
 
@@ -69,31 +85,85 @@ def test_decoder_blocks(name):
     check(f"decoder_block_{name}", configure(decoder_block=name, run_name="r"))
 
 
-def test_gpt2_yml():
-    config = configure("gpt2.yml", run_name="r")
-    check("gpt2", config)
-    assert count(config) == 123_689_472 + 50_304 * 768
+@pytest.mark.parametrize("name", ["gpt2", "tokenformer", "base_v2"])
+def test_recipes(name):
+    check(name, configure(f"{name}.yml", run_name="r"))
 
 
-def test_tokenformer_yml():
-    config = configure("tokenformer.yml", run_name="r")
-    check("tokenformer", config)
-    tied = {"logits_via_embedding": True, "normalize_embedding_logits": True}
-    for slot_num, parameters in ((576, 123_569_664), (2140, 354_190_848)):
-        assert count(configure("tokenformer.yml", slot_num=slot_num, **tied)) == parameters
+def test_base_v2_is_the_recipe_of_the_preset():
+    assert configure("base_v2.yml").model == configure(model_name="MUDDLlama2Medium").model
 
 
-def test_base_v2_yml():
-    config = configure("base_v2.yml", run_name="r")
-    check("base_v2", config)
-    assert config.model == configure(model_name="MUDDLlama2Medium").model
+def test_published_commands():
+    for line, keys in PUBLISHED_COMMANDS.items():
+        found = flat(load(line.split(), "MaxText/train.py").config)
+        assert found | keys == found
 
 
-@pytest.mark.parametrize("line", PUBLISHED_COMMANDS.values(), ids=PUBLISHED_COMMANDS)
-def test_published_commands_of_tokenformer(line):
-    loaded = load(line.split(), "MaxText/train.py")
-    assert loaded.config.model.head.normalize_embedding_logits
-    assert loaded.config.model.dropout.rate("path") == 0
+def documented_commands() -> list[str]:
+    """Arguments of train.py in docs/muddformer.md, with data where it says that there are more."""
+    text = (config_files.REPOSITORY / "docs/muddformer.md").read_text(encoding="utf-8")
+    text = text.replace("\\\n", " ")
+    whole = re.findall(r"^    python MaxText/train\.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
+    in_tables = re.findall(r"^\| .* \| `(model_name=[^`]*)` \|$", text, re.MULTILINE)
+    assert len(whole) > 10
+    assert len(in_tables) > 7
+    whole += [f"{line} ..." for line in in_tables]
+    return [re.sub(r" +", " ", line.replace("...", "dataset_path=FOLDER")) for line in whole]
+
+
+def test_documented_commands():
+    for line in documented_commands():
+        load(line.split(), "MaxText/train.py")
+
+
+@pytest.mark.parametrize("name", ["MUDDLlama2Medium", "Llama2Medium"])
+def test_recipe_of_muddformer(name):
+    """The values of its class of this name and of its base_v2.yml."""
+    recipe = {
+        "steps": 13_500, "learning_rate_schedule_steps": 13_500, "warmup_steps_fraction": 0.01,
+        "learning_rate": 3e-4, "learning_rate_final_fraction": 0.1, "lr_schedule_type": "cosine",
+        "opt_type": "adamw", "adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8,
+        "adam_weight_decay": 0.1, "adamw_mask": (), "gradient_clipping_threshold": 1.0,
+        "per_device_batch_size": 32, "max_target_length": 2048, "vocab_size": 50_432,
+        "weight_init": "normal", "init_std": 0.006, "checkpoint_period": 500, "keep_period": 1000,
+        "max_to_keep": 4, "eval_interval": 13_500, "eval_steps": 162,
+        "eval_per_device_batch_size": 32, "zero_loss": False,
+    }  # fmt: skip
+    found = flat(configure("base_v2.yml", model_name=name))
+    assert {key: found[key] for key in recipe} == recipe
+
+
+def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
+    for name in ("405m", "834m", "1.4b", "797m", "1.34b", "2.8b"):
+        own, other = (
+            flat(configure(model_name=f"{kind}-{name}", run_name="r"))
+            for kind in ("muddformer", "transformer_pp")
+        )
+        differing = {key for key, value in own.items() if value != other[key]}
+        connections = {key for key in own if key.startswith(("dense_", "mudd_"))}
+        # Only the form of a deep model's bundle names a deviation, which xavier has no use for.
+        rest = {"decoder_block", "init_std", "model_name", "dynamic_mlp_dim", "mlp_dim_multiple"}
+        assert differing - connections <= rest
+
+
+def test_the_words_of_the_class_of_muddformer_give_the_preset():
+    theirs = load(
+        [
+            "Llama2Medium.yml", "dense_conn=True", "dynamic_dense_type=qkvm",
+            "dynamic_dense_act_cls=gelu", "dynamic_dense_fix_last_layer=True",
+            "dynamic_dense_hidden_round=True", "ddw_gen_pattern=q,k,v,m", "ddw_gen_chunk_size=None",
+            "mudd_prenorm=True", "mudd_postnorm=True", "dynamic_mlp_dim=True",
+            "train_shuffle_buffer_size=None", "dataset_type=pile", "opt_type=adam_pax",
+            "eval_loop_num_batches=162", "record_internal_nn_metrics=0",
+        ]
+    ).config  # fmt: skip
+    ours = configure(model_name="MUDDLlama2Medium")
+    assert theirs.model.dense_connections == ours.model.dense_connections
+    assert theirs.model.feed_forward == ours.model.feed_forward
+    assert theirs.optimizer == ours.optimizer
+    assert not theirs.data.enable_data_shuffling
+    assert theirs.evaluation.eval_steps == 162
 
 
 def test_nothing_recorded_is_stale():
@@ -102,89 +172,90 @@ def test_nothing_recorded_is_stale():
     assert {path.stem for path in RESOLVED.glob("*.yml")} == known
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_as_config_file_gives_the_same_model(name):
-    assert configure(f"configs/models/{name}.yml").model == configure(model_name=name).model
-
-
-def count(config: Config) -> int:
-    """Parameters, by arithmetic on the configuration alone."""
-    model, size = config.model, config.model.shape.dimensions
-    norm = 2 if model.block.normalization_type == "layer_norm" else 1
-    q, kv = size.num_query_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    if model.attention.attention_projections == "pattention":
-        # Each of the three has keys as wide as the model and values as wide as its heads.
-        n = model.pattention.num_slots("qkv", size.emb_dim)
-        layer = n * (3 * size.emb_dim + q + 2 * kv)
-        layer += model.pattention.num_slots("proj", size.emb_dim) * (q + size.emb_dim)
-    else:
-        layer = size.emb_dim * (2 * q + 2 * kv)
-        layer += (q + 2 * kv) * model.attention.qkv_bias
-        layer += size.emb_dim * model.attention.proj_bias
-    layer += 2 * size.head_dim * model.attention.use_qk_norm
-    block = model.block
-    shared = block.block_arrangement == "parallel" and block.parallel_residual_shared_norm
-    norms = 1 if shared else 2
-    layer += norms * norm * size.emb_dim * block.block_norm_parametric
-    tables = size.vocab_size * (1 if model.head.logits_via_embedding else 2)
-    if model.position.position_embedding == "learned":
-        rows = model.position.trainable_position_size
-        tables += size.max_target_length if rows == -1 else rows
-    whole = size.num_layers * layer + size.emb_dim * (tables + norm)
-    return whole + feed_forwards(config) + connections(config, norm)
-
-
-def feed_forwards(config: Config) -> int:
-    """Parameters of the feed-forward parts of all layers."""
-    model, size = config.model, config.model.shape.dimensions
-    if model.feed_forward.feed_forward_type == "pattention":
-        slots = model.pattention.num_slots("ffn", size.emb_dim)
-        return size.num_layers * 2 * size.emb_dim * slots
-    activations, total = len(model.feed_forward.mlp_activations), 0
-    for layer in range(size.num_layers):
-        width = size.mlp_dim
-        if model.feed_forward.dynamic_mlp_dim:
-            multiple = model.feed_forward.mlp_dim_multiple
-            width = round(width * (layer / (size.num_layers - 1) + 0.5) / multiple) * multiple
-        total += size.emb_dim * (activations + 1) * width
-        total += (activations * width + size.emb_dim) * model.feed_forward.ffn_bias
-    return total
-
-
-def connections(config: Config, norm: int) -> int:
-    """Parameters of dense connections, norms of queries, keys and values included.
-
-    Args:
-      norm: vectors of a norm of a layer.
-    """
-    dense, size = config.model.dense_connections, config.model.shape.dimensions
-    if not dense.dense_conn:
-        return 0
-    layers_of_three = size.num_layers - (dense.dense_first_norms == "one")
-    total = 2 * norm * size.emb_dim * layers_of_three
-    total += (size.num_layers + 1) * size.emb_dim * dense.mudd_prenorm
-    for depth in range(dense.dense_period, size.num_layers + 1, dense.dense_period):
-        last = depth == size.num_layers
-        ways = 1 if last else len(dense.dense_ways)
-        sources = depth + 1
-        if dense.dense_sources == "dilated":
-            sources = depth // dense.dense_dilation + 1
-        hidden = ways * sources * (dense.dense_last_expand if last else 1) // 64 * 64 + 64
-        total += size.emb_dim * hidden + hidden * ways * sources + ways * sources
-        normed = {"none": 0, "residual": 1, "all": ways}[dense.mudd_postnorm]
-        total += size.emb_dim * (dense.mudd_prenorm + normed)
-    return total
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_stated_parameter_counts(name):
-    first = (config_files.MODELS / f"{name}.yml").read_text().splitlines()[0]
-    stated = re.search(r": ([\d,]+) parameters\.$", first)
-    assert stated, first
-    assert count(configure(model_name=name)) == int(stated[1].replace(",", ""))
+def test_a_preset_as_config_file_gives_the_same_model():
+    for name in PRESETS:
+        assert configure(f"configs/models/{name}.yml").model == configure(model_name=name).model
 
 
 @pytest.mark.parametrize("path", sorted(config_files.SHIPPED.rglob("*.yml")), ids=lambda p: p.name)
 def test_shipped_files_load_and_open_with_a_comment(path):
-    load([str(path)], for_compare=True)
+    load([str(path)], for_compare=True)  # sweeps and stages are checked by tests/comparison
     assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+GPT_NEO = config_files.SHIPPED / "gpt_neo"
+
+# name -> width, layers, heads, length, vocabulary; devices, sequences and steps; learning rate and
+# the parameters that its JSON file makes.
+GPT_NEO_CONFIGS = {
+    "gpt2_small": (768, 12, 6, 1024, 50257, 64, 512, 1_000_000, 6e-4, 124_412_160),
+    "gpt3_small_256": (768, 12, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 125_234_688),
+    "gpt3_small_local_256": (768, 12, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 125_234_688),
+    "gpt3_small_moe_8": (768, 12, 12, 2048, 50304, 8, 256, 572_300, 6e-4, 605_000_448),
+    "gpt3_PAR_small_256": (768, 19, 12, 2048, 50304, 256, 256, 572_300, 6e-4, 141_771_264),
+    "gpt3_medium_256": (1024, 24, 16, 2048, 50304, 256, 256, 572_300, 3e-4, 355_846_144),
+    "gpt3_large_256": (1536, 24, 16, 2048, 50304, 256, 256, 572_300, 2.5e-4, 760_261_632),
+    "gpt3_XL_256_Pile": (2048, 24, 32, 2048, 50257, 256, 512, 286_150, 2e-4, 1_315_575_808),
+    "GPT3_XL_pretrained": (2048, 24, 16, 2048, 50257, 256, 512, 400_000, 2e-4, 1_315_575_808),
+    "gpt3_2-7B_256": (2560, 32, 32, 2048, 50257, 256, 512, 286_150, 1.6e-4, 2_651_307_520),
+    "GPT3_2-7B_pretrained": (2560, 32, 20, 2048, 50257, 256, 512, 400_000, 1.6e-4, 2_651_307_520),
+    "gpt3_6-7B_256": (4096, 32, 32, 2048, 50257, 256, 1024, 143_075, 1.2e-4, 6_658_011_136),
+    "gpt3_13B_256": (5120, 40, 40, 2048, 50257, 256, 1024, 143_075, 1e-4, 12_852_771_840),
+    "gpt3_13B_256_Pile": (5120, 40, 40, 2048, 50257, 256, 1024, 286_150, 1e-4, 12_852_771_840),
+    "gpt3_local": (512, 6, 8, 256, 32768, 1, 10, 572_300, 3e-4, 52_591_616),
+}
+
+
+def parameters(config: Config) -> int:
+    return Model(resolve(config.model, "cpu")[0]).num_parameters
+
+
+def test_every_file_is_held_against_its_json():
+    assert {path.stem for path in GPT_NEO.glob("*.yml")} == {*GPT_NEO_CONFIGS, "common"}
+
+
+@pytest.mark.parametrize("name", GPT_NEO_CONFIGS)
+def test_gpt_neo_configs(name):
+    width, layers, heads, length, vocabulary, devices, sequences, steps, rate, size = (
+        GPT_NEO_CONFIGS[name]
+    )
+    config = configure(GPT_NEO / f"{name}.yml")
+    d, batch, schedule = config.model.shape.dimensions, config.batch, config.schedule
+    assert (d.emb_dim, d.num_layers, d.num_query_heads) == (width, layers, heads)
+    assert (d.num_kv_heads, d.head_dim * heads, d.mlp_dim) == (heads, width, 4 * width)
+    assert (d.max_target_length, d.vocab_size) == (length, vocabulary)
+    per_update = batch.per_device_batch_size * devices * batch.gradient_accumulation_steps
+    assert per_update == sequences
+    assert (config.run.steps, schedule.learning_rate) == (steps, rate)
+    assert schedule.num_warmup_steps == 3000
+    assert parameters(config) == size
+    if name not in ("gpt3_small_moe_8", "gpt3_PAR_small_256", "gpt3_local"):
+        per_layer = 12 * width**2 + 10 * width
+        assert size == (vocabulary + length + 2) * width + layers * per_layer
+
+
+def test_what_gpt_neos_layers_are():
+    def kinds(name: str) -> list[str]:
+        return [kind[0] for kind in configure(GPT_NEO / f"{name}.yml").model.attention_kinds]
+
+    assert "".join(kinds("gpt3_PAR_small_256")) == "gnn" * 5 + "nnnn"
+    assert "".join(kinds("gpt3_13B_256")) == "gl" * 20
+    assert "".join(kinds("gpt3_small_local_256")) == "lg" * 6
+    assert "".join(kinds("GPT3_2-7B_pretrained")) == "gl" * 16
+    experts = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.mixture_of_experts
+    assert [layer for layer in range(12) if experts.stands_in(layer)] == [2, 4, 6, 8, 10]
+
+
+def test_sizes_of_recipes():
+    tied = {"logits_via_embedding": True, "normalize_embedding_logits": True}
+    for slot_num, size in ((576, 123_569_664), (2140, 354_190_848)):
+        assert parameters(configure("tokenformer.yml", slot_num=slot_num, **tied)) == size
+    assert parameters(configure("gpt2.yml")) == 123_689_472 + 50_304 * 768
+
+
+def test_recipe_of_fattorib():
+    config = configure("configs/recipes/fattorib.yml")
+    assert config.mesh.shard_optimizer_over_data
+    assert config.model.position.position_embedding == "alibi"
+    assert config.batch.sequence_length_stages == ((0, 128), (6139, 1024))
+    assert config.schedule.num_warmup_steps == 2000
