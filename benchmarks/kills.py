@@ -94,9 +94,15 @@ class Run:
       last_step: the last update among them; None for none.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        self._process = subprocess.Popen(
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        popen: Callable[..., Any] = subprocess.Popen,
+    ):
+        self._process = popen(
             command,
+            cwd=ROOT,
             env=environment | {"PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -177,20 +183,20 @@ class Run:
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""
         self.send(signal.SIGKILL)
-        self._process.wait()
-        self._reader.join()
+        self.end()
 
     def stop_all(self) -> None:
         """Ends launch.py and what it has started; does nothing if they have ended."""
         while not self.has_ended:
             self.send(signal.SIGTERM)  # the second one is SIGKILL to them all
             time.sleep(0.5)
-        self._reader.join()
+        self.end()
 
     def end(self) -> int:
         """Waits for the end; the exit code."""
-        code = self._process.wait(_PATIENCE)
-        self._reader.join()
+        with self._process:
+            code = self._process.wait(_PATIENCE)
+            self._reader.join()
         return code
 
     @property
@@ -265,6 +271,7 @@ class Attack:
         environment: dict[str, str],
         seed: int = 0,
         processes: int = 1,
+        popen: Callable[..., Any] = subprocess.Popen,
     ):
         """Writes text and configuration into `place`, a folder.
 
@@ -272,7 +279,9 @@ class Attack:
           environment: of the processes.
           seed: of the moments.
           processes: of each run; above 1 launch.py starts and supervises them.
+          popen: starts a process, as subprocess.Popen does.
         """
+        self._popen = popen
         self._place = place
         self._processes = processes
         self.environment = environment
@@ -294,6 +303,10 @@ class Attack:
             f"heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
         ]  # fmt: skip
 
+    def start(self, run_name: str, *arguments: str) -> Run:
+        """Starts a run, or goes on with it."""
+        return Run(self.command(run_name, *arguments), self.environment, self._popen)
+
     def folder(self, run_name: str) -> pathlib.Path:
         return self._place / "out" / run_name
 
@@ -308,7 +321,7 @@ class Attack:
         Raises:
           AssertionError: it did not end well.
         """
-        run = Run(self.command(run_name), self.environment)
+        run = self.start(run_name)
         code = run.end()
         assert code == 0, f"exit code {code}:\n{run.output}"
 
@@ -328,7 +341,7 @@ class Attack:
                 begun, number = f"killed_{number}", number + 1
             moment = moments[done % len(moments)]
             folder = self.folder(begun)
-            run = Run(self.command(begun), self.environment)
+            run = self.start(begun)
             if MOMENTS[moment](run, folder, self._draw) and not run.has_ended:
                 run.kill()
                 done += 1
@@ -347,7 +360,7 @@ class Attack:
         done = number = 0
         while done < kills:
             name, number = f"killed_{number}", number + 1
-            run = Run(self.command(name), self.environment)
+            run = self.start(name)
             try:
                 while done < kills:
                     moment = moments[done % len(moments)]

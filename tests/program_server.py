@@ -94,6 +94,14 @@ def become(request: dict) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    # Those of the server know other files, which may have had a position.
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=unbuffered)
+    sys.stderr.reconfigure(line_buffering=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     start_up._launched = time.time()
     program, *_ = sys.argv = request["arguments"]
     sys.path[0] = os.path.dirname(os.path.abspath(program))

@@ -19,21 +19,29 @@ import fsspec
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_MISTAKE
 
-_RENEWED_EVERY = 5.0
-_EXPIRES_AFTER = 30.0
-# After a lease was taken over, for another process that did the same to be seen.
-_SECONDS_TO_SETTLE = 2.0
-
 
 class Lease:
     """One attempt to own an object. Use `acquire`; the end of the program releases it."""
 
-    def __init__(self, url: str, holder: dict[str, Any]):
+    def __init__(
+        self,
+        url: str,
+        holder: dict[str, Any],
+        *,
+        renewed_every: float = 5.0,
+        expires_after: float = 30.0,
+        settling: float = 2.0,
+    ):
         """
         Args:
           url: of the object.
           holder: JSON values that tell people who owns it; needs host and process.
+          renewed_every: seconds.
+          expires_after: seconds without a renewal.
+          settling: seconds after a takeover, for another process that did the same to be seen.
         """
+        self._renewed_every, self._expires_after = renewed_every, expires_after
+        self._settling = settling
         self._url, self._holder = url, holder
         self._token = uuid.uuid4().hex
         self._renewals = 0
@@ -52,7 +60,7 @@ class Lease:
                 continue  # released just now
             if _is_dead_here(found) or not self._is_renewed(found):
                 self._write()
-                self._over.wait(_SECONDS_TO_SETTLE)
+                self._over.wait(self._settling)
             current = self._read() or {}
             if current.get("token") == self._token:
                 break
@@ -74,10 +82,11 @@ class Lease:
           UserError: it was renewed meanwhile.
         """
         who = described(found)
-        sys.stderr.write(f"Waiting up to {_EXPIRES_AFTER:g} s for {who} to show that it lives\n")
-        until = time.monotonic() + _EXPIRES_AFTER
+        seconds = f"{self._expires_after:g} s"
+        sys.stderr.write(f"Waiting up to {seconds} for {who} to show that it lives\n")
+        until = time.monotonic() + self._expires_after
         while time.monotonic() < until:
-            self._over.wait(_RENEWED_EVERY / 5)
+            self._over.wait(self._renewed_every / 5)
             now = self._read()
             if now is None:
                 return True  # released: try to create it
@@ -113,7 +122,7 @@ class Lease:
         return json.dumps(facts).encode()
 
     def _renew(self) -> None:
-        while not self._over.wait(_RENEWED_EVERY):
+        while not self._over.wait(self._renewed_every):
             try:
                 found = self._read()
                 if found is not None and found.get("token") not in (self._token, None):

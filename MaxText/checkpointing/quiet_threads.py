@@ -8,9 +8,11 @@ def install() -> None:
     """Silences what those threads print of errors that the main thread gets as well.
 
     Orbax logs the traceback of each of its threads and raises the error again where the save is
-    waited for. It closes its event loop then, of which TensorStore's callbacks complain.
+    waited for. It closes its event loop then, of which TensorStore's callbacks complain, and drops
+    the tasks of the other arrays, whose errors asyncio logs when they are collected.
     """
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if not isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = _Hook(sys.unraisablehook)
 

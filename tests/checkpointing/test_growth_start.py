@@ -3,21 +3,35 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from MaxText.checkpointing.growth import placing
+from MaxText.checkpointing.growth.settling import settle
 from MaxText.errors import UserError
-from tests.checkpointing.growing import by_name, config_of, grow, logits, program, save, trained
-from tests.small_models import random_batch, some_quick
+from MaxText.parallelism import mesh
+from MaxText.training.assembly import assemble
+from tests.checkpointing.growing import (
+    by_name,
+    config_of,
+    grow,
+    grow_from_random,
+    logits,
+    program,
+    save,
+    stored_in,
+    trained,
+)
 
-# Whole TokenFormers whose normalisation lets slots be added without a change.
-KEEPING = [
-    {"normalize_type": "l2_norm_gelu"},
-    {"normalize_type": "gelu_l2_norm", "qkv_bias": True, "proj_bias": True, "ffn_bias": True},
-    {"normalize_type": "l2_norm", "scan_layers": False},
-    {"normalize_type": "gelu"},
+DENSE = {"dense_conn": True, "dense_mixing": "sum", "scan_layers": False}
+BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
+DIFFERENT_LAYERS = {"dense_first_norms": "one", "block_norm_parametric": True}
+# Normalizations under which slots can be added without a change of the function, and growths.
+PRESERVING = [
+    ({"normalize_type": "l2_norm_gelu"}, 2),
+    ({"normalize_type": "gelu_l2_norm"} | BIASES | DENSE | DIFFERENT_LAYERS, 1),
+    pytest.param({"normalize_type": "l2_norm", "scan_layers": False}, 1, marks=pytest.mark.slow),
+    pytest.param({"normalize_type": "gelu"} | DENSE, 1, marks=pytest.mark.slow),
 ]
 
 
@@ -29,230 +43,158 @@ def small(tmp_path_factory):
     return save(tmp_path_factory.mktemp("small"), config, state), config, state
 
 
-@pytest.mark.parametrize("keys", some_quick(KEEPING, 2), ids=lambda keys: keys["normalize_type"])
-def test_the_function_is_kept_and_every_new_slot_learns(tmp_path, keys):
+@pytest.mark.parametrize(("keys", "times"), PRESERVING)
+def test_growth_keeps_the_function(tmp_path, keys, times):
     config = config_of(**keys)
-    state = dataclasses.replace(program(config).state, step=jnp.int32(1))
-    run = save(tmp_path / "small", config, state)
-    grown = grow(tmp_path / "large", run, slot_num=10, **keys)
-    before = logits(config, state.params)
-    after = logits(grown.settled.config, grown.start.state.params)
-    np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
-
-    # A first moment that began at zero tells whether there has been a gradient.
-    moved, state = {}, grown.start.state
-    for seed in range(2):
-        state, _ = grown.program.step(state, random_batch(config, 4, seed=seed))
-        moments = by_name(state.opt_state[1].mu)
-        for name, (old, _) in grown.settled.growth.plan.slots.items():
-            axis = grown.program.model.parameters[name].logical_axes.index("slots")
-            new = np.moveaxis(moments[name], axis, -1)[..., old:]
-            # [layers, ..., slots] -> whether each slot of each layer has had a gradient.
-            has = np.any(new.reshape(2, -1, new.shape[-1]), axis=1)
-            moved[name] = moved.get(name, False) | has
-        if seed == 0:
-            assert not any(has.any() for name, has in moved.items() if "values" in name)
-            assert all(has.all() for name, has in moved.items() if "keys/kernel" in name)
-    assert all(has.all() for has in moved.values())
-    assert len(moved) == 10 + 5 * bool(keys.get("ffn_bias"))
-
-
-def test_old_parts_and_zoom(small, tmp_path):
-    run, config, state = small
-    grown = grow(tmp_path, run, slot_num=10)
-    old = by_name(state.params)
-    for name, array in grown.params.items():
-        stored = grown.settled.growth.plan.leaves[name]
-        leading = tuple(slice(size) for size in stored.old.shape)
-        np.testing.assert_array_equal(array[leading], old[name])
-    assert grown.settled.config.model.pattention.zoom_dim == 6
-    assert any(line.startswith("zoom_dim=6, with which") for line in grown.lines)
-    assert grown.start.changes["slot_num"] == ("6", "10")
-    assert (grown.start.how, grown.start.first_step, grown.start.position) == ("growth", 0, None)
-    assert config.model.pattention.zoom_dim == 0
-
-
-def test_two_growths_keep_the_first_zoom(small, tmp_path):
-    run, config, _ = small
-    middle = grow(tmp_path / "m", run, slot_num=10)
-    stored, _ = middle.program.step(middle.start.state, random_batch(config, 4))
-    save(tmp_path / "m", middle.settled.config, stored)
-    large = grow(tmp_path / "l", tmp_path / "m", slot_num=16, ffn_slot_num=70)
-    assert large.settled.config.model.pattention.zoom_dim == 6
-    before = logits(middle.settled.config, stored.params)
-    after = logits(large.settled.config, large.start.state.params)
-    np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
-
-
-def test_parts_with_sizes_of_their_own_have_zooms_of_their_own(tmp_path):
-    config = config_of(qkv_slot_num=5, proj_slot_num=7, ffn_slot_num=9)
     state = trained(config)
-    run = save(tmp_path / "small", config, state)
-    grown = grow(tmp_path / "l", run, qkv_slot_num=8, proj_slot_num=7, ffn_slot_num=13)
-    section = grown.settled.config.model.pattention
-    assert [section.qkv_zoom_dim, section.proj_zoom_dim, section.ffn_zoom_dim] == [5, 7, 9]
+    run = save(tmp_path / "a", config, state)
     before = logits(config, state.params)
-    after = logits(grown.settled.config, grown.start.state.params)
-    np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
+    for sizes in [{"slot_num": 10}, {"slot_num": 16, "ffn_slot_num": 70}][:times]:
+        folder = tmp_path / str(sizes["slot_num"])
+        grown = grow_from_random(folder, run, **sizes, **keys)
+        growth = grown.settled.growth
+        assert growth is not None
+        assert growth.plan.slots
+        assert all(new > old for old, new in growth.plan.slots.values())
+        config, params = grown.settled.config, grown.start.state.params
+        if keys["normalize_type"] != "gelu":
+            assert config.model.pattention.zoom_dim == 6
+        after = logits(config, params)
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max())
+        # A second growth begins with slots that are all in use.
+        state = program(config).random_state(steps=1, seed=2)
+        before = logits(config, state.params)
+        run = save(folder, config, state)
 
 
-def test_dropping_slots_that_were_never_trained_is_the_way_back(small, tmp_path):
-    run, _, state = small
-    grown = grow(tmp_path / "l", run, slot_num=10)
-    untrained = dataclasses.replace(grown.start.state, step=jnp.int32(1))
-    save(tmp_path / "l", grown.settled.config, untrained)
-    with pytest.raises(
-        UserError, match=r"slots 10 -> 6 .attention., 40 -> 24 .*growth_allow_shrinking"
-    ):
-        grow(tmp_path / "s", tmp_path / "l", slot_num=6)
-    back = grow(tmp_path / "s", tmp_path / "l", slot_num=6, growth_allow_shrinking=True)
-    dropped = "slots 10 -> 6 (attention), 40 -> 24 (feed-forward)"
-    assert f"What is dropped can change the function: {dropped}" in back.lines
-    assert back.settled.config.model.pattention.zoom_dim == 6
-    for name, array in by_name(state.params).items():
-        np.testing.assert_array_equal(back.params[name], array)
+@pytest.mark.parametrize(
+    ("mode", "zoom", "moments", "data"),
+    [
+        ("function_preserving", 6, "zeroed", "continue"),
+        ("random", 0, "reused", "restart"),
+        ("zero", 0, "warmed", "restart"),
+    ],
+)
+def test_slots_scale_and_moments(small, tmp_path, mode, zoom, moments, data):
+    run, config, state = small
+    assert config.model.pattention.zoom_dim == 0
+    keys = {"growth_mode": mode, "growth_moments": moments, "growth_data": data}
+    grown = grow_from_random(tmp_path, run, slot_num=10, **keys)
+    assert grown.settled.config.model.pattention.zoom_dim == zoom
+    assert grown.start.changes["slot_num"] == ("6", "10")
+    position = {"step": 0, "samples": 8} if data == "continue" else None
+    assert grown.start[1:5] == (0, position, f"parameters grown from {stored_in(run)}", "growth")
+    assert int(grown.start.state.step) == 0
+    leaves, old = grown.settled.growth.plan.leaves, by_name(state.params)
+    for name, array in grown.params.items():
+        stored = tuple(slice(size) for size in leaves[name].old.shape)
+        np.testing.assert_array_equal(array[stored], old[name])
+    slot_keys, values = (grown.params[f"layers/mlp/{kind}/kernel"] for kind in ("keys", "values"))
+    assert np.any(slot_keys[..., 24:]) == (mode == "random")
+    # Values that are not zero let every new slot learn.
+    assert np.all(values[:, 24:]) == (mode != "zero")
+
+    found = grown.start.state.opt_state
+    assert int(found[1].count) == (0 if moments == "zeroed" else 2)
+    assert int(found[4].count) == 0  # the schedule begins anew
+    for kind in ("mu", "nu"):
+        got, old = by_name(getattr(found[1], kind)), by_name(getattr(state.opt_state[1], kind))
+        for name, leaf in leaves.items():
+            stored = tuple(slice(size) for size in leaf.old.shape)
+            expected = np.zeros(leaf.new.shape)
+            if kind == "nu" and moments == "warmed" and leaf.slots:
+                expected += old[name].mean(leaf.slots.axis, keepdims=True)
+            if moments != "zeroed":
+                expected[stored] = old[name]
+                np.testing.assert_array_equal(got[name][stored], old[name])
+            np.testing.assert_allclose(got[name], expected, rtol=1e-6)
 
 
 def test_a_deeper_model_repeats_layers(small, tmp_path):
     run, _, state = small
-    with pytest.raises(UserError, match=r"(?s)4 layers made of one of 2.*growth_mode=random"):
-        grow(tmp_path / "l", run, base_num_decoder_layers=4)
-    deep = grow(tmp_path / "l", run, base_num_decoder_layers=4, growth_mode="random")
-    old = by_name(state.params)
-    for name, array in deep.params.items():
-        expected = old[name][[0, 0, 1, 1]] if name.startswith("layers/") else old[name]
-        np.testing.assert_array_equal(array, expected)
-    assert deep.settled.record["layers"] == [2, 4]
-    assert not deep.settled.old_slots
-
-
-def test_modes_of_the_reference_leave_the_scale_alone(small, tmp_path):
-    run, _, _ = small
-    for mode in ("random", "zero"):
-        grown = grow(tmp_path / mode, run, slot_num=10, growth_mode=mode)
-        assert grown.settled.config.model.pattention.zoom_dim == 0
-        new = grown.params["layers/mlp/keys/kernel"][..., 24:]
-        assert np.any(new) == (mode == "random")
-
-
-@pytest.mark.parametrize("moments", ["zeroed", "reused", "warmed"])
-def test_moments(small, tmp_path, moments):
-    run, _, state = small
-    grown = grow(tmp_path, run, slot_num=10, growth_moments=moments)
-    count = int(grown.start.state.opt_state[1].count)
-    schedule = grown.start.state.opt_state[4].count
-    assert (count, int(schedule), int(grown.start.state.step)) == (
-        0 if moments == "zeroed" else 2, 0, 0
-    )  # fmt: skip
-    for kind in ("mu", "nu"):
-        got = by_name(getattr(grown.start.state.opt_state[1], kind))
-        stored = by_name(getattr(state.opt_state[1], kind))
-        for name, leaf in grown.settled.growth.plan.leaves.items():
-            if moments == "zeroed":
-                assert not np.any(got[name])
-                continue
-            old = tuple(slice(size) for size in leaf.old.shape)
-            np.testing.assert_array_equal(got[name][old], stored[name])
-            if leaf.copied:
-                continue
-            axis = leaf.slots.axis
-            new = np.take(got[name], range(leaf.slots.old, leaf.slots.new), axis)
-            if kind == "nu" and moments == "warmed":
-                mean = stored[name].mean(axis, keepdims=True)
-                np.testing.assert_allclose(new, np.broadcast_to(mean, new.shape), rtol=1e-6)
-            else:
-                assert not np.any(new)
-    # Taken over, they are trained with.
-    after, metrics = grown.program.step(
-        grown.start.state, random_batch(grown.settled.config, 4, seed=5)
-    )
-    assert np.isfinite(metrics["loss"])
-    assert int(after.opt_state[1].count) == count + 1
-
-
-def test_warmed_moments_of_a_deeper_model(small, tmp_path):
-    run, _, state = small
-    grown = grow(
+    deep = grow_from_random(
         tmp_path, run, slot_num=8, base_num_decoder_layers=4, growth_mode="random",
         growth_moments="warmed",
     )  # fmt: skip
+    assert deep.settled.record["layers"] == [2, 4]
+    old = by_name(state.params)
+    for name, array in deep.params.items():
+        expected = old[name][[0, 0, 1, 1]] if name.startswith("layers/") else old[name]
+        leading = tuple(slice(size) for size in expected.shape)
+        np.testing.assert_array_equal(array[leading], expected)
     name = "layers/mlp/values/kernel"
     stored = by_name(state.opt_state[1].nu)[name]
-    got = by_name(grown.start.state.opt_state[1].nu)[name]
+    got = by_name(deep.start.state.opt_state[1].nu)[name]
     np.testing.assert_array_equal(got[:, :24], stored[[0, 0, 1, 1]])
     means = stored.mean(1, keepdims=True)[[0, 0, 1, 1]]
     np.testing.assert_allclose(got[:, 24:], np.broadcast_to(means, (4, 8, 32)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("factor", some_quick([0.0, 0.5], 2))
-def test_old_slots_at_a_rate_of_their_own(small, tmp_path, factor):
-    run, config, _ = small
-    keys = {"slot_num": 10, "growth_mode": "random"}
-    slowed = grow(tmp_path / "a", run, growth_old_slots_learning_rate=factor, **keys)
-    plain = grow(tmp_path / "b", run, **keys)
-    batch = random_batch(config, 4, seed=3)
-    before, start = plain.params, slowed.start.state
-    after = {
-        kind: by_name(grown.program.step(grown.start.state, batch)[0].params)
-        for kind, grown in (("slowed", slowed), ("plain", plain))
-    }
-    assert jax.tree.structure(start.opt_state) == jax.tree.structure(plain.start.state.opt_state)
-    for name, leaf in plain.settled.growth.plan.leaves.items():
-        moved = {kind: params[name] - before[name] for kind, params in after.items()}
-        old = tuple(slice(size) for size in leaf.old.shape)
-        expected = moved["plain"].copy()
-        if leaf.slots:
-            assert np.all(np.any(expected, axis=leaf.slots.axis))
-            expected[old] *= factor
-            if factor == 0:
-                np.testing.assert_array_equal(after["slowed"][name][old], before[name][old])
-        np.testing.assert_allclose(moved["slowed"], expected, rtol=1e-3, atol=1e-7)
+def test_moments_and_data_that_are_not_there(small, tmp_path):
+    run, config, state = small
+    bare = save(tmp_path / "bare", config, dataclasses.replace(state, opt_state=()))
+    (bare / "checkpoints" / "1" / "iter").rename(tmp_path / "iter")
+    for source, key, keys, match in (
+        (run, "growth_moments=reused", {"opt_type": "sgd"}, "opt_state/1/trace.*=zeroed"),
+        (bare, "growth_moments=reused", {}, "opt_state/1/count.*=zeroed"),
+        (bare, "growth_data=continue", {}, "growth_data=restart"),
+    ):
+        name, value = key.split("=")
+        with pytest.raises(UserError, match=rf"(?s){key}.*{match}"):
+            grow_from_random(tmp_path / "large", source, slot_num=10, **{name: value}, **keys)
 
 
-def test_data_goes_on_where_the_smaller_model_stood(small, tmp_path):
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_updates_of_old_slots_are_scaled(small, factor):
+    """Of the optimizer that train.py assembles."""
     run, _, _ = small
-    grown = grow(tmp_path / "a", run, slot_num=10, growth_data="continue")
-    assert grown.start.position == {"step": 0, "samples": 8}
-    assert grown.start.first_step == 0
-    (run / "checkpoints" / "1" / "iter").rename(tmp_path / "iter")
-    try:
-        with pytest.raises(UserError, match=r"does not say where its data stood.*=restart"):
-            grow(tmp_path / "b", run, slot_num=10, growth_data="continue")
-    finally:
-        (tmp_path / "iter").rename(run / "checkpoints" / "1" / "iter")
+
+    def updates(number, **keys):
+        config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
+        settled = settle(config, [])
+        layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
+        built = assemble(settled, layout)
+        params = program(settled.config).random_state().params
+        gradients = jax.tree.map(lambda x: x + number, params)
+        state = built.optimizer.init(params)
+        moved, state = jax.jit(built.optimizer.update)(gradients, state, params)
+        return settled, by_name(moved), jax.tree.structure(state)
+
+    settled, plain, structure = updates(0.0)
+    _, slowed, same = updates(0.0, growth_old_slots_learning_rate=factor)
+    assert structure == same
+    for name, leaf in settled.growth.plan.leaves.items():
+        expected = plain[name].copy()
+        assert np.all(expected)
+        if leaf.slots:
+            expected[tuple(slice(size) for size in leaf.old.shape)] *= factor
+        np.testing.assert_allclose(slowed[name], expected, rtol=1e-6)
+    if factor == 0:  # frozen whatever the update is
+        _, slowed, _ = updates(np.nan, growth_old_slots_learning_rate=factor)
+        name = "layers/mlp/values/kernel"
+        assert not np.any(slowed[name][:, :24])
+        assert np.all(np.isnan(slowed[name][:, 24:]))
 
 
 def test_one_array_at_a_time(tmp_path, monkeypatch):
     """Beside the arrays of the new model there is one stored array, and no second model."""
-    config = config_of(base_emb_dim=64, head_dim=16, slot_num=60)
-    run = save(tmp_path / "small", config, trained(config, 1))
-    large = {"base_emb_dim": 64, "head_dim": 16, "slot_num": 64, "growth_mode": "random"}
-    peaks, original, before = [], placing.new_part, live_bytes()
+
+    def nbytes(arrays):
+        return sum(array.nbytes for array in arrays if not array.is_deleted())
+
+    sizes = {"base_emb_dim": 64, "head_dim": 16}
+    run = save(tmp_path / "small", config_of(slot_num=60, **sizes),
+               trained(config_of(slot_num=60, **sizes)))  # fmt: skip
+    peaks, original, before = [], placing.new_part, nbytes(jax.live_arrays())
 
     def watched(leaf, stored, *arguments):
-        peaks.append(live_bytes() + stored.nbytes)
+        peaks.append(nbytes(jax.live_arrays()) + stored.nbytes)
         return original(leaf, stored, *arguments)
 
     monkeypatch.setattr(placing, "new_part", watched)
-    grown = grow(tmp_path / "large", run, **large)
+    grown = grow(tmp_path / "large", run, slot_num=64, growth_mode="random", **sizes)
     # Not of the growth: the moments, and the fresh state that this test draws from.
-    others = nbytes(grown.start.state.opt_state) + nbytes(grown.program.state)
+    others = nbytes(jax.tree.leaves((grown.start.state.opt_state, grown.program.state)))
     sizes = [array.nbytes for array in grown.params.values()]
     assert len(peaks) == len(sizes)
     assert max(peaks) - before - others < sum(sizes) + 2 * max(sizes) < 2 * sum(sizes)
-
-
-def live_bytes():
-    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
-
-
-def nbytes(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def test_moments_of_another_optimizer(small, tmp_path):
-    run, _, _ = small
-    with pytest.raises(
-        UserError, match=r"(?s)missing     opt_state/1/trace.*growth_moments=zeroed"
-    ):
-        grow(tmp_path, run, slot_num=10, growth_moments="reused", opt_type="sgd")

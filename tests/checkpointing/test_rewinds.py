@@ -1,12 +1,14 @@
-"""Where a run went back, beside its checkpoints: found by a restart, whole or not at all."""
+"""Where a run's data begins, and where it went back: a file that a restart finds."""
+
+from types import SimpleNamespace
 
 import pytest
 from etils import epath
 
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.rewinds import Rewind, read_rewinds
-from MaxText.checkpointing.starting_data import begin_data
-from MaxText.checkpointing.starting_point import Start
+from MaxText.checkpointing.starting_data import begin_data, complete
+from MaxText.checkpointing.starting_point import Start, restore_or_initialize
 from MaxText.configuration.data_sections import Data
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
@@ -31,43 +33,35 @@ def recorded(folder, *rewinds, **keys):
 
 
 def test_a_restart_finds_them_all(tmp_path):
+    folder = tmp_path / "checkpoints"
     first, second = rewind(), rewind(2, samples=(40, 44))
-    assert recorded(tmp_path / "checkpoints") == ()
-    assert recorded(tmp_path / "checkpoints", first, second) == (first, second)
+    assert recorded(folder) == ()
+    assert recorded(folder, enable_checkpointing=False) == ()
+    assert not folder.exists()
+    assert recorded(folder, first, second) == (first, second)
     third = rewind(3)
-    assert recorded(tmp_path / "checkpoints", third) == (first, second, third)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["rewinds.json"]
-
-
-def test_without_checkpoints_nothing_is_left_behind(tmp_path):
-    assert recorded(tmp_path, rewind(), enable_checkpointing=False) == ()
-    assert not list(tmp_path.iterdir())
+    assert recorded(folder, third) == (first, second, third)
+    assert [path.name for path in folder.iterdir()] == ["rewinds.json"]
+    # Also one without a checkpoint.
+    start = restore_or_initialize(
+        Checkpoints(folder, Checkpoint()), Checkpoint(), None, lambda: None, {}, [].append
+    )
+    assert (start.how, start.rewinds) == ("scratch", (first, second, third))
 
 
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-9], lambda t: t.replace("28", "29"), lambda t: "[]", lambda t: "é"]
 )
-def test_a_damaged_file_is_said_and_counts_as_none(tmp_path, change):
+def test_a_damaged_file_counts_as_none(tmp_path, change):
     recorded(tmp_path, rewind())
-    file = tmp_path / "rewinds.json"
+    folder, file, lines = epath.Path(tmp_path), tmp_path / "rewinds.json", []
     file.write_text(change(file.read_text()))
-    lines = []
-    assert read_rewinds(epath.Path(tmp_path), lines.append) == ()
-    assert "rewinds.json CANNOT BE READ" in lines[0]
-
-
-def test_a_file_that_cannot_be_read_is_no_empty_one(tmp_path):
-    (tmp_path / "rewinds.json").mkdir()
-    with pytest.raises(UserError, match="cannot be read"):
-        read_rewinds(epath.Path(tmp_path), print)
-
-
-def test_a_disk_without_room_costs_a_warning(tmp_path):
-    (tmp_path / "file").write_text("")
-    lines = []
-    checkpoints = Checkpoints(tmp_path / "file" / "in", Checkpoint(), show=lines.append)
-    checkpoints.record_rewind(rewind())
-    assert "could not be noted" in lines[0]
+    assert read_rewinds(folder, lines.append) == ()
+    assert "rewinds.json" in lines[0]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"rewinds\.json"):
+        read_rewinds(folder, print)
 
 
 def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
@@ -78,10 +72,8 @@ def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
     start = Start(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
     start = start._replace(rewinds=(rewind(),))
     assert begin_data(start, restarted, 20, lines.append) == 19
-    assert lines == [
-        "Samples 28 to 35 of the training data are left out, because the run went back at step 8 "
-        "(rewinds.json): bad text"
-    ]
+    (line,) = lines
+    assert all(fact in line for fact in ("28 to 35", "step 8", "bad text"))
     rows = [next(restarted).tokens_BT.tolist() for _ in range(2, 12)]
     assert [next(went_back).tokens_BT.tolist() for _ in range(6, 12)] == rows[4:]
     assert went_back.position == restarted.position
@@ -99,3 +91,16 @@ def test_samples_of_other_data_are_others():
     start = Start(None, 0, None, "", "scratch", rewinds=(rewind(),))
     begin_data(start, other, 20, pytest.fail)
     assert other.position["excluded"] == []
+
+
+def test_where_data_begins_and_ends():
+    start = Start(None, 0, None, "", "growth")
+    finite = SimpleNamespace(num_steps=7, seek=lambda step: None)
+    assert [begin_data(start, finite, steps) for steps in (10, 5)] == [6, 4]
+    start = start._replace(position={"step": 0, "samples": 12, **batches(seed=1).identity})
+    with pytest.raises(UserError, match=r"^growth_data=continue: .*growth_data=restart"):
+        begin_data(start, batches(), 10)
+    with pytest.raises(UserError, match=r"^(?!growth)"):
+        begin_data(start._replace(how="resume"), batches(), 10)
+    assert "steps=7, num_epoch=-1. Raise steps " in complete(start, 7, 6, -1)
+    assert "num_epoch=1. Raise num_epoch " in complete(start, 9, 6, 1)

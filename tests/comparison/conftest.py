@@ -1,12 +1,13 @@
 """No environment variable of the machine may reach the configurations under test."""
 
 import os
-import sys
 
+import jax
 import pytest
 
-from MaxText.comparison import comparing, running
-from tests.comparison import small_comparison
+from MaxText.comparison import child_processes, measuring, outcome_report, running
+from MaxText.configuration.saved import flat
+from tests.comparison import small_comparison, stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +26,45 @@ def configs(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def trained(configs, monkeypatch):
-    """Names of the configurations that were trained, in order; nothing of it uses jax's devices."""
-    program = configs / "stand_in.py"
-    program.write_text(small_comparison.STAND_IN)
-    names: list[str] = []
-
-    def command(config):
-        names.append("/".join(config.with_suffix("").parts[-2:]))
-        return [sys.executable, str(program), str(config)]
-
-    monkeypatch.setattr(running, "train_command", command)
-    monkeypatch.setattr(comparing, "_keep_to_cpu", lambda: None)
-    monkeypatch.setattr(comparing.child_processes, "count_devices", lambda hardware: 1)
+def one_device(configs, monkeypatch):
+    """Comparisons in process: one device, no terminal, a report without pages and pictures."""
+    platforms = jax.config.jax_platforms
+    monkeypatch.setattr(child_processes, "count_devices", lambda hardware: 1)
+    monkeypatch.setattr(outcome_report, "write_report", lambda runs, folder, **_: folder / "none")
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    yield
+    jax.config.update("jax_platforms", platforms)  # compare() keeps its process to the CPU
+
+
+class Trained(list):
+    """Names of the runs that were trained, in order.
+
+    Attributes:
+      interrupted: ends of the names of runs that Ctrl-C ends after a step.
+    """
+
+    interrupted: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def trained(one_device, monkeypatch):
+    """Trains by the stand-in, in process."""
+    names = Trained()
+
+    def train(run, descriptor, on_steps):
+        running.write_config(run)
+        run.folder.mkdir(exist_ok=True)
+        names.append("/".join(run.folder.parts[-2:]))
+        is_stopped = names.interrupted and names[-1].endswith(names.interrupted)
+
+        def after_step():
+            if is_stopped:
+                raise KeyboardInterrupt
+
+        code = stand_in.train(flat(run.config), after_step)
+        after_step()
+        return code
+
+    monkeypatch.setattr(running, "train", train)
+    monkeypatch.setattr(measuring, "train", train)
     return names

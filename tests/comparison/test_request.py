@@ -46,9 +46,10 @@ def test_seeds_are_a_number_or_a_list(text, seeds):
 @pytest.mark.parametrize(
     ("match", "text", "amount"),
     [
-        ("params", "10M", 1e7), ("params", "1_000", 1000), ("flops", "1e15", 1e15),
-        ("tokens", ".5k", 500), ("tokens", "2T", 2e12), ("time", "90", 90), ("time", "10m", 600),
-        ("time", "1.5h", 5400), ("time", "30s", 30),
+        ("params", "10M", 1e7), ("params", "10m", 1e7), ("params", "1_000", 1000),
+        ("flops", "1e15", 1e15),
+        ("tokens", ".5k", 500), ("tokens", "2T", 2e12), ("time", "90", 90),
+        ("time", "10m", 600), ("time", "1.5h", 5400), ("time", "30s", 30),
     ],
 )  # fmt: skip
 def test_budgets_have_suffixes(match, text, amount):
@@ -58,18 +59,15 @@ def test_budgets_have_suffixes(match, text, amount):
 @pytest.mark.parametrize(
     ("words", "folder"),
     [
-        (["run_name=x"], "maxtext_output/x"),
-        (["run_name=x", "base_output_directory=out"], "out/x"),
-        (["run_name=deep/x"], "deep/x"),
-        (["run_name=x", "output=o"], "o"),
+        (["a.yml"], None),
+        (["run_name=x"], Path("maxtext_output/x")),
+        (["run_name=x", "base_output_directory=out"], Path("out/x")),
+        (["run_name=deep/x"], Path("deep/x")),
+        (["run_name=x", "output=o"], Path("o")),
     ],
 )
-def test_a_run_name_names_the_comparison(words, folder):
-    assert request(*words).output == Path(folder)
-
-
-def test_without_a_name_the_folder_is_left_to_the_configurations():
-    assert request("a.yml").output is None
+def test_a_run_name_names_the_folder(words, folder):
+    assert request(*words).output == folder
 
 
 @pytest.mark.parametrize(
@@ -78,24 +76,23 @@ def test_without_a_name_the_folder_is_left_to_the_configurations():
         (["match=parms"], "nearest:  params"),
         (["match=none"], "accepted: params, flops, tokens, time"),
         (["launch=go"], "accepted: run, print"),
-        (["seeds=0"], "seeds: '0' is not a whole number, 1 or more"),
-        (["seeds=1,1"], "names a seed twice"),
-        (["seeds=-1"], "not a whole number"),
+        (["seeds=0"], "seeds: '0'"),
+        (["seeds=1,1"], "seeds: '1,1'"),
+        (["seeds=-1"], "seeds: '-1'"),
         (["budget=much"], "budget=1e15"),
-        (["budget=0"], "not above 0"),
-        (["budget=10m"], None),
+        (["budget=0"], "budget: '0'"),
         (["match=time", "budget=10B"], "budget=10m or budget=1.5h"),
-        (["stages=[{steps: 1}]"], "in a YAML file"),
+        (["stages=[{steps: 1}]"], "stages: "),
         (["free=widht"], "nearest:  width"),
-        (["free=learning_rate"], "is not a whole number but a number"),
-        (["tolerance=2%"], "no share"),
-        (["num_devices=0"], "not a whole number, 1 or more"),
-        (["match=time", "num_devices=2"], "measures steps on this machine"),
-        (["seeds=1", "seeds=2"], "given twice"),
-        (["init_weights_seed=3"], "seeds= sets it for each run"),
-        (["sweep={a"], "cannot be read"),
-        (["sweep="], "is empty"),
-        (["output=gs://bucket/x"], "local folder"),
+        (["free=learning_rate"], "free: learning_rate"),
+        (["tolerance=2%"], "tolerance: '2%'"),
+        (["num_devices=0"], "num_devices: '0'"),
+        (["match=time", "num_devices=2"], "num_devices: match=time"),
+        (["seeds=1", "seeds=2"], "seeds: given twice"),
+        (["init_weights_seed=3"], "init_weights_seed: seeds="),
+        (["sweep={a"], "sweep: '{a'"),
+        (["sweep="], "sweep: ''"),
+        (["output=gs://bucket/x"], "output: "),
         (["--seeds", "3"], "write:    seeds=3"),
         (["--match=flops"], "write:    match=flops"),
         (["seed=3"], "nearest:  seeds="),
@@ -103,16 +100,11 @@ def test_without_a_name_the_folder_is_left_to_the_configurations():
     ],
 )
 def test_mistakes(arguments, message):
-    if message is None:  # m is a million where no time is asked for
-        assert request(*arguments).budget == 1e7
-    else:
-        assert message in problems(*arguments)
+    assert message in problems(*arguments)
 
 
 def test_all_mistakes_are_found_at_once():
     _, found = read(["match=x", "seeds=x", "free=x", "budget=x"])
     assert len(found) == 4
-
-
-def test_a_key_that_is_like_a_word_stays_a_key():
+    # A misspelt key that is like no word of this program is left to the configuration.
     assert request("steps=3", "stepz=3").keys == ("steps=3", "stepz=3")

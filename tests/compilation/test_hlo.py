@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from MaxText.compilation.hlo import Collective, LargeArray, Program
 from MaxText.compilation.program import _program
@@ -66,18 +65,14 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
         Collective("all-gather", 3 + 1, 3 * 256 * 64 * 2 + 40 * 4),
         Collective("reduce-scatter", 1, 32 * 8 * 2),
     ]
-
-
-def test_the_count_that_a_compiler_notes_wins():
+    # The count that a compiler notes wins, and an unknown one is said to be so.
     noted = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
     assert Program(noted).collectives()[0].count == 5 + 1
-
-
-def test_loops_of_unknown_length_are_said_to_be_so():
-    unknown = TEXT.replace("%bound = s32[]{:T(128)} constant(3)", "%bound = s32[] copy(%n)")
-    program = Program(unknown)
-    assert program.has_unknown_loops
-    assert program.collectives()[0].count == 1 + 1
+    unknown = Program(
+        TEXT.replace("%bound = s32[]{:T(128)} constant(3)", "%bound = s32[] copy(%n)")
+    )
+    assert unknown.has_unknown_loops
+    assert unknown.collectives()[0].count == 1 + 1
 
 
 def test_large_arrays_lie_in_the_main_memory_and_not_within_fusions():
@@ -95,15 +90,11 @@ def test_text_that_is_not_understood_gives_nothing():
     assert Program("something else\n{").largest_arrays(3) == []
 
 
-@pytest.fixture(scope="module")
-def scanned():
+def test_a_program_of_this_jax():
     def step(x):
         return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
 
-    return Program(jax.jit(step).lower(jnp.ones((24, 24))).compile().as_text())
-
-
-def test_a_program_of_this_jax(scanned):
+    scanned = Program(jax.jit(step).lower(jnp.ones((24, 24))).compile().as_text())
     assert scanned.num_loops == 1
     assert not scanned.has_unknown_loops
     assert "f32[24,24]" in {row.shape for row in scanned.largest_arrays(3)}

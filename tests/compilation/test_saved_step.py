@@ -1,5 +1,7 @@
 """A step compiled ahead of time: its memory, and the run that takes it from a file."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def saved(planned, compiled, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     path = str(folder / "step")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(executables.KEY_VARIABLE, str(folder / "key"))
+        environment.setenv(executables.KEY_VARIABLE, f"{path}.key")
         saved_step.save(path, planned, compiled)
         yield path
 
@@ -67,6 +69,7 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
 
 
 def test_another_batch_is_left_to_the_compiler(planned, saved):
+    assert open_with(planned) is None
     step_for = open_with(planned, compiled_trainstep_file=saved)
     length = planned.length
     assert step_for(planned.layout.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
@@ -74,24 +77,23 @@ def test_another_batch_is_left_to_the_compiler(planned, saved):
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"learning_rate": 0.5}, "configuration, learning_rate: 0.01 there, 0.5 here"),
-        ({"adam_b1": 0.8}, "adam_b1"),
-        ({"skip_step_scaling_factor": 3.0}, "skip_step_scaling_factor"),
-    ],
+    ("key", "value"),
+    [("learning_rate", 0.5), ("adam_b1", 0.8), ("skip_step_scaling_factor", 3.0)],
 )
-def test_the_step_of_another_configuration_is_refused(planned, saved, keys, words, monkeypatch):
+def test_the_step_of_another_configuration_is_refused(planned, saved, key, value, monkeypatch):
     monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", None)
-    with pytest.raises(UserError, match=f"(?s)another run.*{words}"):
-        open_with(planned, compiled_trainstep_file=saved, **keys)
+    with pytest.raises(UserError, match=f"{key}: .*, {value} here"):
+        open_with(planned, compiled_trainstep_file=saved, **{key: value})
 
 
-def test_the_step_of_another_program_is_refused(planned, saved, monkeypatch):
-    monkeypatch.setattr(saved_step.identity, "_SOURCES", ("layers",))
-    with pytest.raises(UserError, match="sources of the step"):
-        open_with(planned, compiled_trainstep_file=saved)
-    monkeypatch.undo()
+def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypatch):
+    monkeypatch.setenv(executables.KEY_VARIABLE, f"{tmp_path}/key")
+    shutil.copy(f"{saved}.key", tmp_path / "key")
+    facts, content = executables.read(saved)
+    facts["run"]["sources of the step"]["hash"] = "another"
+    executables.write(str(tmp_path / "step"), facts, content)
+    with pytest.raises(UserError, match="sources of the step, hash: another there"):
+        open_with(planned, compiled_trainstep_file=str(tmp_path / "step"))
 
 
 def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
@@ -101,12 +103,8 @@ def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
         raise RuntimeError("INVALID_ARGUMENT: other version\nmore")
 
     monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", fail)
-    with pytest.raises(UserError, match="does not take it: INVALID_ARGUMENT: other version\n"):
+    with pytest.raises(UserError, match="INVALID_ARGUMENT: other version\n"):
         step_for(planned.batch)
-
-
-def test_without_the_key_nothing_is_read(planned):
-    assert open_with(planned) is None
 
 
 def test_memory_adds_up(planned, compiled):
@@ -118,13 +116,6 @@ def test_memory_adds_up(planned, compiled):
     assert found.total == sum(size for _, size in found.rows())
 
 
-def test_what_is_divided_counts_by_its_part(planned):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-    tree = {"x": jax.ShapeDtypeStruct((8, 3), np.float32, sharding=sharding)}
-    assert memory.bytes_on_device(tree) == 8 * 3 * 4
-
-
 def test_the_report_names_all_costs(planned, compiled):
     program = Program(compiled.as_text())
     target = targets.find("v5e-1")
@@ -132,11 +123,9 @@ def test_the_report_names_all_costs(planned, compiled):
     text = "\n".join(
         report.memory_lines(target, found, program) + report.cost_lines(planned, compiled, program)
     )
-    assert "optimizer state" in text
-    assert "16.0 GiB are left" in text
-    assert "by formula" in text
-    assert "counted once" in text  # layers are scanned
-    assert "gives no estimate" in text
+    # Layers are scanned, and on one device nothing is sent.
+    for words in ("optimizer state", "16.0 GiB", "by formula", "counted once", "no estimate"):
+        assert words in text
     assert "nothing" in text.partition("sent between devices")[2]
 
 
@@ -146,14 +135,13 @@ def test_too_much_memory_is_a_message_with_remedies(planned, compiled):
     target = targets.find("v5e-1")._replace(memory=found.given + found.gradients + 4096)
     with pytest.raises(UserError) as caught:
         memory.check_fits(target, planned, found, program)
-    text = str(caught.value)
-    assert "v5e-1 has too little memory" in text
-    assert "remat_policy=full" in text
-    assert "per_device_batch_size=1 gradient_accumulation_steps=2" in text
-    assert "f32[" in text
+    remedies = ("remat_policy=full", "per_device_batch_size=1 gradient_accumulation_steps=2")
+    for words in ("v5e-1", *remedies, "f32["):
+        assert words in str(caught.value)
     target = target._replace(memory=found.given)
-    with pytest.raises(UserError, match="activations do not matter"):
+    with pytest.raises(UserError, match="v5e-1") as caught:
         memory.check_fits(target, planned, found, program)
+    assert not any(remedy in str(caught.value) for remedy in remedies)
     memory.check_fits(targets.find("v5e-1"), planned, found, program)
 
 
@@ -161,7 +149,7 @@ def test_where_the_compiler_gave_up_arrays_are_those_of_the_program(planned):
     error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM (31.38G of 15.75G)")
     assert memory.is_out_of_memory(error)
     message = str(memory.out_of_memory(targets.find("v5e-1"), planned, error))
-    assert "too little memory: Ran out of memory on HBM (31.38G of 15.75G)\n" in message
+    assert "Ran out of memory on HBM (31.38G of 15.75G)\n" in message
     # All layers' gradients of the wide feed-forward, by name of what made them.
     assert "float32" not in message
     assert "f32[3,32,64]" in message

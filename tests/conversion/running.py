@@ -1,10 +1,14 @@
 """convert.py's work inside this process, and the models that it leaves."""
 
+import jax.numpy as jnp
+
 from MaxText.configuration.loading import load
 from MaxText.conversion import request
 from MaxText.conversion.converting import convert
 from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.conversion.weights import model_of, nested
+
+EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 
 
 def run(*arguments):
@@ -19,10 +23,12 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def model_of_run(folder):
-    """Model and parameters of the run in a folder, by its own config.yml, all in float32."""
-    exact = ["dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true"]
-    model = model_of(load([f"{folder}/config.yml", *exact]).config)
-    weights = RunWeights(folder)
-    assert weights.model.parameters.keys() == model.parameters.keys()
-    return model, nested({name: weights.read(name) for name in model.parameters})
+def model_in_run(folder, *keys):
+    """The model of a run by its own config.yml and keys on top, all in float32."""
+    return model_of(load([f"{folder}/config.yml", *EXACT, *keys]).config)
+
+
+def parameters_in_run(folder):
+    """The parameters of a run as a tree."""
+    weights = RunWeights(str(folder))
+    return nested({name: jnp.asarray(weights.read(name)) for name in weights.model.parameters})

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face of a few kilobytes: golden models, and random ones of every family."""
+"""Folders of Hugging Face of a few kilobytes: random models of every family."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-GOLDEN_FAMILIES = ("gpt2", "gptneo", "gptneox", "llama", "llama31", "gemma")
+from MaxText.configuration.loading import configure
+from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weights import model_of
 
 _SIZES = {
     "vocab_size": 40,
@@ -58,16 +60,6 @@ DESCENDANTS = {
 }  # fmt: skip
 
 
-def golden(name: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(config.json, tensors by their names, everything in the file) of a golden model."""
-    path = GOLDEN / name / f"{name}_tiny_a"
-    config = json.loads(path.with_suffix(".json").read_text())["hf_config"]
-    with np.load(path.with_suffix(".npz")) as file:
-        arrays = dict(file)
-    tensors = {k.removeprefix("param/"): v for k, v in arrays.items() if k.startswith("param/")}
-    return config, tensors, arrays
-
-
 def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.ndarray]]:
     """(config.json, random tensors) of one of DESCENDANTS."""
     more, in_layer = DESCENDANTS[model_type]
@@ -87,23 +79,20 @@ def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.
     return config, _drawn(shapes, dtype)
 
 
-def tokenformer(
-    dtype: str = "float32", *, slots: tuple[int, int, int] = (10, 14, 22), layers: int = 3
-) -> tuple[dict, dict[str, np.ndarray]]:
-    """(config.json, random tensors) with the fields and names of the published TokenFormers.
+def tokenformer(dtype: str = "float32", **changes: Any) -> tuple[dict, dict[str, np.ndarray]]:
+    """(config.json, random tensors) with the fields of the published TokenFormers.
 
     Args:
-      slots: of query, key and value each, of the output projection, of the feed-forward.
+      changes: fields of config.json that differ from those.
     """
-    qkv, proj, ffn = slots
     config = {
         "architectures": ["TokenFormerForCausalLM"],
-        "num_layers": layers,
+        "num_layers": 1,
         "hidden_size": 16,
         "num_attention_heads": 2,
-        "qkv_slot_num": qkv,
-        "proj_slot_num": proj,
-        "ffn_slot_num": ffn,
+        "qkv_slot_num": 10,
+        "proj_slot_num": 14,
+        "ffn_slot_num": 22,
         "seq_length": 32,
         "max_position_embeddings": 32,
         "pos_emb": "rotary",
@@ -113,24 +102,16 @@ def tokenformer(
         "final_norm": "layernorm",
         "norm_activation_type": "l2_norm_gelu",
         "torch_dtype": "float16",
+        "vocab_size": 40,
     }
-    parts = {f"attention.{name}": qkv for name in ("query", "key", "value")}
-    parts |= {"attention.proj": proj, "mlp": ffn}
-    shapes: dict[str, tuple[int, ...]] = {
-        f"sequential.{layer + 2}.{part}.{kind}_param_tokens": (number, 16)
-        for layer in range(layers)
-        for part, number in parts.items()
-        for kind in ("key", "value")
-    }
-    shapes |= {f"sequential.{layers + 3}.norm.{name}": (16,) for name in ("weight", "bias")}
-    shapes["sequential.0.word_embeddings.weight"] = (50_304, 16)
-    return config, _drawn(shapes, dtype)
+    config |= changes
+    return config, _drawn_by_table(config, dtype)
 
 
 def muddformer(
-    model_type: str, dtype: str = "float32", *, layers: int = 3, **changes: Any
+    model_type: str, dtype: str = "float32", **changes: Any
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """(config.json, random tensors) with the fields and names of the released models.
+    """(config.json, random tensors) with the fields of the released models.
 
     Args:
       model_type: muddformer or muddpythia.
@@ -148,7 +129,7 @@ def muddformer(
         "vocab_size": 40,
         "block_size": 32,
         "dim": 16,
-        "n_layer": layers,
+        "n_layer": 2,
         "n_head": 2,
         "n_local_heads": 2,
         "head_dim": 8,
@@ -170,46 +151,14 @@ def muddformer(
     if pythia:
         config |= {"rotary_pct": 0.25, "use_parallel_residual": True, "use_linear_bias": True}
     config |= changes
-    shapes: dict[str, tuple[int, ...]] = {
-        "tok_embeddings.weight": (config["vocab_size"], 16),
-        "output.weight": (config["vocab_size"], 16),
-        "norm.weight": (16,),
-    }
-    if pythia:
-        shapes["norm.bias"] = (16,)
-    for layer in range(layers):
-        shapes |= _of_muddformer(config, layer, pythia)
-    return config, _drawn(shapes, dtype)
+    return config, _drawn_by_table(config, dtype)
 
 
-def _of_muddformer(config: dict, layer: int, pythia: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer and of the sum after it."""
-    last = config["n_layer"] - 1
-    width = round(256 * (layer / last + 0.5) / 128) * 128
-    first, prefix = layer == 0, f"layers.{layer}."
-    norms = ["ffn_norm"]
-    norms += ["attention_norm"] if first else [f"attention_norms.{way}" for way in range(3)]
-    products = {f"attention.w{letter}": (16, 16) for letter in "qkvo"}
-    products |= {"feed_forward.w1": (width, 16), "feed_forward.w2": (16, width)}
-    if not pythia:
-        products["feed_forward.w3"] = (width, 16)
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": (16,) for name in norms}
-    shapes |= {f"{prefix}{name}.weight": shape for name, shape in products.items()}
-    if config["use_qk_norm"]:
-        shapes |= {f"{prefix}attention.{way}_norm.weight": (8,) for way in "qk"}
-    if pythia:
-        biased = [name for name in products if "attention" in name or config["use_linear_bias"]]
-        shapes |= {f"{prefix}{name}.bias": (16,) for name in norms}
-        shapes |= {f"{prefix}{name}.bias": products[name][:1] for name in biased}
-    ways, sources = 1 if layer == last else 4, layer + 2
-    hidden = ways * sources * (4 if layer == last and config["expand_last"] else 1)
-    if config["round64"]:
-        hidden = (hidden // 64 + 1) * 64
-    return shapes | {
-        f"dense_bs.{layer}": (ways, sources),
-        f"dynamic_dense.{layer}.w1.weight": (hidden, 16),
-        f"dynamic_dense.{layer}.w2.weight": (ways * sources, hidden),
-    }
+def _drawn_by_table(config: dict, dtype: str) -> dict[str, np.ndarray]:
+    """Names and shapes are the converter's own: the golden models have those of the programs."""
+    family = family_of(config, "here")
+    model = model_of(configure(**to_keys(family, config, "here", {})))
+    return _drawn({tensor.name: tensor.shape for tensor in TensorMap(family, model).tensors}, dtype)
 
 
 def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:

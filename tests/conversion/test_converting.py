@@ -1,4 +1,4 @@
-"""Whole conversions: folders, runs, MaxText's checkpoints, programs."""
+"""Whole conversions: folders to runs and back, and to programs."""
 
 import json
 import subprocess
@@ -7,58 +7,27 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
 from MaxText.checkpointing import description, layout
 from MaxText.checkpointing.given_parameters import open_parameters
 from MaxText.configuration.loading import configure, load
+from MaxText.conversion.config_json import find_family
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weights import model_of, nested
+from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch import Batch
+from MaxText.inference import own_configuration
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
-from tests.conversion.running import names, run
-from tests.conversion.small_folders import GOLDEN_FAMILIES, golden, random, same_bits, write
-from tests.small_models import some_quick
-
-
-def logits(config, params, tokens):
-    """Float32 logits of a configuration."""
-    numerics = config.model.numerics.model_copy(update={"matmul_precision": "highest"})
-    section = config.model.model_copy(update={"numerics": numerics})
-    model = model_of(config.model_copy(update={"model": section}))
-    decoder = model.merge(jax.tree.map(jnp.asarray, params))
-    tokens = jnp.asarray(tokens)
-    return decoder.logits(decoder.hidden(Batch(tokens, tokens, jnp.ones(tokens.shape)))[0])
-
-
-@pytest.mark.parametrize("name", some_quick(GOLDEN_FAMILIES, 2))
-def test_golden_folder_to_run_and_back(name, here):
-    config, tensors, arrays = golden(name)
-    write(here / "hf", config, tensors)
-    said = run("from=hf:hf", "to=runs/a")
-    assert "Peak memory, besides the program: about" in said
-    assert names(here / "runs") == ["a"]
-    weights = RunWeights("runs/a")
-    params = nested({ours: weights.read(ours) for ours in weights.model.parameters})
-    # What train.py reads of the run gives the reference's logits.
-    found = logits(load(["runs/a/config.yml"]).config, params, arrays["input_ids"])
-    np.testing.assert_allclose(found, arrays["logits"], rtol=0, atol=5e-5)
-
-    run("from=runs/a", "to=hf:exported")
-    exported = load_file(here / "exported" / "model.safetensors")
-    if name == "gptneox":
-        exported["lm_head.weight"] = exported.pop("embed_out.weight")
-    if config["tie_word_embeddings"]:
-        tensors.pop("lm_head.weight", None)
-    same_bits(exported, tensors)
+from tests.checkpointing.growing import logits_of
+from tests.conversion.golden_models import hugging_face
+from tests.conversion.running import model_in_run, names, parameters_in_run, run
+from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write
+from tests.small_models import random_batch
 
 
 def test_an_import_is_verified_when_it_is_read(here):
@@ -72,67 +41,78 @@ def test_an_import_is_verified_when_it_is_read(here):
     assert description.describe(stored).checksums.keys() == StoredArrays(stored.items).leaves.keys()
     path = stored.folder / "metadata" / "metadata"
     path.write_bytes((here / "b/checkpoints/0/metadata/metadata").read_bytes())
-    message = "params/decoder_norm/scale: .*"
-    with pytest.raises(UserError, match=message):
-        RunWeights("a").read("decoder_norm/scale")
-    parameters = RunWeights("a").model.parameters
+    weights = RunWeights("a")
     abstract = nested(
-        {name: jax.ShapeDtypeStruct(info.shape, jnp.float32) for name, info in parameters.items()}
+        {
+            name: jax.ShapeDtypeStruct(info.shape, jnp.float32)
+            for name, info in weights.model.parameters.items()
+        }
     )
     given = open_parameters("a", "load_parameters_path", abstract, {}, lambda line: None)
-    with pytest.raises(UserError, match=message):
-        given.read()
+    for read in (lambda: weights.read("decoder_norm/scale"), given.read):
+        with pytest.raises(UserError, match="params/decoder_norm/scale: "):
+            read()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_format_comes_back_bit_for_bit(dtype, here):
-    config, tensors = random("qwen3", dtype)
-    write(here / "hf", config | {"eos_token_id": 7, "attention_dropout": 0.25}, tensors)
-    run("from=hf:hf", "to=run")
+# The program that lies beside such a folder knows these words alone.
+OLDER = {
+    "dense_type": "qkvm",
+    "auto_map": {"AutoModelForCausalLM": "somewhere/else--modeling_muddformer.MUDDFormer"},
+    "use_layer_cache": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype", "others", "most", "fields"),
+    [
+        ([random, "qwen3"], "bfloat16", [], "bfloat16", {"attention_dropout": 0.25}),
+        ([random, "qwen3"], "float16", ["float32", "bfloat16"], "float32", {"eos_token_id": 7}),
+        ([muddformer, "muddformer"], "bfloat16", ["float16"], "bfloat16", OLDER),
+        ([tokenformer], "float16", [], "float16", {"pad_token_id": 1}),
+    ],
+    ids=["qwen3-bfloat16", "qwen3-mixed", "muddformer-mixed", "tokenformer-float16"],
+)
+def test_formats_come_back_bit_for_bit(made, dtype, others, most, fields, here):
+    make, *which = made
+    config, tensors = make(*which, dtype)
+    _, exact = make(*which, "float32")
+    for place, kind in enumerate(others):
+        for name in list(tensors)[place::3]:
+            tensors[name] = exact[name].astype(kind)
+    write(here / "hf", config | fields, tensors)
+    said = run("from=hf:hf", "to=run")
+    assert ("float16" in (dtype, *others)) == ("\nfloat16 becomes float32" in said)
     said = run("from=run", "to=hf:out", "max_shard_size=1KB")
-    assert "files of tensors and their index" in said
+    assert ("modeling_muddformer.py" in said) == (make is muddformer)
     weights = FolderWeights(find_folder("hf:out", "from"))
+    assert len(names(here / "out")) > 4
     same_bits({name: weights.files.read(name) for name in weights.files.found}, tensors)
     # What no table decides is kept.
-    assert weights.config_json["eos_token_id"] == 7
-    assert weights.config_json["attention_dropout"] == 0.25
-    assert weights.config_json["torch_dtype"] == dtype
-    assert json.loads((here / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
+    assert weights.config_json.items() >= (fields | {"torch_dtype": most}).items()
+    if "eos_token_id" in fields:
+        generation = json.loads((here / "out" / "generation_config.json").read_text())
+        assert generation["eos_token_id"] == 7
 
 
-def test_a_mix_of_formats_comes_back_bit_for_bit(here):
-    config, tensors = random("qwen3", "float16")
-    exact = np.full(tensors["model.norm.weight"].shape, 0.1, np.float32)  # no float16
-    tensors |= {"model.norm.weight": exact}
-    narrow = tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.layers.1.mlp.up_proj.weight"] = narrow.astype(ml_dtypes.bfloat16)
-    write(here / "hf", config, tensors)
-    said = run("from=hf:hf", "to=run")
-    assert "bfloat16 becomes float32" in said
-    assert "\nfloat16 becomes float32" in said
-    run("from=run", "to=hf:out")
-    same_bits(load_file(here / "out" / "model.safetensors"), tensors)
-
-
-def test_float16_that_is_too_small_for_a_number(here):
+def test_another_format_on_export(here):
     config, tensors = random("qwen3")
     tensors["model.norm.weight"][0] = 70_000
     write(here / "hf", config, tensors)
     run("from=hf:hf", "to=run")
-    with pytest.raises(UserError, match=r"model\.norm\.weight has 70000, and float16 ends at"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has 70000, .* 65504"):
         run("from=run", "to=hf:out", "dtype=float16")
     assert names(here) == ["hf", "run"]
     run("from=run", "to=hf:out", "dtype=bfloat16")
     found = load_file(here / "out" / "model.safetensors")
     assert {tensor.dtype.name for tensor in found.values()} == {"bfloat16"}
+    assert json.loads((here / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_the_tokenizer_travels(here):
+def test_the_tokenizer_is_copied(here):
     config, tensors = random("llama")
     config["vocab_size"] = 300
-    generator = np.random.default_rng(0)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = generator.standard_normal((300, 16), np.float32)
+        tensors[name] = np.ones((300, 16), np.float32)
     write(here / "hf", config, tensors)
     train_tokenizer(["some text to learn from"], 260, "a test").save(here / "hf")
     run("from=hf:hf", "to=run")
@@ -142,14 +122,13 @@ def test_the_tokenizer_travels(here):
     assert (here / "out" / "tokenizer.json").read_text() == text
     settings = json.loads((here / "out" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    written = json.loads((here / "out" / "config.json").read_text())
+    # <|endoftext|>, the first id of a trained tokenizer.
+    assert json.loads((here / "out" / "config.json").read_text())["eos_token_id"] == 0
     run("from=run", "to=hf:other", "tokenizer=hf")
     assert (here / "other" / "tokenizer.json").read_text() == text
-    with pytest.raises(UserError, match="tokenizer=run is no folder with tokenizer"):
-        run("from=run", "to=hf:third", "tokenizer=run")
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read: File name too long"):
-        run("from=run", "to=hf:third", f"tokenizer={'a' * 300}")
-    assert written["eos_token_id"] == 0  # <|endoftext|>, the first id of a trained tokenizer
+    for folder, problem in {"run": "tokenizer=run", "a" * 300: r"tokenizer\.json"}.items():
+        with pytest.raises(UserError, match=problem):
+            run("from=run", "to=hf:third", f"tokenizer={folder}")
 
 
 @pytest.mark.parametrize(
@@ -178,188 +157,118 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
     assert not [one.name for one in new if one.is_alive()]
 
 
-def test_a_target_that_cannot_be(here):
+@pytest.mark.parametrize(
+    ("taken", "arguments", "problem"),
+    [
+        (None, [f"to={'a' * 300}"], "File name too long"),
+        ("mine/text", ["to=mine"], "to=mine"),
+        ("forward/text", ["export=stablehlo", "to=forward", "length=8"], "forward"),
+        ("forward.README.md", ["export=stablehlo", "to=forward", "length=8"], "forward.README"),
+        (None, ["export=stablehlo", "to=forward", "length=33"], "max_target_length=32"),
+    ],
+)
+def test_targets_that_cannot_be_written(taken, arguments, problem, here):
     write(here / "hf", *random("llama"))
-    with pytest.raises(UserError, match="cannot be used: File name too long"):
-        run("from=hf:hf", f"to={'a' * 300}")
+    if taken:
+        (here / taken).parent.mkdir(exist_ok=True)
+        (here / taken).write_text("mine")
+    before = names(here)
+    with pytest.raises(UserError, match=problem):
+        run("from=hf:hf", *arguments)
+    assert names(here) == before
+    assert not taken or (here / taken).read_text() == "mine"
 
 
-def test_a_target_that_exists_is_not_touched(here):
+def test_an_empty_folder_is_filled(here):
     write(here / "hf", *random("llama"))
     (here / "run").mkdir()
-    (here / "run" / "mine").write_text("mine")
-    with pytest.raises(UserError, match="to=run exists already"):
-        run("from=hf:hf", "to=run")
-    assert names(here / "run") == ["mine"]
-    (here / "run" / "mine").unlink()
-    run("from=hf:hf", "to=run")
+    run("from=hf:hf", "to=run", "max_target_length=16")
     assert names(here / "run") == ["checkpoints", "config.yml"]
+    assert load(["run/config.yml"]).config.model.shape.max_target_length == 16
+    assert configure("run/config.yml") == load(["run/config.yml"]).config
 
 
 def test_a_window_comes_back_with_the_length(here):
     config, tensors = random("mistral")
     write(here / "hf", config | {"sliding_window": 8}, tensors)
+
+    def exported(folder, *arguments):
+        run(*arguments, f"to=hf:{folder}")
+        written = json.loads((here / folder / "config.json").read_text())
+        return written.get("sliding_window"), written["max_position_embeddings"]
+
     # Longer texts have layers with a window; in shorter ones nothing lies beyond it.
-    for length, exported in {32: (8, 32), 8: (8, 32), 4: (8, 4)}.items():
+    for length, expected in {32: (8, 32), 8: (8, 32), 4: (8, 4)}.items():
         run("from=hf:hf", f"to=run{length}", f"max_target_length={length}")
-        run(f"from=run{length}", f"to=hf:out{length}")
         types = load([f"run{length}/config.yml"]).config.model.attention_kinds
         assert set(types) == {"local" if length > 8 else "global"}
-        written = json.loads((here / f"out{length}" / "config.json").read_text())
-        assert (written["sliding_window"], written["max_position_embeddings"]) == exported
+        assert exported(f"out{length}", f"from=run{length}") == expected
     # Another configuration sees farther than the window; a Llama has none.
-    yml = here / "run8" / "config.yml"
-    run(str(yml), "max_target_length=16", "from=run8", "to=hf:longer")
-    written = json.loads((here / "longer" / "config.json").read_text())
-    assert (written["sliding_window"], written["max_position_embeddings"]) == (None, 16)
-    run("from=run8", "to=hf:llama", "family=llama")
-    assert "sliding_window" not in json.loads((here / "llama" / "config.json").read_text())
+    longer = exported("longer", "run8/config.yml", "max_target_length=16", "from=run8")
+    assert longer == (None, 16)
+    assert exported("llama", "from=run8", "family=llama")[0] is None
 
 
-# --- MaxText --------------------------------------------------------------------------------------
+def test_slots_of_the_usual_ratio_follow_one_key(here):
+    # So that slot_num=NUMBER grows an imported model everywhere.
+    slots = {"qkv_slot_num": 12, "proj_slot_num": 12, "ffn_slot_num": 48}
+    write(here / "hf", *tokenformer(**slots))
+    run("from=hf:hf", "to=run")
+    lines = (here / "run" / "config.yml").read_text().splitlines()
+    assert "slot_num: 12" in lines
+    assert not any(line.startswith(("proj_slot_num", "ffn_slot_num")) for line in lines)
+    said = run("grow", "from=run", "to=large", "slot_num=16")
+    assert "12 -> 16" in said
+    assert "48 -> 64" in said
+    # Scores of the grown model are scaled as before, which a folder has no field for.
+    for arguments in ((), ("family=tokenformer",)):
+        with pytest.raises(UserError, match=r"(?s)zoom 12 for 16 .*zoom 48 for 64 "):
+            run("from=large", "to=hf:out", *arguments)
+    assert not (here / "out").exists()
+    run("grow", "from=run", "to=random", "slot_num=16", "growth_mode=random")
+    assert "Wrote out as" in run("from=random", "to=hf:out")
 
 
-def maxtext_tree(weights, *, scanned, query_factor):
-    """Our arrays in MaxText's layout, written out by hand: its names, the layer second."""
-    tree = {}
-    for ours in weights.model.parameters:
-        array = weights.read(ours)
-        name = ours.replace("pre_mlp_layer_norm", "post_self_attention_layer_norm")
-        if "/query/" in ours:
-            array = array * np.float32(query_factor)
-        if not ours.startswith("layers/"):
-            prefix = "" if ours.startswith("token_embedder") else "decoder/"
-            tree[prefix + name] = array
-        elif scanned:
-            tree["decoder/" + name] = np.swapaxes(array, 0, 1)
-        else:
-            for layer, part in enumerate(array):
-                tree[f"decoder/{name.replace('layers/', f'layers_{layer}/')}"] = part
-    return nested(tree)
-
-
-def save_tree(folder, tree):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
-
-
-KEYS = ("base_emb_dim=48", "base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=8",
-        "base_mlp_dim=80", "base_num_decoder_layers=3", "vocab_size=97",
-        "max_target_length=64")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("scanned", "scaling", "items", "nesting"),
-    [(True, "weights", "items", 2), (False, "model", "state", 1)],
-    ids=["MaxText", "a program made from it"],
-)
-def test_maxtext_gives_the_reference_logits(scanned, scaling, items, nesting, here):
-    config, tensors, arrays = golden("llama")
-    weights = FolderWeights(write(here / "hf", config, tensors))
-    factor = 8**-0.5 if scaling == "weights" else 1.0
-    tree = maxtext_tree(weights, scanned=scanned, query_factor=factor)
-    for _ in range(nesting):
-        tree = {"params": tree}
-    save_tree(here / "theirs" / "checkpoints" / "7" / items, tree | {"step": np.int32(8)})
-    said = run(*KEYS, "from=maxtext:theirs", "to=run", f"query_scaling={scaling}")
-    assert f"query_scaling={scaling}" in said
-    run_weights = RunWeights("run")
-    params = nested({ours: run_weights.read(ours) for ours in run_weights.model.parameters})
-    found = logits(load(["run/config.yml"]).config, params, arrays["input_ids"])
-    np.testing.assert_allclose(found, arrays["logits"], rtol=0, atol=5e-5)
-
-
-def test_maxtext_of_llama31_pairs_neighbours(here):
-    config, tensors, _ = golden("llama31")
-    weights = FolderWeights(write(here / "hf", config, tensors))
-    tree = maxtext_tree(weights, scanned=True, query_factor=16**-0.5)
-    attention = tree["decoder"]["layers"]["self_attention"]
-    for name in ("query", "key"):
-        halves = attention[name]["kernel"]
-        neighbours = np.empty_like(halves)
-        neighbours[..., 0::2], neighbours[..., 1::2] = np.split(halves, 2, axis=-1)
-        attention[name]["kernel"] = neighbours
-    save_tree(here / "theirs", {"params": {"params": tree}})
-    keys = [f"{name}={text(value)}" for name, value in weights.keys.items()]
-    run(*keys, "from=maxtext:theirs", "to=run")
-    run_weights = RunWeights("run")
-    for ours in weights.model.parameters:
-        np.testing.assert_array_equal(run_weights.read(ours), weights.read(ours), err_msg=ours)
-
-
-def text(value):
-    """A value of a key as it is typed."""
-    return str(list(value)).replace("'", "") if isinstance(value, tuple) else str(value).lower()
-
-
-def test_maxtext_gpt3(here):
-    keys = (*KEYS, "base_num_kv_heads=6", "decoder_block=gpt3", "normalization_zero_centered=true")
-    config = load([key for key in keys if key != "base_num_kv_heads=2"]).config
-    model = model_of(config)
-    generator = np.random.default_rng(0)
-    ours = {
-        name: generator.standard_normal(info.shape, np.float32)
-        for name, info in model.parameters.items()
+def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
+    slots = {"qkv_slot_num": 12, "proj_slot_num": 9, "ffn_slot_num": 40}
+    write(here / "hf", *tokenformer(norm_activation_type="gelu_l2_norm", **slots))
+    run("from=hf:hf", "to=run")
+    run("grow", "from=run", "to=large", "slot_num=16", "proj_slot_num=9", "ffn_slot_num=160")
+    said = run("from=large", "to=hf:out")
+    assert "0.866 (query, key, value), 0.5 (feed-forward)" in said
+    run("from=hf:out", "to=again")
+    section = load(["again/config.yml"]).config.model.pattention
+    assert [section.zoom(place, 16) for place in ("qkv", "proj", "ffn")] == [16, 9, 160]
+    batch = random_batch(load(["run/config.yml"]).config, 2)
+    logits = {
+        name: logits_of(model_in_run(name), parameters_in_run(name), batch)
+        for name in ("run", "large", "again")
     }
-    tree = {}
-    for name, array in ours.items():
-        name = name.replace(
-            "layers/pre_self_attention_layer_norm", "layers/pre_self_attention_norm"
-        )
-        name = name.replace("layers/pre_mlp_layer_norm", "layers/mlp/mlp_layer_norm")
-        if name.startswith("layers/"):
-            array = np.swapaxes(array, 0, 1)
-        tree[name if name.startswith("token_embedder") else "decoder/" + name] = array
-    save_tree(here / "theirs", {"params": {"params": nested(tree)}})
-    arguments = [key for key in keys if key != "base_num_kv_heads=2"]
-    said = run(*arguments, "from=maxtext:theirs", "to=run")
-    assert "query_scaling=model" in said
-    weights = RunWeights("run")
-    for name, array in ours.items():
-        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
-    with pytest.raises(UserError, match="Add normalization_zero_centered=true"):
-        run(*arguments[:-1], "from=maxtext:theirs", "to=other")
+    near = {"rtol": 0, "atol": 1e-5 * np.abs(logits["run"]).max()}
+    np.testing.assert_allclose(logits["large"], logits["run"], **near)
+    np.testing.assert_allclose(logits["again"], logits["run"], **near)
+    # What else keeps a model out of the layout is told with its zoom.
+    other = own_configuration.load(["load_parameters_path=large", "ffn_bias=true"]).config
+    with pytest.raises(UserError, match=r"(?s)ffn_zoom_dim=40\.0, .*ffn_bias=True, "):
+        find_family(other, "tokenformer")
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["model_name=gemma-2b"], "Gemma blocks cannot be read"),
-        (["model_name=llama3.1-8b", "rope_type=yarn"], "rope_type=yarn: MaxText pairs dimensions"),
-    ],
-)
-def test_maxtext_in_other_forms(keys, message, here):
-    with pytest.raises(UserError, match=message):
-        run(*keys, "from=maxtext:theirs", "to=run")
-
-
-def test_maxtext_with_another_configuration(here):
-    config, tensors, _ = golden("llama")
-    weights = FolderWeights(write(here / "hf", config, tensors))
-    tree = maxtext_tree(weights, scanned=True, query_factor=1.0)
-    save_tree(here / "theirs", {"params": {"params": tree}})
-    with pytest.raises(UserError) as caught:
-        run(*KEYS, "base_mlp_dim=81", "use_qk_norm=true", "from=maxtext:theirs", "to=run")
-    message = str(caught.value)
-    assert "other shape params/params/decoder/layers/mlp/wo/kernel" in message
-    assert "missing     params/params/decoder/layers/self_attention/query_norm/scale" in message
-    with pytest.raises(UserError, match="no checkpoint there"):
-        run(*KEYS, "from=maxtext:nowhere", "to=run")
-    with pytest.raises(UserError, match="do not say which model they hold"):
-        run("from=maxtext:theirs", "to=run")
-    assert names(here) == ["hf", "theirs"]
-
-
-# --- Programs -------------------------------------------------------------------------------------
+def test_a_family_that_transformers_does_not_have_cannot_be_verified(here):
+    write(here / "hf", *tokenformer())
+    run("from=hf:hf", "to=run")
+    for arguments in (("from=hf:hf", "to=b"), ("from=run", "to=hf:b")):
+        with pytest.raises(UserError, match="TokenFormerForCausalLM"):
+            run(*arguments, "--verify")
+    assert names(here) == ["hf", "run"]
 
 
 def test_an_exported_program_runs_without_this_package(here, users_environment):
-    config, tensors, arrays = golden("gptneox")
-    write(here / "hf", config, tensors)
-    length = arrays["input_ids"].shape[1]
-    run("from=hf:hf", "export=stablehlo", "to=out/forward.stablehlo", f"length={length}")
+    golden = hugging_face("gptneox")
+    golden.store(here / "hf", golden.parameters)
+    tokens, logits = (golden.arrays[name] for name in ("input_ids", "logits"))
+    run("from=hf:hf", "export=stablehlo", "to=out/forward.stablehlo", f"length={tokens.shape[1]}")
     assert names(here / "out") == ["forward.stablehlo", "forward.stablehlo.README.md"]
-    np.savez(here / "golden.npz", tokens=arrays["input_ids"], logits=arrays["logits"])
+    np.savez(here / "golden.npz", tokens=tokens, logits=logits)
     readme = (here / "out" / "forward.stablehlo.README.md").read_text()
     lines = [line.strip() for line in readme.splitlines() if line.startswith("    ")]
     program = "\n".join(
@@ -376,30 +285,3 @@ def test_an_exported_program_runs_without_this_package(here, users_environment):
     subprocess.run(
         [sys.executable, "-I", "-c", program], cwd=here / "out", env=environment, check=True
     )
-
-
-@pytest.mark.parametrize("taken", ["forward/", "forward.README.md"])
-def test_a_program_replaces_nothing(taken, here):
-    write(here / "hf", *random("llama"))
-    if taken.endswith("/"):
-        (here / taken).mkdir()
-    else:
-        (here / taken).write_text("mine")
-    before = names(here)
-    with pytest.raises(UserError, match="exists already"):
-        run("from=hf:hf", "export=stablehlo", "to=forward", "length=8")
-    assert names(here) == before
-
-
-def test_a_length_above_that_of_the_model(here):
-    write(here / "hf", *random("llama"))
-    with pytest.raises(UserError, match="length=33 is above max_target_length=32"):
-        run("from=hf:hf", "export=stablehlo", "to=forward", "length=33")
-    assert names(here) == ["hf"]
-
-
-def test_keys_can_be_set_on_import(here):
-    write(here / "hf", *random("llama"))
-    run("from=hf:hf", "to=run", "max_target_length=16")
-    assert load(["run/config.yml"]).config.model.shape.max_target_length == 16
-    assert configure("run/config.yml") == load(["run/config.yml"]).config

@@ -1,6 +1,5 @@
 """Runs that start from a folder of Hugging Face."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,25 +8,21 @@ from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.loading import configure
 from MaxText.configuration.saved import flat
 from MaxText.configuration.training_sections import Checkpoint
-from MaxText.conversion import request
-from MaxText.conversion.converting import convert
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
-from tests.conversion.small_folders import muddformer, random, write
-from tests.small_models import trainer
+from MaxText.inference import own_configuration
+from tests.checkpointing.growing import by_name, program
+from tests.conversion.running import run as convert
+from tests.conversion.small_folders import muddformer, random, tokenformer, write
 
 
 def start(folder, path, config):
     """Starts a run: (Start, lines)."""
-    _, state, _ = trainer(config)
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
+    made = program(config)
     section, lines = Checkpoint(load_parameters_path=path), []
     checkpoints = Checkpoints(folder / "checkpoints", section)
     result = restore_or_initialize(
-        checkpoints, section, abstract, lambda: state, flat(config), lines.append
+        checkpoints, section, made.abstract, made.random_state, flat(config), lines.append
     )
     return result, lines
 
@@ -43,34 +38,27 @@ def test_the_parameters_are_those_of_the_folder(prefix, tmp_path):
     weights = FolderWeights(folder)
     config = config_of(weights, rope_max_timescale=20_000.0)
     result, lines = start(tmp_path / "run", f"{prefix}{folder}", config)
-    wanted = nested({name: weights.read(name) for name in weights.model.parameters})
-
-    def check(found, array):
+    for name, found in by_name(result.state.params).items():
         # Stored in bfloat16, trained in float32: every number is kept.
         assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, array.astype(np.float32))
-
-    jax.tree.map(check, result.state.params, wanted)
+        np.testing.assert_array_equal(found, weights.read(name).astype(np.float32))
     assert (result.first_step, result.how, result.folder) == (0, "parameters", str(folder))
     assert result.changes == {"rope_max_timescale": ("10000.0", "20000.0")}
-    assert any("arrays of params are cast on load: bfloat16 -> float32" in line for line in lines)
+    assert any("bfloat16 -> float32" in line for line in lines)
 
 
 def test_layers_that_differ(tmp_path):
-    folder = write(tmp_path / "hf", *muddformer("muddformer", "bfloat16", layers=2))
+    folder = write(tmp_path / "hf", *muddformer("muddformer", "bfloat16"))
     weights = FolderWeights(folder)
     result, _ = start(tmp_path / "run", str(folder), config_of(weights, scan_layers=False))
-    params = result.state.params
+    params = by_name(result.state.params)
     for name in ("layers/1/mlp/wo/kernel", "connections/after/2/wi/kernel"):
-        found = params
-        for part in name.split("/"):
-            found = found[part]
-        np.testing.assert_array_equal(found, weights.read(name).astype(np.float32))
+        np.testing.assert_array_equal(params[name], weights.read(name).astype(np.float32))
     config = config_of(weights, scan_layers=False, dense_first_norms="each", dense_last_expand=1)
     with pytest.raises(UserError) as caught:
         start(tmp_path / "other", str(folder), config)
-    assert "dense_first_norms: one -> each" in str(caught.value)
-    assert "dense_last_expand: 4 -> 1" in str(caught.value)
+    for words in ("dense_first_norms: one -> each", "dense_last_expand: 4 -> 1"):
+        assert words in str(caught.value)
 
 
 def test_a_folder_of_another_model(tmp_path):
@@ -78,17 +66,15 @@ def test_a_folder_of_another_model(tmp_path):
     config = config_of(FolderWeights(folder), base_mlp_dim=48, use_qk_norm=False)
     with pytest.raises(UserError) as caught:
         start(tmp_path / "run", f"hf:{folder}", config)
-    message = str(caught.value)
-    assert "base_mlp_dim: 24 -> 48" in message
-    assert "use_qk_norm: true -> false" in message
-    assert f"python MaxText/convert.py from=hf:{folder} to=RUN writes a config.yml" in message
+    for words in ("base_mlp_dim: 24 -> 48", "use_qk_norm: true -> false", f"from=hf:{folder}"):
+        assert words in str(caught.value)
 
 
 def test_an_imported_folder_is_no_run_to_resume(tmp_path):
     folder = write(tmp_path / "hf", *random("qwen3"))
-    convert(request.read([f"from=hf:{folder}", f"to={tmp_path / 'imported'}"]), print)
+    convert(f"from=hf:{folder}", f"to={tmp_path / 'imported'}")
     config = config_of(FolderWeights(folder))
-    with pytest.raises(UserError, match=r"Start another run_name with load_parameters_path=.*/im"):
+    with pytest.raises(UserError, match=r"load_parameters_path=.*/im"):
         start(tmp_path / "imported", "", config)
     result, _ = start(tmp_path / "run", str(tmp_path / "imported"), config)
     assert result.how == "parameters"
@@ -102,3 +88,21 @@ def test_a_window_is_measured_against_the_run(tmp_path):
     assert "attention_types" not in "\n".join(lines)
     _, lines = start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))
     assert "attention_types: [[[local], 2]] -> []" in "\n".join(lines)
+
+
+def test_programs_find_the_model_in_a_folder(tmp_path):
+    slots = {"qkv_slot_num": 12, "proj_slot_num": 12, "ffn_slot_num": 44}
+    folder = write(tmp_path / "hf", *tokenformer(**slots))
+    path = f"load_parameters_path=hf:{folder}"
+    model = own_configuration.load([path], "decode.py").config.model
+    places = [model.pattention.num_slots(place, 16) for place in ("qkv", "proj", "ffn")]
+    assert places == [12, 12, 44]
+    assert (model.shape.vocab_size, model.position.rotary_pct) == (40, 0.25)
+    assert model.pattention.score_norm_epsilon == 0
+    # train.py takes it from such a folder only: a run's path is weights for the model asked for.
+    taken, other = (
+        own_configuration.for_training([given, "dataset_type=synthetic"], "train.py").config.model
+        for given in (path, "load_parameters_path=run")
+    )
+    assert (taken.shape, taken.pattention) == (model.shape, model.pattention)
+    assert other.shape != model.shape

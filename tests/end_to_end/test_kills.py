@@ -1,117 +1,132 @@
-"""Training that is killed at any moment ends like training that nobody disturbed."""
+"""Runs that are killed or preempted and started again end like a run that nobody disturbed."""
 
-import json
-import os
 import shutil
 import signal
+import time
 
 import pytest
 
 from benchmarks import kills
 from MaxText import exit_codes
-from tests.small_models import some_quick
 
 
-@pytest.fixture(scope="module")
-def attack(tmp_path_factory):
-    return kills.Attack(tmp_path_factory.mktemp("kills"), os.environ | {"JAX_PLATFORMS": "cpu"})
+def kill(run, condition):
+    """SIGKILL at the moment of a condition."""
+    assert run.wait_for(condition, poll=0.001), run.output
+    run.kill()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(attack):
-    return attack.undisturbed()
+def test_killed_and_resumed_it_ends_with_the_same_bits(runs, whole):
+    folder = runs.folder("killed")
 
+    def unfinished():
+        return {path.name for path in (folder / "checkpoints").glob("*tmp*")}
 
-def test_twenty_kills(attack, undisturbed):
-    events = list(attack.killed(20))
-    killed = [event for event in events if isinstance(event, kills.Kill)]
-    folders = [event for event in events if not isinstance(event, kills.Kill)]
-    assert {each.moment for each in killed} == set(kills.MOMENTS)
-    assert len(killed) == 20
-    # Some of them in the midst of the run, or nothing was shown.
-    assert sum(each.last_step is not None for each in killed) >= 8
-    for folder in folders:
-        assert kills.differences(folder, undisturbed) == []
+    run = runs.start("killed")
+    kill(run, (folder / "config.yml").exists)
+    assert not runs.has_happened("killed", "step")
+    run = runs.start("killed")
+    kill(run, lambda: runs.has_happened("killed", "step", 9))
+    before = unfinished()
+    run = runs.start("killed")
+    kill(run, lambda: bool(unfinished() - before))
+    assert unfinished() - before, "the checkpoint was committed"
+    assert not (folder / "checkpoints" / str(kills.LAST_STEP)).exists()
+
+    runs.complete("killed")
+    assert kills.differences(folder, whole[0]) == []
+    reported = runs.events("killed", "step")
+    assert [event["step"] for event in reported] == list(range(kills.LAST_STEP + 1))
+    tokens = [event["progress/tokens"] for event in reported]
+    assert tokens == [(step + 1) * 4 * 64 for step in range(kills.LAST_STEP + 1)]
+    assert sum(event["lost"]["steps"] for event in runs.events("killed", "start", "resume")) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "count"), [(2, 6), (4, 3)])
-def test_kills_of_one_of_several_processes(tmp_path, processes, count):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    attack = kills.Attack(tmp_path / "kills", environment | {"JAX_PLATFORMS": "cpu"}, 3, processes)
-    expected = attack.undisturbed()
-    events = list(attack.killed(count))
+def test_random_kills(runs, whole):
+    events = list(runs.killed(8))
     killed = [event for event in events if isinstance(event, kills.Kill)]
-    assert len(killed) == count
-    assert any(each.last_step is not None for each in killed)
-    assert {each.how for each in killed} == {"SIGKILL", "SIGSTOP"}
-    for event in events:
-        if not isinstance(event, kills.Kill):
-            assert kills.differences(event, expected) == []
+    assert {each.moment for each in killed} == set(kills.MOMENTS)
+    # Some of them in the midst of the run, or nothing was shown.
+    assert sum(each.last_step is not None for each in killed) >= 3
+    for folder in [event for event in events if not isinstance(event, kills.Kill)]:
+        assert kills.differences(folder, whole[0]) == []
 
 
-@pytest.mark.parametrize("step", some_quick([39, 7], 2))  # 39: an evaluation is due, made up for
-def test_sigterm_saves_and_the_same_command_goes_on(attack, undisturbed, step):
-    run_name = f"stopped_at_{step}"
-    run = kills.Run(attack.command(run_name), attack.environment)
-    assert run.wait_for(lambda: (run.last_step or 0) >= step - 2, poll=0.001)
+def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
+    # Long steps, every second with an evaluation. While step 4 is computed the run is in step 5.
+    keys = [
+        "per_device_batch_size=100", "eval_per_device_batch_size=4", "eval_interval=2",
+        "eval_steps=1", "learning_rate_schedule_steps=60",
+    ]  # fmt: skip
+    run = runs.start("stopped", *keys, "steps=100000")
+    evaluated = lambda: runs.has_happened("stopped", "evaluation", 2)  # noqa: E731
+    assert run.wait_for(evaluated, poll=0.001), run.output
+    time.sleep(0.03)
     run.send(signal.SIGTERM)
     assert run.end() == exit_codes.PREEMPTED, run.output
     assert "Traceback" not in run.output
     stopped_at = run.last_step
-    assert stopped_at < kills.LAST_STEP
-    saved = sorted(
-        int(path.name) for path in (attack.folder(run_name) / "checkpoints").glob("[0-9]*")
-    )
-    assert saved[-1] == stopped_at
-    attack.finish(run_name)
-    events = (attack.folder(run_name) / "events.jsonl").read_text().splitlines()
-    (resumed,) = [row for row in map(json.loads, events) if row["event"] == "resume"]
+    saved = (runs.folder("stopped") / "checkpoints").glob("[0-9]*")
+    assert max(int(path.name) for path in saved) == stopped_at
+    steps = stopped_at + 2
+    runs.complete("stopped", *keys, f"steps={steps}")
+    (resumed,) = runs.events("stopped", "resume")
     assert resumed["step"] == stopped_at + 1
-    assert kills.differences(attack.folder(run_name), undisturbed) == []
+    assert [row["step"] for row in runs.rows("stopped")] == list(range(steps))
+    found = [row["step"] for row in runs.events("stopped", "evaluation")]
+    assert found == [step for step in range(steps) if step % 2 or step == steps - 1]
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_wait_for_data(attack, tmp_path):
-    def start(*arguments):
-        return kills.Run(attack.command("waited", *arguments), attack.environment)
-
+def test_sigterm_ends_a_wait_for_data(runs, tmp_path):
     always = [
         f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry_seconds=1000",
         "learning_rate_schedule_steps=60", "checkpoint_period=1000000",
     ]  # fmt: skip
-    run = start(*always, "steps=1000000")
+    run = runs.start("waited", *always, "steps=1000000")
     assert run.wait_for(lambda: (run.last_step or 0) >= 3)
-    files = sorted((tmp_path / "data").rglob("train/tokens*"))
-    contents = [file.read_bytes() for file in files]
-    for file in files:
+    contents = {file: file.read_bytes() for file in (tmp_path / "data").rglob("train/tokens*")}
+    for file in contents:
         file.write_bytes(b"")
     assert run.wait_for(lambda: "could not be read" in run.output), run.output
     run.send(signal.SIGTERM)
     assert run.end() == exit_codes.PREEMPTED, run.output
-    assert "Traceback" not in run.output
-    stopped_at = run.last_step
-    for file, content in zip(files, contents, strict=True):
+    for file, content in contents.items():
         file.write_bytes(content)
-
-    again = start(*always, f"steps={stopped_at + 6}")
-    assert again.end() == 0, again.output
-    folder = attack.folder("waited")
-    steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(set(steps)) == list(range(stopped_at + 6))
-    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    (resumed,) = [row for row in events if row["event"] == "resume"]
-    assert resumed["step"] == stopped_at + 1
+    runs.complete("waited", *always, f"steps={run.last_step + 6}")
+    assert [row["step"] for row in runs.rows("waited")] == list(range(run.last_step + 6))
+    (resumed,) = runs.events("waited", "resume")
+    assert resumed["step"] == run.last_step + 1
 
 
-def test_the_comparison_sees_what_differs(attack, undisturbed, tmp_path):
+def test_the_comparison_sees_what_differs(whole, tmp_path):
     folder = tmp_path / "copy"
-    shutil.copytree(undisturbed, folder)
-    assert kills.differences(folder, undisturbed) == []
+    shutil.copytree(whole[0], folder)
+    assert kills.differences(folder, whole[0]) == []
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([*lines[:10], lines[9], *lines[10:]]))
-    assert len(kills.differences(folder, undisturbed)) == 2
+    assert len(kills.differences(folder, whole[0])) == 2
     (folder / "metrics.jsonl").write_text(
         "".join(lines).replace('"learning/loss": 5', '"learning/loss": 6')
     )
-    assert kills.differences(folder, undisturbed) == ["metrics"]
+    assert kills.differences(folder, whole[0]) == ["metrics"]
+
+
+@pytest.mark.slow
+def test_dense_connections_resume_with_the_same_bits(runs):
+    keys = (
+        "decoder_block=muddformer_prepost opt_type=muon mlp_dim_multiple=8 steps=5 "
+        "checkpoint_period=2 learning_rate=0.01 eval_interval=-1"
+    )
+    runs.complete("dense", *keys.split())
+    table = (runs.folder("dense") / "start.txt").read_text()
+    assert "connections/after/*/wo/kernel  x2" in table
+    assert "sums over depth" in table
+    expected = runs.arrays("dense", 4)
+    assert any("'connections'" in name and "'wo'" in name for name in expected)
+    shutil.rmtree(runs.folder("dense") / "checkpoints/4")
+    again = runs.complete("dense", *keys.split())
+    assert "completed step: 2" not in again
+    assert "completed step: 3" in again
+    assert runs.arrays("dense", 4) == expected

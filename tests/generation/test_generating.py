@@ -7,7 +7,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
-from MaxText.generation.generating import Limits, Timing, generate
+from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
@@ -66,16 +66,6 @@ def test_a_completion_does_not_depend_on_its_batch(small, choice, new_tokens):
     assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 
-def test_a_name_decides_the_draws(small):
-    engine = small[2](DRAWN)
-    names = [(7, 1), (0, 0), (3, 2), (7, 0)]
-    prompts = [PROMPTS[0]] * 4
-    named = completions(engine, Limits(8), prompts=prompts, names=names)
-    (alone,) = completions(engine, Limits(8), prompts=prompts[:1], names=names[2:3])
-    assert named[2].tokens == alone.tokens
-    assert len({tuple(c.tokens) for c in named}) == 4
-
-
 def test_numbers_that_are_not_finite_end_in_a_message(small):
     model, params, _ = small
     damaged = jax.tree.map(lambda x: x * jnp.nan, params)
@@ -130,11 +120,6 @@ def test_a_stop_string_ends_a_text(small):
         assert after.finish_reason == ("stop" if stop in before.text else "length")
 
 
-def test_without_a_number_the_window_is_filled(small):
-    for prompt, completion in zip(PROMPTS, completions(small[2](GREEDY), Limits()), strict=True):
-        assert len(prompt) + len(completion.tokens) == WINDOW
-
-
 def test_beyond_the_window_the_newer_half_goes_on(small):
     model, params, engine = small
     (completion,) = completions(engine(GREEDY), Limits(WINDOW + 20), prompts=[PROMPTS[0]])
@@ -160,13 +145,6 @@ def test_a_prompt_that_fits_is_read_whole(small, length):
     (completion,) = completions(small[2](GREEDY), Limits(10), prompts=[prompt])
     assert (completion.prompt, completion.num_dropped) == (prompt, 0)
     assert len(completion.tokens) == 10
-
-
-def test_times_are_taken_of_prompts_and_steps(small):
-    timing = Timing()
-    completions(small[2](GREEDY), Limits(6), rows=2, timing=timing)
-    assert len(timing.prompts) == 2
-    assert len(timing.steps) == 2 * 5
 
 
 def test_ids_without_a_token_are_never_chosen(small):

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from MaxText.generation.text_stream import TextStream
@@ -25,7 +25,11 @@ def pieces_of(text, stops=()):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3))
+@given(
+    st.text("ab€", max_size=30) | st.text(max_size=30),
+    st.lists(st.text("ab€", min_size=1, max_size=4), max_size=3),
+)
+@example("xaby", ["b", "ab"])  # two at once
 def test_pieces_make_up_the_text_before_the_first_stop(text, stops):
     stream, pieces = pieces_of(text, stops)
     found = [text.find(stop) for stop in stops if stop in text]

@@ -2,8 +2,10 @@
 
 import io
 import os
+import random
 import tarfile
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,3 +54,35 @@ class Touches:
 
     def __reduce__(self):
         return os.mkdir, (self._marker,)
+
+
+def damaged(
+    seed: str, content: bytes, number: int, inserted: Sequence[bytes] = ()
+) -> Iterator[tuple[bytes, int]]:
+    """Contents with one or two damages each, and the offset of the first of them."""
+    rng = random.Random(seed)
+    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3]
+    kinds = kinds if inserted else kinds[:5]
+    for _ in range(number):
+        found, first = _damage(content, rng, rng.choice(kinds), inserted)
+        if found and rng.random() < 0.3:
+            found, other = _damage(found, rng, rng.choice(kinds), inserted)
+            first = min(first, other)
+        yield found, first
+
+
+def _damage(
+    content: bytes, rng: random.Random, kind: str, inserted: Sequence[bytes]
+) -> tuple[bytes, int]:
+    at, length = rng.randrange(len(content)), rng.randrange(1, 300)
+    before, after, end = content[:at], content[at:], content[at + length :]
+    changed = {
+        "cut": before,
+        "left out": before + end,
+        "flipped": before + bytes([content[at] ^ 1 << rng.randrange(8)]) + after[1:],
+        "zeroed": before + bytes(len(after) - len(end)) + end,
+        "repeated": before + content[max(0, at - length) :],
+    }
+    if kind == "inserted":
+        return before + rng.choice(inserted) + after, at
+    return changed[kind], at

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import re
 import tarfile
 import tracemalloc
 from collections import Counter
@@ -20,7 +21,7 @@ from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-from tests.hostile.files import Touches, tar_archive, torch_archive, torch_file
+from tests.hostile.files import Touches, tar_archive, torch_archive
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
         (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.pth": content}))
         found = TarTensors("").scan(str(tmp_path / "a.tar"))
         ((_, reason),) = found.damaged
-        assert "mkdir, which no plain tensor" in reason or "no file of torch.save" in reason
+        assert "mkdir" in reason or "torch.save" in reason
 
 
 @pytest.mark.parametrize(
@@ -85,52 +86,39 @@ def test_pickles_that_fill_the_memory():
     tracemalloc.stop()
 
 
-def test_a_tensor_that_torch_wrote_is_read():
-    ids = np.arange(5)
-    np.testing.assert_array_equal(read_tensor(torch_file(ids)), ids)
-
-
 def test_arrays_of_objects(tmp_path, marker):
     stored = io.BytesIO()
     np.save(stored, np.array([Touches(marker)], object), allow_pickle=True)
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
     ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert "Object arrays cannot be loaded" in reason
+    assert "Object arrays" in reason
 
 
-@pytest.mark.parametrize("name", ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin"])
-def test_pickles_named_as_text(tmp_path, marker, name):
-    (tmp_path / name).write_bytes(pickle.dumps(Touches(marker)))
-    with pytest.raises(UserError, match="files are not read"):
-        open_corpus(str(tmp_path / name), "text")
-
-
-def test_pickles_as_text(tmp_path, marker):
-    (tmp_path / "corpus.txt").write_bytes(pickle.dumps(Touches(marker)))
-    (unit,) = open_corpus(str(tmp_path / "corpus.txt"), "text").units
-    with pytest.raises(UserError, match="is not UTF-8 text"):
+def _read_text(path: Path) -> None:
+    for unit in open_corpus(str(path), "text").units:
         list(unit.documents(Counter()))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_pickles_as_weights(tmp_path, marker, name):
-    (tmp_path / name).write_bytes(torch_archive(pickle.dumps(Touches(marker), 2)))
-    with pytest.raises(UserError, match=r"needs torch|could run any program|no whole safetensors"):
-        TensorFiles(tmp_path)
+READERS = {
+    _read_text: ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin", "corpus.txt"],
+    load_tokenizer: ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"],
+    lambda path: TensorFiles(path.parent): ["pytorch_model.bin", "model.safetensors"],
+    lambda path: FattoribWeights(str(path.parent), configure(model_name="fattorib-smol")): [
+        "params_1"
+    ],
+}
 
 
-def test_pickles_as_flax_weights(tmp_path, marker):
-    (tmp_path / "params_1").write_bytes(pickle.dumps(Touches(marker)))
-    config = configure(model_name="fattorib-smol")
-    with pytest.raises(UserError, match="no msgpack file of Flax"):
-        FattoribWeights(str(tmp_path), config)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"])
-def test_pickles_as_tokenizers(tmp_path, marker, name):
-    (tmp_path / name).write_bytes(pickle.dumps(Touches(marker)))
-    with pytest.raises(UserError, match="Copy"):
-        load_tokenizer(tmp_path / name)
+@pytest.mark.parametrize(
+    ("read", "name"), [(read, name) for read, names in READERS.items() for name in names]
+)
+def test_pickles_named_as_something_else(tmp_path, marker, read, name):
+    path = tmp_path / name
+    pickled = pickle.dumps(Touches(marker), 2)
+    for content in (pickled, torch_archive(pickled)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}|{tmp_path}"):
+            read(path)
 
 
 def test_tokenizers_that_name_code(tmp_path, marker):
@@ -139,7 +127,7 @@ def test_tokenizers_that_name_code(tmp_path, marker):
         json.dumps({"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}})
     )
     (tmp_path / "code.py").write_text(f"import os; os.mkdir({str(marker)!r})")
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
@@ -156,17 +144,13 @@ _TAGGED = (
 
 
 @pytest.mark.parametrize("tagged", _TAGGED)
-@pytest.mark.parametrize("key", ["steps", "prompt", "adamw_mask", "base_config", "sweep"])
-def test_tags_in_configurations(tmp_path, marker, key, tagged):
-    path = tmp_path / "config.yml"
-    path.write_text(f"{key}: {tagged.format(marker=marker)}\n")
-    with pytest.raises(ConfigurationError, match=f"{key}: has the tag !"):
-        load([str(path), "dataset_type=synthetic"], "train.py")
-
-
-@pytest.mark.parametrize("tagged", _TAGGED)
-def test_tags_on_the_command_line_are_text(marker, tagged):
-    text = tagged.format(marker=marker)
+def test_tags_in_configurations(tmp_path, marker, tagged):
+    path, text = tmp_path / "config.yml", tagged.format(marker=marker)
+    for key in ("steps", "prompt", "adamw_mask", "base_config", "sweep"):
+        path.write_text(f"{key}: {text}\n")
+        with pytest.raises(ConfigurationError, match=f"{key}: .*tag !"):
+            load([str(path), "dataset_type=synthetic"], "train.py")
+    # On the command line they are text.
     loaded = load([f"prompt={text}", "dataset_type=synthetic"], "train.py")
     assert loaded.config.decoding.prompt == text
     with pytest.raises(ConfigurationError):
@@ -178,7 +162,7 @@ def test_aliases_that_multiply(tmp_path):
     lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
     lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 1000)}]" for i in range(1, 4)]
     (tmp_path / "config.yml").write_text("\n".join([*lines, "adamw_mask: *a3"]))
-    with pytest.raises(ConfigurationError, match="adamw_mask: has more than 100,000 items"):
+    with pytest.raises(ConfigurationError, match=r"adamw_mask: .* 100,000"):
         load([str(tmp_path / "config.yml")])
 
 
@@ -226,5 +210,5 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
 def test_indices_of_weights_that_lead_out(tmp_path, name):
     index = {"weight_map": {"weight": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="outside of its folder"):
+    with pytest.raises(UserError, match=re.escape(name)):
         TensorFiles(tmp_path)

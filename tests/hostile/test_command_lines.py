@@ -5,13 +5,11 @@ message and exit code 2. Never a traceback, never anything left behind.
 """
 
 import contextlib
-import functools
-import importlib.util
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.values import to_yaml
-from tests.house.sources import PACKAGE
+from tests.house.sources import main_of
 from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
 
@@ -43,45 +41,37 @@ def _reached(*_):
     raise _Reached
 
 
-@functools.cache
-def _main_of(program: str) -> Callable[[], int]:
-    spec = importlib.util.spec_from_file_location(
-        f"program_{Path(program).stem}", PACKAGE / program
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", [*sys.path]):  # a program replaces its first entry
-        spec.loader.exec_module(module)
-    return module.main
+# Where the work itself begins, for which a command line is accepted.
+_WORK = (
+    "generation.decoding.open_trained_model",
+    "scoring.evaluating.open_trained_model",
+    "input_pipeline.inspection.inspecting.Inspection.show_statistics",
+    "input_pipeline.inspection.inspecting.Inspection.show_batch",
+)
 
 
-def run(program: str, arguments: list[str]) -> tuple[int, str]:
-    """Exit code and message of a program; fails where there is anything but those."""
-    # The environment says that the allocator is set, and the program does not start anew.
-    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+def run(program: str, arguments: list[str]) -> int:
+    """Exit code of a program; fails where there is a mistake without message."""
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-    with (
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(sys, "argv", [program, *arguments]),
-        mock.patch("MaxText.generation.decoding.open_trained_model", _reached),
-        mock.patch("MaxText.scoring.evaluating.open_trained_model", _reached),
-        mock.patch(
-            "MaxText.input_pipeline.inspection.inspecting.Inspection.show_statistics", _reached
-        ),
-        mock.patch("MaxText.input_pipeline.inspection.inspecting.Inspection.show_batch", _reached),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
+    with contextlib.ExitStack() as patches:
+        # The environment says that the allocator is set, and the program does not start anew.
+        patches.enter_context(
+            mock.patch.dict(os.environ, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+        )
+        patches.enter_context(mock.patch.object(sys, "argv", [program, *arguments]))
+        for name in _WORK:
+            patches.enter_context(mock.patch(f"MaxText.{name}", _reached))
+        patches.enter_context(contextlib.redirect_stdout(out))
+        patches.enter_context(contextlib.redirect_stderr(err))
         try:
-            code = _main_of(program)()
+            code = main_of(program)()
         except SystemExit as stopped:
             code = stopped.code
         except _Reached:
             code = 0
     assert code in (0, 2), (code, err.getvalue())
     assert code == 0 or err.getvalue().split("error: ", 1)[1].strip(), err.getvalue()
-    return code, err.getvalue()
+    return code
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +81,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     llama_folder(folder / "hf")
     before = Path.cwd()
     os.chdir(folder)
-    assert run("convert.py", ["from=hf:hf", "to=run"])[0] == 0
+    assert run("convert.py", ["from=hf:hf", "to=run"]) == 0
     small_data.write_data_set(folder / "data", {"train": [np.arange(40), np.arange(7)]})
     for name, content in {
         "cut": b'{"model_type": "lla', "deep": b"[" * 100_000, "list": b"[]", "empty": b"",
@@ -168,94 +158,64 @@ _MORE = st.one_of(
 
 
 @st.composite
-def _conversions(draw: st.DrawFn) -> list[str]:
+def _conversions(draw: st.DrawFn) -> tuple[str, list[str]]:
     arguments = [f"from={draw(_SOURCES)}"] if draw(st.integers(0, 9)) else []
     arguments += [f"to={draw(_TARGETS)}"] if draw(st.integers(0, 9)) else []
     arguments += draw(st.lists(_MORE, max_size=2))
-    return draw(st.permutations(arguments))
-
-
-def _new(place: Path, before: set[Path]) -> set[Path]:
-    return set(place.rglob("*")) - before
-
-
-def _converts(place: Path, arguments: list[str]) -> bool:
-    before = set(place.rglob("*"))
-    code, _ = run("convert.py", arguments)
-    new = _new(place, before)
-    assert code == 0 or not new
-    for path in sorted(new):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    return bool(new)
-
-
-@given(_conversions())
-@settings(_SETTINGS, max_examples=80)
-def test_conversions(place, arguments):
-    _converts(place, arguments)
-
-
-@pytest.mark.slow
-@given(_conversions())
-@settings(_SETTINGS, max_examples=3000)
-def test_many_conversions(place, arguments):
-    _converts(place, arguments)
+    return "convert.py", draw(st.permutations(arguments))
 
 
 _WEIGHTS = st.one_of(
     st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]), _PLACES
 )
-_OF_DECODING = ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
-                "decode_stop", "decode_num_samples", "per_device_batch_size"]  # fmt: skip
-_OF_SCORING = ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
-               "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"]  # fmt: skip
-_TASKS = ["[lambada]", "[wikitext]", "[lambada,nothing]"]
+_KEYS_OF = {
+    "decode.py": ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
+                  "decode_stop", "decode_num_samples", "per_device_batch_size"],
+    "eval.py": ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
+                "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"],
+}  # fmt: skip
+_TASKS = st.sampled_from(["[lambada]", "[wikitext]", "[lambada,nothing]"])
 
 
 @st.composite
-def _runs_of_weights(draw: st.DrawFn, names: list[str]) -> list[str]:
-    edits = st.one_of(
-        st.builds(_edit, st.sampled_from(names), _VALUES | st.sampled_from(_TASKS)),
-        _KEY_EDITS,
-        _EDGES,
-    )
-    arguments = draw(st.lists(edits, max_size=3))
+def _runs_of_weights(draw: st.DrawFn, program: str) -> tuple[str, list[str]]:
+    own = st.builds(_edit, st.sampled_from(_KEYS_OF[program]), _VALUES | _TASKS)
+    arguments = draw(st.lists(st.one_of(own, _KEY_EDITS, _EDGES), max_size=3))
     if draw(st.integers(0, 9)):
         arguments.append(f"load_parameters_path={draw(_WEIGHTS)}")
-    return arguments
-
-
-def _remove_written(place: Path, arguments: list[str], program: str) -> None:
-    before = set(place.rglob("*"))
-    run(program, arguments)
-    for path in sorted(_new(place, before), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-@given(_runs_of_weights(_OF_DECODING))
-@settings(_SETTINGS, max_examples=40)
-def test_decoding(place, arguments):
-    _remove_written(place, arguments, "decode.py")
-
-
-@given(_runs_of_weights(_OF_SCORING))
-@settings(_SETTINGS, max_examples=40)
-def test_scoring(place, arguments):
-    _remove_written(place, arguments, "eval.py")
+    return program, arguments
 
 
 @st.composite
-def _inspections(draw: st.DrawFn) -> list[str]:
+def _inspections(draw: st.DrawFn) -> tuple[str, list[str]]:
     own = st.sampled_from(["step", "num_devices", "sample", "output", "max_target_length"])
     edits = st.one_of(st.builds(_edit, own, _VALUES), _KEY_EDITS)
     first = draw(st.one_of(st.sampled_from(["data", "dataset_path=data"]), _EDGES))
-    return [first, "vocab_size=512", "max_target_length=16", *draw(st.lists(edits, max_size=2))]
+    common = [first, "vocab_size=512", "max_target_length=16"]
+    return "inspect_data.py", [*common, *draw(st.lists(edits, max_size=2))]
 
 
-@given(_inspections())
-@settings(_SETTINGS, max_examples=60)
-def test_inspections(place, arguments):
-    _remove_written(place, arguments, "inspect_data.py")
+_COMMAND_LINES = {
+    "convert.py": (_conversions(), 40, 1500),
+    "decode.py": (_runs_of_weights("decode.py"), 20, 200),
+    "eval.py": (_runs_of_weights("eval.py"), 20, 200),
+    "inspect_data.py": (_inspections(), 30, 200),
+}
+
+
+@pytest.mark.parametrize("name", _COMMAND_LINES)
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_done_or_refused(place, name, many):
+    command_lines, few, number = _COMMAND_LINES[name]
+
+    @given(command_lines)
+    @settings(_SETTINGS, max_examples=number if many else few)
+    def is_done_or_refused(program_and_arguments):
+        before = set(place.rglob("*"))
+        code = run(*program_and_arguments)
+        written = sorted(set(place.rglob("*")) - before, reverse=True)
+        assert code == 0 or not written
+        for path in written:
+            path.rmdir() if path.is_dir() else path.unlink()
+
+    is_done_or_refused()

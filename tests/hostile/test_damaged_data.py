@@ -7,7 +7,6 @@ What formats without checksums cannot show is said by `_UNCHECKED`.
 import dataclasses
 import gzip
 import itertools
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,40 +19,14 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.input_pipeline.streams.opening import open_token_data
-from tests.hostile.files import tar_archive, torch_file
+from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline import small_data
 from tests.input_pipeline.streams import token_files
 
 VOCAB_SIZE = 3000
 SIZES = (40, 7, 19, 1, 64, 33, 12, 25, 50, 3)
 DOCUMENTS = token_files.documents(0, SIZES, VOCAB_SIZE)
-DAMAGES = 24
-
-
-def _flip(content: bytearray, rng: random.Random) -> bytes:
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    return bytes(content)
-
-
-def _cut(content: bytearray, rng: random.Random) -> bytes:
-    return bytes(content[: rng.randrange(len(content))])
-
-
-def _zero(content: bytearray, rng: random.Random) -> bytes:
-    start = rng.randrange(len(content))
-    stop = min(len(content), start + rng.randrange(1, 200))
-    content[start:stop] = bytes(stop - start)
-    return bytes(content)
-
-
-def _repeat(content: bytearray, rng: random.Random) -> bytes:
-    start = rng.randrange(len(content))
-    stop = min(len(content), start + rng.randrange(1, 200))
-    return bytes(content[:stop] + content[start:])
-
-
-KINDS: tuple[Callable[[bytearray, random.Random], bytes], ...] = (_flip, _cut, _zero, _repeat)
+DAMAGES = 40
 
 
 def _tfrecord_gz(path: Path) -> None:
@@ -143,47 +116,37 @@ def _read(folder: Path, cache: Path, skip: bool) -> _Read:
 def _damaged(tmp_path: Path, name: str, write: Callable[[Path], None]):
     """Folders with one damaged file each."""
     whole = tmp_path / "whole"
-    whole.mkdir()
-    if name.startswith(("train/", "manifest")):
-        whole.rmdir()
+    if not name.startswith(("train/", "manifest")):
+        whole.mkdir()
     write(whole)
-    rng = random.Random(name)
-    for number in range(DAMAGES):
-        folder = tmp_path / str(number)
-        shutil.copytree(whole, folder)
-        before = (whole / name).read_bytes()
-        after = KINDS[number % len(KINDS)](bytearray(before), rng)
-        (folder / name).write_bytes(after)
+    before = (whole / name).read_bytes()
+    for number, (after, _) in enumerate(damaged(name, before, DAMAGES)):
         if after != before:
+            folder = tmp_path / str(number)
+            shutil.copytree(whole, folder)
+            (folder / name).write_bytes(after)
             yield folder
 
 
-@pytest.mark.parametrize("skip", [False, True], ids=["fail", "skip"])
-@pytest.mark.parametrize("name", _CHECKED)
-def test_checksums_let_no_other_tokens_through(tmp_path, name, skip):
+@pytest.mark.parametrize("name", [*_CHECKED, *_UNCHECKED])
+def test_damage_is_an_error_or_leaves_out_documents(tmp_path, name):
+    checked = name in _CHECKED
     written = {ids.tobytes() for ids in DOCUMENTS}
     noticed = 0
-    for folder in _damaged(tmp_path, name, _CHECKED[name]):
+    for number, folder in enumerate(_damaged(tmp_path, name, {**_CHECKED, **_UNCHECKED}[name])):
+        skip = not checked or number % 2 == 0
         found = _read(folder, tmp_path / "cache", skip)
         whole = [ids for ids in found.documents if ids is not None]
-        assert {ids.tobytes() for ids in whole} <= written, folder
+        for ids in whole:
+            assert ids.tobytes() in written or not checked, folder
+            assert ids.dtype == np.int32
+            assert ids.min(initial=0) >= 0
         # Damage of what nobody reads, such as padding, changes nothing.
-        noticed += bool(found.error) or len(whole) < len(DOCUMENTS)
-        if not skip and not found.error and len(found.documents) != len(DOCUMENTS):
-            pytest.fail(f"{folder}: documents are missing, and nobody says so")
-    assert noticed >= DAMAGES // 3
-
-
-@pytest.mark.parametrize("name", _UNCHECKED)
-def test_without_checksums_damage_is_an_error_or_other_ids(tmp_path, name):
-    noticed = 0
-    for folder in _damaged(tmp_path, name, _UNCHECKED[name]):
-        found = _read(folder, tmp_path / "cache", skip=True)
-        noticed += bool(found.error)
-        for ids in found.documents:
-            assert ids is None or (ids.dtype == np.int32 and ids.min(initial=0) >= 0)
+        noticed += bool(found.error) or (checked and len(whole) < len(DOCUMENTS))
+        if not skip and not found.error:
+            assert len(found.documents) == len(DOCUMENTS), f"{folder}: no error for lost documents"
     # A file that is shorter or longer than it was is always noticed.
-    assert noticed >= DAMAGES // 4
+    assert noticed >= DAMAGES // (3 if checked else 4)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
@@ -198,6 +161,6 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
         process_index=0,
         process_count=1,
     )
-    with pytest.raises(UserError, match="vocab_size=3000 is too small: id"):
+    with pytest.raises(UserError, match="vocab_size=3000"):
         list(itertools.islice(batches, 8))
     batches.close()

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import json
+import re
 import struct
 from collections import Counter
 from pathlib import Path
@@ -66,7 +68,7 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
 )
 def test_weights_whose_header_lies(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match="no whole safetensors file"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         TensorFiles(tmp_path)
 
 
@@ -92,34 +94,40 @@ def _npy(header: str) -> bytes:
 def test_arrays_whose_header_lies(tmp_path, header):
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": _npy(header)}))
     ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert "the .npy member is damaged" in reason
+    assert ".npy" in reason
 
 
-@pytest.mark.parametrize("sequences", [1 << 40, 1 << 62, (1 << 64) - 1, 2])
-@pytest.mark.parametrize("documents", [1, 1 << 62, (1 << 64) - 1])
-def test_indices_whose_header_lies(tmp_path, sequences, documents):
-    header = struct.pack("<9sQBQQ", MAGIC, 1, 4, sequences, documents)
-    (tmp_path / "a.idx").write_bytes(header + bytes(64))
-    with pytest.raises(UserError, match="where its header asks for"):
-        read_index(str(tmp_path / "a.idx"))
+def test_archives_named_as_arrays(tmp_path):
+    """An .npz is a zip archive: what is read is a member of a tar, and no archive in it."""
+    stored = io.BytesIO()
+    np.savez(stored, np.arange(3))
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
+    assert TarTensors("").scan(str(tmp_path / "a.tar")).damaged
 
 
-@pytest.mark.parametrize("length", [1, 1 << 20, (1 << 32) - 1])
-def test_tables_whose_footer_lies(tmp_path, length):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(64) + struct.pack("<I", length) + b"PAR1")
-    with pytest.raises(BadRecord, match="no table, damaged"):
-        Table(str(tmp_path / "a.parquet"))
-    with pytest.raises(UserError, match=r"a\.parquet cannot be read"):
-        _texts(tmp_path / "a.parquet")
+def test_indices_whose_header_lies(tmp_path):
+    for sequences, documents in itertools.product(
+        (1 << 40, 1 << 62, (1 << 64) - 1, 2), (1, 1 << 62, (1 << 64) - 1)
+    ):
+        header = struct.pack("<9sQBQQ", MAGIC, 1, 4, sequences, documents)
+        (tmp_path / "a.idx").write_bytes(header + bytes(64))
+        with pytest.raises(UserError, match=r"a\.idx"):
+            read_index(str(tmp_path / "a.idx"))
 
 
-@pytest.mark.parametrize("magic", [b"ARROW1\0\0", b"\xff\xff\xff\xff"])
-def test_arrow_files_whose_header_lies(tmp_path, magic):
-    for length in (1 << 20, (1 << 31) - 1, (1 << 32) - 1):
-        content = magic + struct.pack("<I", length) + bytes(64) + struct.pack("<I", length)
-        (tmp_path / "a.arrow").write_bytes(content + b"ARROW1")
-        with pytest.raises(BadRecord, match="no table, damaged"):
-            Table(str(tmp_path / "a.arrow"))
+@pytest.mark.parametrize("length", [1, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
+def test_tables_whose_header_lies(tmp_path, length):
+    packed = struct.pack("<I", length)
+    for name, content in {
+        "a.parquet": b"PAR1" + bytes(64) + packed + b"PAR1",
+        "file.arrow": b"ARROW1\0\0" + packed + bytes(64) + packed + b"ARROW1",
+        "stream.arrow": b"\xff\xff\xff\xff" + packed + bytes(64) + packed + b"ARROW1",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadRecord):
+            Table(str(tmp_path / name))
+        with pytest.raises(UserError, match=re.escape(name)):
+            _texts(tmp_path / name)
 
 
 def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
@@ -134,7 +142,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
         assert content.count(offsets) == 1
         wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
         (tmp_path / "a.arrow").write_bytes(wrong)
-        with pytest.raises(UserError, match="cannot be read" if text else "is damaged"):
+        with pytest.raises(UserError, match=r"a\.arrow"):
             _texts(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
                 0, "text"
             )
@@ -143,44 +151,38 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
 @pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
 def test_array_records_of_nothing(tmp_path, content):
     (tmp_path / "a.array_record").write_bytes(content)
-    with pytest.raises(BadRecord, match="no ArrayRecord file"):
+    with pytest.raises(BadRecord, match="ArrayRecord"):
         open_reader(str(tmp_path / "a.array_record"))
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "list.json"])
-def test_rows_nested_without_end(tmp_path, name):
-    (tmp_path / name).write_text(('{"text": ' if name == "rows.jsonl" else "") + DEEP)
-    with pytest.raises(UserError, match="is not JSON"):
-        _texts(tmp_path / name)
-
-
-def test_scores_on_text_nested_without_end(tmp_path):
-    (tmp_path / "lambada.jsonl").write_text(DEEP)
-    with pytest.raises(UserError, match=r"lambada\.jsonl:1 is not JSON"):
-        lambada.read(str(tmp_path / "lambada.jsonl"))
-
-
-def test_descriptions_nested_without_end(tmp_path):
-    for name in ("config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_text(DEEP)
-    with pytest.raises(UserError, match="is not JSON"):
-        read_json(tmp_path / "config.json")
-    with pytest.raises(UserError, match="is not JSON"):
-        own_configuration.load([f"load_parameters_path=hf:{tmp_path}"], "decode.py")
-    with pytest.raises(UserError, match="is not JSON"):
-        TensorFiles(tmp_path)
-
-
 @pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-)
+    ("name", "read"),
+    [
+        ("list.json", _texts),
+        ("rows.jsonl", _texts),
+        ("lambada.jsonl", lambda path: lambada.read(str(path))),
+        ("config.json", read_json),
+        ("config.json", lambda path: own_configuration.load([
+            f"load_parameters_path=hf:{path.parent}"], "decode.py")),
+        ("model.safetensors.index.json", lambda path: TensorFiles(path.parent)),
+    ],
+)  # fmt: skip
+def test_texts_nested_without_end(tmp_path, name, read):
+    for text in (DEEP, '{"text": ' + DEEP):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=f"{name}.* JSON"):
+            read(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     "content", [DEEP, '{"a": ' * 100_000, "{}", "[]", "null", "9" * 5000, "\x00", '{"model": {}}']
 )
-def test_tokenizers_that_are_none(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError):
-        load_tokenizer(tmp_path)
+def test_tokenizers_that_are_none(tmp_path, content):
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
 
 
 _WRONG = (
@@ -189,52 +191,28 @@ _WRONG = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "gpt_neo", "gemma", "mistral"])
-def test_configurations_of_anything(model_type, family_configurations):
-    config = family_configurations(model_type)
+_SIZES = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+}  # fmt: skip
+# Names of the keys of config.json where they are others.
+_FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "gemma": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
+    "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+}
+
+
+@pytest.mark.parametrize("model_type", _FAMILIES)
+def test_configurations_of_anything(model_type):
+    config = {"model_type": model_type, **_SIZES, **_FAMILIES[model_type]}
+    configure(**to_keys(family_of(config, "folder"), config, "folder", {}))
     for name in (*config, "rope_scaling", "rope_parameters", "sliding_window", "architectures"):
         for wrong in _WRONG:
             broken = {**config, name: wrong}
-            try:
-                keys = to_keys(family_of(broken, "folder"), broken, "folder", {})
-            except UserError:
-                continue
             with contextlib.suppress(UserError):
-                configure(**keys)
-
-
-@pytest.fixture
-def family_configurations():
-    """config.json of a small model of each family, as transformers names its keys."""
-    small = {
-        "llama": {
-            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
-            "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        },
-        "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
-        "gpt_neox": {
-            "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
-            "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 16,
-        },
-        "gpt_neo": {
-            "hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 64,
-            "max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]],
-        },
-        "gemma": {
-            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8,
-            "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
-            "max_position_embeddings": 16,
-        },
-    }  # fmt: skip
-    small["mistral"] = small["llama"]
-    return lambda model_type: {"model_type": model_type, **small[model_type]}
-
-
-def test_numpy_files_are_arrays_only(tmp_path):
-    """An .npz is a zip archive: what is read is a member of a tar, and no archive in it."""
-    stored = io.BytesIO()
-    np.savez(stored, np.arange(3))
-    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
-    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert "no file of torch.save" in reason
+                configure(**to_keys(family_of(broken, "folder"), broken, "folder", {}))

@@ -1,9 +1,12 @@
-"""The files that the house rules are about, and how to read them."""
+"""The files that the house rules are about, and how to read and import them."""
 
 import ast
 import functools
-from collections.abc import Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "MaxText"
@@ -41,3 +44,15 @@ def imported_modules(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def main_of(program: str) -> Callable[[], int]:
+    """The function main of a program, for this process; it reads sys.argv."""
+    spec = importlib.util.spec_from_file_location(f"program_{program[:-3]}", PACKAGE / program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", [*sys.path]):  # a program replaces its first entry
+        spec.loader.exec_module(module)
+    return module.main

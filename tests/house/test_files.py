@@ -1,7 +1,11 @@
-"""Size, name and manners of the source files."""
+"""Size, name, manners and imports of the source files; seeded faults that still apply."""
 
 import ast
 import re
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import packages_distributions
 
 from tests.house.sources import (
     PACKAGE,
@@ -12,6 +16,7 @@ from tests.house.sources import (
     python_files,
     shown,
 )
+from tests.seeded_faults.__main__ import all_faults
 
 MOST_LINES = 600
 MOST_LINES_OF_TRAIN = 300
@@ -59,7 +64,7 @@ def test_entry_scripts_are_never_imported():
     scripts = {f"MaxText.{path.stem}" for path in ENTRY_SCRIPTS}
     assert "MaxText.train" in scripts
     importing = [shown(path) for path in FILES if scripts.intersection(imported_modules(path))]
-    assert not importing
+    assert importing == ["MaxText/api.py"]  # the Python interface trains as train.py does
 
 
 def test_nothing_is_left_for_later():
@@ -75,3 +80,59 @@ def test_nothing_is_left_for_later():
                 if marks.search(line):
                     found.append(f"{shown(path)}:{number}")
     assert not found
+
+
+def test_each_fault_applies_and_names_tests_that_exist():
+    faults = [fault for of_file in all_faults().values() for fault in of_file]
+    names = Counter(fault.name for fault in faults)
+    assert [name for name, count in names.items() if count > 1] == []
+    for fault in faults:
+        text = (REPOSITORY / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, fault.name
+        assert fault.new != fault.old, fault.name
+        assert fault.tests, fault.name
+        for test in fault.tests:
+            path, *parts = test.partition("[")[0].split("::")
+            source = (REPOSITORY / path).read_text(encoding="utf-8")
+            for part in parts:
+                assert f"def {part}(" in source or f"class {part}" in source, (fault.name, test)
+
+
+# Often installed beside us; whether they are in this environment must not matter.
+OFTEN_INSTALLED = {
+    "datasets",
+    "evaluate",
+    "gcsfs",
+    "sentencepiece",
+    "tensorboard",
+    "tensorflow",
+    "torch",
+    "transformers",
+    "wandb",
+    "webdataset",
+}
+
+
+def test_no_name_hides_another_module():
+    # python MaxText/train.py puts MaxText/ first on the path until its first lines have run, and
+    # so do debuggers and notebooks for longer.
+    ours = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    others = OFTEN_INSTALLED | set(sys.stdlib_module_names) | set(packages_distributions())
+    assert not ours & others
+
+
+def test_the_configuration_is_checked_without_jax():
+    modules = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in (PACKAGE / "configuration").glob("*.py")
+        if path.stem != "__init__"
+    ]
+    program = "\n".join(
+        [
+            f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})",
+            *(f"import {module}" for module in modules),
+            "MaxText.configuration.loading.configure('quickstart.yml')",
+            "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -3,15 +3,30 @@
 import os
 import re
 import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.house.packaging_files import PROJECT, pins, requirements
-from tests.house.sources import REPOSITORY
+from tests.house.sources import REPOSITORY, imported_modules, python_files, shown
 
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def pins() -> list[Requirement]:
+    """The lines of constraints.txt."""
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def requirements() -> list[Requirement]:
+    """What pyproject.toml asks for, extras included."""
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    return [Requirement(line) for group in groups for line in group]
 
 
 def holds_for(requirement: Requirement, python: str) -> bool:
@@ -97,3 +112,25 @@ def test_ci_runs_the_commands_of_the_readme():
     assert re.search(r"^bash setup\.sh$", ci, re.MULTILINE)
     assert re.search(r"^\.venv/bin/python -m pytest -n auto$", ci, re.MULTILINE)
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
+
+
+def test_imports_and_declared_dependencies_agree():
+    distributions = packages_distributions()
+    imported: dict[str, set[str]] = {}
+    for path in python_files("MaxText"):
+        for module in imported_modules(path):
+            top = module.partition(".")[0]
+            if top != "MaxText" and top not in sys.stdlib_module_names:
+                imported.setdefault(top, set()).add(shown(path))
+    names = {
+        top: {canonicalize_name(name) for name in distributions.get(top, [top])} for top in imported
+    }
+    core = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    optional = {
+        canonicalize_name(Requirement(line).name)
+        for lines in PROJECT["optional-dependencies"].values()
+        for line in lines
+    }
+    undeclared = {top: imported[top] for top in imported if not names[top] & (core | optional)}
+    assert not undeclared
+    assert not core - set().union(*names.values()), "declared and never imported"

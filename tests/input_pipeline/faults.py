@@ -1,19 +1,23 @@
 """Ways to break the files of a run while it reads them, and to mend them again."""
 
 import contextlib
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.input_pipeline.rows.row_batches import RowBatches
-
-from .small_data import VOCAB_SIZE, data_keys, random_documents, write_data_set
-from .streams import token_files
-from .test_loader import LENGTH, assert_same, take
+from tests.input_pipeline.small_data import (
+    assert_same,
+    data_keys,
+    fields,
+    open_train,
+    quiet,
+    random_documents,
+    take,
+    write_data_set,
+)
+from tests.input_pipeline.streams import token_files
 
 DOCUMENTS = random_documents(3, 60, 40)
 KINDS = ("array_record", "bin", "tfrecord", "megatron", "webdataset", "records", "parquet")
@@ -50,34 +54,21 @@ def kept_files(tmp_path, request):
     return tmp_path / "set", files, keys
 
 
-def opened(folder, keys, show=lambda line: None, batch=2, **options):
-    return train_loader(
-        data_keys(folder, **keys),
-        plan=BatchPlan.constant(batch, LENGTH),
-        vocab_size=VOCAB_SIZE,
-        show=show,
-        **options,
-    )
+def opened(folder, keys, show=quiet, batch=2, **options):
+    """Training batches of a data set."""
+    return open_train(data_keys(folder, **keys), batch, show=show, **options)
 
 
 def undisturbed(folder, keys, count=20):
+    """What a run without failures reads."""
     return take(opened(folder, keys), count)
 
 
-def assert_undisturbed(batches, expected):
-    for batch, reference in zip(batches, expected, strict=True):
-        assert_same(batch, reference)
-
-
-def settle(iterator) -> None:
-    """Waits until what reads ahead has nothing to do: damage then meets no read under way."""
-    slots = iterator._reader._ahead._slots
-    while slots._to_read < slots._to_take + 4 or len(slots._ready) < 4:
-        time.sleep(0.01)
+assert_undisturbed = assert_same
 
 
 class Mend:
-    """Takes the lines of a run, and mends the damage at one that says a read failed."""
+    """Takes the lines of a run, and calls `mend` at the n-th one about a failed try."""
 
     def __init__(self, mend, at: int = 1):
         self.lines: list[str] = []
@@ -85,9 +76,8 @@ class Mend:
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
-        if sum("could not be read" in line for line in self.lines) == self._at:
+        if " Try " in line and sum(" Try " in line for line in self.lines) == self._at:
             self._mend()
-            self._at = -1
 
 
 def moved(files):
@@ -113,12 +103,13 @@ def broken(content: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def failing_reads(count: int):
-    """The next batches are errors of the system."""
+def failing_reads(count: int, from_step: int = 0, then=lambda: None):
+    """The next reads of these steps call `then` and raise an I/O error."""
     read, failures = RowBatches.__getitem__, iter([True] * count)
 
     def fail(self, step):
-        if next(failures, False):
+        if step >= from_step and next(failures, False):
+            then()
             raise OSError(5, "Input/output error")
         return read(self, step)
 
@@ -128,12 +119,11 @@ def failing_reads(count: int):
 
 
 def assert_same_or_lost(batches, expected) -> int:
-    """Rows without weight; the others are those expected."""
+    """Asserts that rows are those expected or have no weight; returns how many have none."""
     lost = 0
     for batch, reference in zip(batches, expected, strict=True):
         counted = batch.weights_BT.any(axis=1)
         lost += int((~counted).sum())
-        for name in ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "segments_BT"):
-            rows, others = getattr(batch, name), getattr(reference, name)
-            np.testing.assert_array_equal(rows[counted], others[counted])
+        for name, rows in fields(batch).items():
+            np.testing.assert_array_equal(rows[counted], fields(reference)[name][counted])
     return lost

@@ -1,11 +1,16 @@
-"""Small data sets of known ids, written without any text."""
+"""Small data sets of known ids, and the batches that training and evaluation read from them."""
 
+import dataclasses
+import itertools
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from MaxText.configuration.data_sections import Data
+from MaxText.input_pipeline.batch import Batch
+from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
+from MaxText.input_pipeline.loader import eval_loader, train_loader
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -21,9 +26,11 @@ from MaxText.input_pipeline.preparation.token_writer import (
     narrowest_dtype,
     write_split,
 )
+from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 
 VOCAB_SIZE = 50_000
 EOS = 0
+LENGTH = 16
 
 
 def random_documents(
@@ -101,3 +108,50 @@ def write_small_split(
 def data_keys(folder: Path | str, **keys) -> Data:
     """The `Data` section that reads `folder`."""
     return Data(dataset_path=str(folder), **keys)
+
+
+def quiet(line: str) -> None:
+    """Shows nothing."""
+
+
+def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
+    """The training batches; `keys` are further ones of train_loader."""
+    defaults = {"plan": BatchPlan.constant(batch, LENGTH), "vocab_size": VOCAB_SIZE, "show": quiet}
+    return train_loader(data, process_index=host, process_count=hosts, **(defaults | keys))
+
+
+def open_eval(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
+    """The evaluation batches; `keys` are further ones of eval_loader."""
+    defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
+    return eval_loader(
+        data, global_batch_size=batch, process_index=host, process_count=hosts,
+        **(defaults | {"show": quiet} | keys),
+    )  # fmt: skip
+
+
+def take(iterator, count: int) -> list[Batch]:
+    """The next batches; closes the iterator."""
+    batches = list(itertools.islice(iterator, count))
+    if hasattr(iterator, "close"):
+        iterator.close()
+    return batches
+
+
+def fields(batch: Batch) -> dict[str, np.ndarray]:
+    """Arrays of a batch by name."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def join(batches) -> Batch:
+    """The rows of several batches as one."""
+    rows = [fields(batch) for batch in batches]
+    return Batch(**{name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
+
+
+def assert_same(batches, expected) -> None:
+    """Asserts that two sequences of batches are equal in every bit."""
+    for batch, reference in zip(batches, expected, strict=True):
+        assert fields(batch).keys() == fields(reference).keys()
+        for name, value in fields(batch).items():
+            np.testing.assert_array_equal(value, fields(reference)[name], err_msg=name)

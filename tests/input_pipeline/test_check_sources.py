@@ -1,12 +1,15 @@
-"""What is wrong with local data is said before devices are looked for."""
+"""Checks of prepared data before a run: manifest, files, splits and vocabulary."""
+
+import os
 
 import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
+from MaxText.input_pipeline.manifest import check_files, find_split, read_manifest
 from tests.input_pipeline.small_data import numbered_documents, write_data_set
-from tests.programs import run as start
+from tests.programs import run
 
 
 @pytest.fixture
@@ -19,33 +22,29 @@ def check(path, *arguments):
     sources.check_sources(load([f"dataset_path={path}", *arguments]).config)
 
 
-def test_sound_data_pass(folder):
+def test_valid_data(folder):
     check(folder, "vocab_size=50000")
     check(folder, "vocab_size=10", "dataset_type=synthetic")
-    check("gs://bucket/data", "vocab_size=10")  # a bucket is not asked
+    check("gs://bucket/data", "vocab_size=10")  # buckets are not asked
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "arguments", "message"),
     [
-        (lambda folder: (folder / "manifest.json").write_text("{"), "damaged"),
-        (lambda folder: next(folder.rglob("*.array_record")).unlink(), "missing"),
+        (lambda d: (d / "manifest.json").write_text("{"), [], r"manifest\.json.*damaged"),
+        (lambda d: next(d.rglob("*.array_record")).unlink(), [], r"array_record.* missing"),
+        (None, ["vocab_size=10"], "vocab_size=10"),
+        (None, ["eval_interval=5"], "validation"),
     ],
 )
-def test_damaged_data_are_named(folder, damage, message):
-    damage(folder)
+def test_invalid_data(folder, damage, arguments, message):
+    if damage:
+        damage(folder)
     with pytest.raises(UserError, match=message):
-        check(folder, "vocab_size=50000")
+        check(folder, "vocab_size=50000", *arguments)
 
 
-def test_a_vocabulary_that_is_too_small_and_a_split_that_is_not_there(folder):
-    with pytest.raises(UserError, match="vocab_size=10 is too small"):
-        check(folder, "vocab_size=10")
-    with pytest.raises(UserError, match="validation"):
-        check(folder, "vocab_size=50000", "eval_interval=5")
-
-
-def test_storage_that_fails_for_a_moment_is_left_to_the_loader(folder, monkeypatch):
+def test_transient_errors_are_left_to_the_loader(folder, monkeypatch):
     def fails(*_, **__):
         raise OSError(5, "Input/output error")
 
@@ -53,28 +52,63 @@ def test_storage_that_fails_for_a_moment_is_left_to_the_loader(folder, monkeypat
     check(folder, "vocab_size=50000")
 
 
-def test_it_comes_before_the_devices(tmp_path, users_environment):
+def test_checked_before_devices_are_looked_for(tmp_path, users_environment):
     arguments = ["dataset_path=nowhere", "run_name=a", "hardware=tpu"]
-    result = start("train.py", arguments, tmp_path, users_environment)
+    result = run("train.py", arguments, tmp_path, users_environment)
     assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith("error: dataset_path=nowhere: no such file")
+    assert result.stderr.startswith("error: dataset_path=nowhere")
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "warned"), [(50_000, False), (60_000, False), (90_000, True)]
-)
-def test_ids_that_no_token_has_are_told(folder, vocab_size, warned):
+@pytest.mark.parametrize(("vocab_size", "warned"), [(60_000, False), (90_000, True)])
+def test_unused_embeddings_are_reported(folder, vocab_size, warned):
     lines = []
     data = load([f"dataset_path={folder}"]).config.data
     sources.open_sources(
-        data,
-        load([]).config.preparation,
-        sources.train_entries(data),
-        "train",
-        length=16,
-        vocab_size=vocab_size,
-        num_samples=None,
-        for_training=True,
-        show=lines.append,
-    )
-    assert any("of the embedding is never used" in line for line in lines) == warned
+        data, load([]).config.preparation, sources.train_entries(data), "train", length=16,
+        vocab_size=vocab_size, num_samples=None, for_training=True, show=lines.append,
+    )  # fmt: skip
+    assert any("never used" in line for line in lines) == warned
+
+
+@pytest.mark.parametrize(
+    ("splits", "fraction", "split", "helps"),
+    [
+        (["train"], 0.0, "validation", True),
+        (["train"], None, "validation", True),
+        # Two documents and a fraction always give one: the source has splits of its own.
+        (["train"], 0.01, "validation", False),
+        (["train", "test"], 0.0, "validation", False),
+        (["train", "validation"], 0.01, "test", False),
+    ],
+)
+def test_missing_split_names_the_remedy(tmp_path, splits, fraction, split, helps):
+    manifest = write_data_set(tmp_path / "d", dict.fromkeys(splits, numbered_documents([8, 4])))
+    options = {} if fraction is None else {"validation_fraction": fraction}
+    manifest = manifest.model_copy(update={"options": options})
+    there = ", ".join(sorted(splits))
+    with pytest.raises(UserError, match=rf"{split}.* {there}\)") as caught:
+        find_split(manifest, str(tmp_path / "d"), split, "eval_split")
+    assert ("again with validation_fraction" in str(caught.value)) == helps
+    named = " or ".join(f"eval_split={name}" for name in sorted(splits))
+    assert (f"({named}), or" in str(caught.value)) != helps
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("manifest.json", lambda folder, _: read_manifest(folder)),
+        (".array_record", lambda folder, it: check_files(it, folder, "train")),
+    ],
+)
+def test_denied_files_are_named(folder, monkeypatch, name, reader):
+    manifest = read_manifest(str(folder))
+    stat = os.stat
+
+    def denied(path, *arguments, **keys):
+        if str(path).endswith(name):  # chmod does not stop root
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(UserError, match=rf"{name}.*Permission denied"):
+        reader(str(folder), manifest)

@@ -1,19 +1,27 @@
-"""Batches made ahead: in order, bounded, with errors at their step, without threads left over."""
+"""Batches read ahead: in order, bounded, with errors at their step, retried, and stopped."""
 
 import gc
+import itertools
 import threading
 import time
 
 import pytest
 
-from MaxText.input_pipeline.read_ahead import BATCHES_READY, ReadAhead, ReadTimeout, within
+from MaxText.errors import StopWaiting, UserError
+from MaxText.input_pipeline import read_ahead
+from MaxText.input_pipeline.read_ahead import BATCHES_READY, ReadAhead, ReadTimeout, pause, within
+from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
+from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
+from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 
 
 class Numbers:
-    """Step s is {"step": s}; slow for some, an error at `wrong`."""
+    """Step s is {"step": s}; slow for some, `error` from step `wrong` on."""
 
-    def __init__(self, size=30, wrong=None):
-        self.size, self.wrong = size, wrong
+    skip_bad = False
+
+    def __init__(self, size=30, wrong=-1, error=None):
+        self.size, self.wrong, self.error = size, wrong, error
         self.read: list[int] = []
 
     def __len__(self):
@@ -21,10 +29,22 @@ class Numbers:
 
     def __getitem__(self, step):
         self.read.append(step)
-        time.sleep(0.003 * (step % 3))
-        if step == self.wrong:
-            raise OSError(f"step {step}")
+        time.sleep(0.001 * (step % 3))
+        if step >= self.wrong >= 0:
+            raise self.error
         return {"step": step}
+
+
+class Hangs(Numbers):
+    """Steps that never come, until they are released."""
+
+    def __init__(self):
+        super().__init__()
+        self.release = threading.Event()
+
+    def __getitem__(self, step):
+        self.release.wait()
+        return {}
 
 
 def readers() -> set[threading.Thread]:
@@ -39,7 +59,7 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_steps_come_in_order_and_few_are_ahead(threads):
+def test_steps_come_in_order_and_few_are_read_ahead(threads):
     source = Numbers()
     ahead = ReadAhead(source, 7, threads, 0)
     wait_for(lambda: len(source.read) == BATCHES_READY)
@@ -48,11 +68,8 @@ def test_steps_come_in_order_and_few_are_ahead(threads):
     assert [ahead.next(60)["step"] for _ in range(7, 30)] == list(range(7, 30))
     assert sorted(source.read) == list(range(7, 30))
     ahead.close()
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_comes_at_its_step(threads):
-    ahead = ReadAhead(Numbers(wrong=3), 0, threads, 0)
+    # An error comes at its step.
+    ahead = ReadAhead(Numbers(wrong=3, error=OSError("step 3")), 0, threads, 0)
     assert [ahead.next(60)["step"] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="step 3"):
         ahead.next(60)
@@ -64,6 +81,7 @@ def test_threads_end_with_their_user():
     ahead = ReadAhead(Numbers(), 0, 4, 0)
     ahead.next(60)
     assert len(readers() - before) == 4
+    assert all(thread.daemon for thread in readers())  # one that hangs keeps no program alive
     ahead.close()
     assert readers() <= before
     forgotten = ReadAhead(Numbers(), 0, 4, 0)
@@ -73,11 +91,97 @@ def test_threads_end_with_their_user():
     wait_for(lambda: readers() <= before)
 
 
-def test_a_limit_of_time_for_any_call():
-    release = threading.Event()
-    with pytest.raises(ReadTimeout, match=r"within 0\.1 s"):
-        within(0.1, release.wait)
-    release.set()
-    assert within(None, lambda: 5) == 5
+@pytest.mark.parametrize("timeout", [None, 1000.0])
+def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
+    source, asked = Hangs(), itertools.count()
+    ahead = ReadAhead(source, 0, 1, 0)
+    with pytest.raises(StopWaiting):
+        ahead.next(timeout, lambda: next(asked) >= 1)
+    with pytest.raises(StopWaiting):
+        within(timeout, source.release.wait, lambda: True)
+    with pytest.raises(StopWaiting):
+        pause(1000.0, lambda: True)
+    pause(0.0, lambda: False)
+    with pytest.raises(ReadTimeout):
+        ahead.next(0.01)
+    with pytest.raises(ReadTimeout, match=r"0\.01 s"):
+        within(0.01, source.release.wait)
+    source.release.set()
+    ahead.close()
+    assert within(timeout, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         within(60, lambda: 1 // 0)
+
+
+def reader_of(source, **limits):
+    """A SteadyReader of a source that is no RowBatches."""
+    incidents = Incidents(quiet)
+    return SteadyReader(source, [], what="data", incidents=incidents, retrying=Retrying(**limits))
+
+
+def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(read_ahead, "_SECONDS_TO_CLOSE", 0.05)
+    source = Hangs()
+    with pytest.raises(UserError, match=r"1 try .*0\.02 s.* data_read_timeout"):
+        reader_of(source, retries=0, timeout=0.02).read(4)
+    source.release.set()
+
+
+@pytest.mark.parametrize("error", [KeyError("ours"), UserError("an id is too large")])
+def test_other_errors_than_those_of_storage_are_not_retried(error):
+    source = Numbers(size=1, wrong=0, error=error)
+    with pytest.raises(type(error)) as caught:
+        reader_of(source, retries=5).read(0)
+    assert caught.value is error
+    assert source.read == [0]
+
+
+def test_waits_double_up_to_a_minute():
+    retrying = Retrying(retries=9, seconds=1.5)
+    waits = [retrying.wait(failures) for failures in range(1, 10)]
+    assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60, 60]
+    assert Retrying(retries=5000, seconds=1).wait(5000) == 60
+
+
+def count_until_stopped(batches, at_each=lambda: None):
+    """Number of batches until StopWaiting."""
+    iterator = iter(batches)
+    for count in itertools.count():
+        try:
+            next(iterator)
+        except StopWaiting:
+            return count
+        at_each()
+    raise AssertionError("never stopped")
+
+
+@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+def test_stopping_ends_the_wait_before_another_try(kept):
+    folder, files, keys = kept
+    stop = threading.Event()
+    keys = keys | {"data_retry_seconds": 1000.0}
+    iterator = opened(folder, keys, lambda line: stop.set() if " Try " in line else None)
+    iterator.stop_waiting(stop.is_set)
+    done = len(list(itertools.islice(iterator, 3)))
+    iterator.close()
+    restore = changed(files, lambda content: content[:50])
+    done += count_until_stopped(iterator)
+    # The position is that of the step which was not read.
+    assert iterator.position["step"] == done
+    assert f"Step {done}" in "".join(iterator.incidents.drain())
+    restore()
+    with pytest.raises(StopWaiting):  # whatever is ready
+        next(iterator)
+    stop.clear()
+    expected = opened(folder, keys)
+    expected.resume(iterator.position)
+    assert_same(take(iterator, 1), take(expected, 1))
+
+
+@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+def test_stopping_ends_an_evaluation(kept):
+    folder, _, keys = kept
+    batches = open_eval(data_keys(folder, grain_eval_files=str(folder), **keys), batch=2)
+    stop = threading.Event()
+    batches.stop_waiting(stop.is_set)
+    assert count_until_stopped(batches, stop.set) == 1

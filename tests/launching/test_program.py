@@ -1,84 +1,100 @@
-"""launch.py as it is typed."""
+"""launch.py as it is typed: what it would run, and once a run."""
 
 import shlex
+import sys
 
 import pytest
 
-from tests.programs import run as start
+from tests.house.sources import main_of
 
 RUN = ("--", "quickstart.yml", "base_output_directory=out", "prompt=it's")
 
 
-def launch(tmp_path, users_environment, *arguments):
-    return start("launch.py", arguments, tmp_path, users_environment)
+@pytest.fixture
+def launch(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def launch(place, *others, dry_run=True):
+        """Exit code, output and errors."""
+        options = ["--dry-run"] * dry_run
+        monkeypatch.setattr(sys, "argv", ["launch.py", place, *options, *others])
+        try:
+            code = main_of("launch.py")()
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, *capsys.readouterr()
+
+    return launch
 
 
 def commands(result):
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    return [shlex.split(line[2:]) for line in lines if line.startswith("+ ")]
+    code, output, errors = result
+    assert (code, errors) == (0, "")
+    return [shlex.split(line[2:]) for line in output.splitlines() if line.startswith("+ ")]
 
 
-def test_local_processes(tmp_path, users_environment):
-    result = launch(tmp_path, users_environment, "local", "2", "--devices=3", "--dry-run", *RUN)
-    first, second = commands(result)
+def test_local_processes(launch, tmp_path):
+    first, second = commands(launch("local", "2", "--devices=3", *RUN))
     assert first[0] == "env"
     assert "JAX_PROCESS_ID=0" in first
     assert {"JAX_PROCESS_ID=1", "JAX_NUM_PROCESSES=2", "MAXTEXT_NUM_DEVICES=6"} <= set(second)
     assert second[-3:] == list(RUN[1:])
-    (alone,) = commands(launch(tmp_path, users_environment, "local", "1", "--dry-run", *RUN))
+    (alone,) = commands(launch("local", "1", *RUN))
     assert alone[1].endswith("MaxText/train.py")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_made_of_the_time_is_fixed_here(tmp_path, users_environment):
-    arguments = ["local", "2", "--dry-run", "--", "quickstart.yml", "run_name="]
-    both = commands(launch(tmp_path, users_environment, *arguments))
+    # A name made of the time is fixed here.
+    both = commands(launch("local", "2", "--", "quickstart.yml", "run_name="))
     assert both[0][-1] == both[1][-1]
     assert both[0][-1].startswith("run_name=quickstart_2")
 
 
-def test_gcloud(tmp_path, users_environment):
+def test_gcloud(launch):
     result = launch(
-        tmp_path, users_environment, "gcloud", "queue", "copy", "setup", "run", "--name=pod",
-        "--zone=z", "--type=v5p-32", "--version=v", "--spot", "--dry-run", *RUN,
+        "gcloud", "queue", "copy", "setup", "run", "--name=pod", "--zone=z", "--type=v5p-32",
+        "--version=v", "--spot", *RUN,
     )  # fmt: skip
-    actions = [command[3:5] for command in commands(result)]
-    assert actions == [
+    assert [command[3:5] for command in commands(result)] == [
         ["queued-resources", "create"], ["queued-resources", "describe"], ["tpu-vm", "scp"],
         ["tpu-vm", "ssh"], ["tpu-vm", "ssh"], ["tpu-vm", "ssh"],
     ]  # fmt: skip
 
 
-def test_slurm(tmp_path, users_environment):
-    result = launch(
-        tmp_path, users_environment, "slurm", "submit", "--nodes=2", "--logs=logs", "--dry-run",
-        *RUN,
-    )  # fmt: skip
+def test_slurm(launch, tmp_path):
+    result = launch("slurm", "submit", "--nodes=2", "--logs=logs", *RUN)
     assert commands(result) == [["sbatch", "--parsable", f"{tmp_path}/logs/quickstart.sh"]]
-    assert "#SBATCH --nodes=2" in result.stdout
-    (cancel,) = commands(
-        launch(tmp_path, users_environment, "slurm", "stop", "--job=7", "--dry-run")
-    )
-    assert cancel == ["scancel", "7"]
+    assert "#SBATCH --nodes=2" in result[1]
+    assert commands(launch("slurm", "stop", "--job=7")) == [["scancel", "7"]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "named"),
     [
-        (["local", "2", "--", "quickstart.yml", "stepss=3"], "stepss"),
-        (["local", "0", "--", "quickstart.yml"], "N: must be an integer of at least 1, not 0"),
-        (["local", "two", "--", "quickstart.yml"], "N: must be an integer of at least 1, not two"),
-        (["local", "2", "configs/quickstart.yml"], "Arguments of train.py follow --"),
-        (["gcloud", "run", "--name=p", "--zone=z", "--dry-run"], "after --"),
-        (["gcloud", "stop", "--name=p", "--zone=z", "--dry-run", *RUN], "for the action run"),
-        (["gcloud", "create", "--name=p", "--zone=z", "--dry-run"], "--type and --version"),
-        (["slurm", "stop", "--dry-run"], "needs --job=NUMBER"),
-        ([], "required"),
+        ("local 2 -- quickstart.yml stepss=3", "stepss"),
+        ("local 0 -- quickstart.yml", "not 0"),
+        ("local two -- quickstart.yml", "not two"),
+        ("local 2 configs/quickstart.yml", "follow --"),
+        ("gcloud run --name=p --zone=z", "after --"),
+        ("gcloud stop --name=p --zone=z -- quickstart.yml", "action run"),
+        ("gcloud create --name=p --zone=z", "--type and --version"),
+        ("slurm stop", "--job=NUMBER"),
+        ("nowhere", "nowhere"),
     ],
 )
-def test_mistakes(arguments, message, tmp_path, users_environment):
-    result = launch(tmp_path, users_environment, *arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+def test_mistakes(line, named, launch):
+    code, _, errors = launch(*line.split())
+    assert code == 2
+    assert named in errors
+
+
+def test_a_run(launch, tmp_path, monkeypatch):
+    """It gets as far as jax, and exits with the code of a mistake that only train.py can find."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    code, output, errors = launch(
+        "local", "1", "--devices=2", "--logs=logs", "--", "quickstart.yml", "run_name=first",
+        "dataset_type=synthetic", "dataset_path=", "prepare_source=", "ici_fsdp_parallelism=3",
+        dry_run=False,
+    )  # fmt: skip
+    assert (code, errors) == (2, "")
+    for shown in ((tmp_path / "logs" / "0.log").read_text(), output):
+        assert "ici_fsdp_parallelism=3" in shown
+        assert "has 2" in shown

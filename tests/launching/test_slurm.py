@@ -1,6 +1,7 @@
 """The batch script for SLURM, given to a stand-in for sbatch, and run by the shell."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -34,7 +35,7 @@ def test_what_is_asked_of_slurm(job):
 
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"),
-    [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 0, 1), (76, 2, 1), (76, 3, 0), (137, 0, 1), (143, 1, 1)],
+    [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 0, 1), (76, 2, 1), (76, 3, 0), (137, 0, 1)],
 )
 def test_the_job_is_queued_again_where_that_helps(job, programs, code, restarts, requeued):
     programs["srun"].will_answer((code, "", ""))
@@ -49,27 +50,18 @@ def test_the_job_is_queued_again_where_that_helps(job, programs, code, restarts,
 
 def test_submitting(job, programs):
     shown = []
+    # A dry run shows script and command.
+    assert submit(job, ["a.yml"], Commands(shown.append, dry_run=True), shown.append) == ""
+    assert programs["sbatch"].calls == []
+    assert not job.logs.exists()
+    assert script(job, ["a.yml"]) in shown[0]
     programs["sbatch"].will_answer((0, "123;cluster\n", ""))
     assert submit(job, ["a.yml"], Commands(shown.append, dry_run=False), shown.append) == "123"
     file = job.logs / "first.sh"
     assert programs["sbatch"].calls == [["--parsable", str(file)]]
     assert file.read_text() == script(job, ["a.yml"])
-    assert "job 123" in shown[-1]
-
-
-def test_a_dry_run_shows_script_and_command(job, programs):
-    shown = []
-    assert submit(job, ["a.yml"], Commands(shown.append, dry_run=True), shown.append) == ""
-    assert programs["sbatch"].calls == []
-    assert not job.logs.exists()
-    assert script(job, ["a.yml"]) in shown[0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [((1, "", "no partition"), "ended with code 1"), ((0, "what?", ""), "no number of a job")],
-)
-def test_sbatch_that_refuses(job, programs, answer, message):
-    programs["sbatch"].will_answer(answer)
-    with pytest.raises(UserError, match=message):
-        submit(job, ["a.yml"], Commands(lambda _: None, dry_run=False), lambda _: None)
+    assert "123" in shown[-1]
+    for answer, said in (((1, "", "no partition"), "code 1"), ((0, "what?", ""), "what?")):
+        programs["sbatch"].will_answer(answer)
+        with pytest.raises(UserError, match=re.escape(said)):
+            submit(job, ["a.yml"], Commands(shown.append, dry_run=False), shown.append)

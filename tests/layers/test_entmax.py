@@ -45,7 +45,7 @@ def loss_by_definition(z_V, target, alpha):
     return p_V @ np.asarray(z_V, np.float64) + entropy - z_V[target]
 
 
-@pytest.mark.parametrize("alpha", [1.1, 1.3, 1.5, 2.0])
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0])
 def test_loss_and_gradient_equal_the_definition(alpha):
     logits_BTV, targets_BT = random_case()
     logits = np.asarray(logits_BTV, np.float64).reshape(-1, V)
@@ -65,47 +65,14 @@ def test_loss_and_gradient_equal_the_definition(alpha):
         np.testing.assert_allclose(row, weight * formula_V, atol=2e-6)
 
 
-def test_sparsemax_has_its_closed_form():
-    """Martins and Astudillo 2016, equations 3 and 14, with sorting."""
-    logits_BTV, targets_BT = random_case()
-
-    def closed(z_V, target):
-        sorted_V = jnp.sort(z_V)[::-1]
-        sums_V = jnp.cumsum(sorted_V)
-        ranks_V = jnp.arange(1, V + 1)
-        size = jnp.sum(1 + ranks_V * sorted_V > sums_V)
-        tau = (sums_V[size - 1] - 1) / size
-        kept_V = z_V > tau
-        return 0.5 * jnp.sum(jnp.where(kept_V, z_V**2 - tau**2, 0)) + 0.5 - z_V[target]
-
-    expected, gradient = jax.vmap(jax.value_and_grad(closed))(
-        logits_BTV.reshape(-1, V), targets_BT.reshape(-1)
-    )
-    losses = loss_of(logits_BTV, targets_BT, alpha=2.0)
-    np.testing.assert_allclose(losses.reshape(-1), expected, rtol=1e-5, atol=1e-6)
-    # Automatic derivative of the closed form.
-    ours = gradient_of(logits_BTV, targets_BT, 2.0, np.ones((B, T)))
-    np.testing.assert_allclose(ours.reshape(-1, V), gradient, atol=1e-5)
-
-
-def test_one_and_a_half_has_its_closed_form_for_two_ids():
-    """p1^(1/2) - p2^(1/2) = d / 2 with p1 + p2 = 1, where |d| <= 2."""
-    d = np.linspace(-1.9, 1.9, 7)
-    root = (d / 2 + np.sqrt(2 - d**2 / 4)) / 2
-    gradient = gradient_of(jnp.stack([d, 0 * d], -1), jnp.ones(7, jnp.int32), 1.5, np.ones(7))
-    np.testing.assert_allclose(gradient[:, 0], root**2, atol=1e-6)
-    np.testing.assert_allclose(gradient[:, 1], -(root**2), atol=1e-6)
-
-
 def test_alpha_near_one_is_cross_entropy():
     logits_BTV, targets_BT = random_case()
-    expected, _ = cross_entropy(logits_BTV, targets_BT)
-    gradient = jax.grad(lambda z: jnp.sum(cross_entropy(z, targets_BT)[0]))(logits_BTV)
-    for alpha, tolerance in ((1.01, 5e-2), (1.0001, 1e-3)):
-        losses = loss_of(logits_BTV, targets_BT, alpha=alpha)
-        np.testing.assert_allclose(losses, expected, atol=tolerance)
-        ours = gradient_of(logits_BTV, targets_BT, alpha, np.ones((B, T)))
-        np.testing.assert_allclose(ours, gradient, atol=tolerance)
+    (expected, _), back = jax.vjp(lambda z: cross_entropy(z, targets_BT), logits_BTV)
+    losses = loss_of(logits_BTV, targets_BT, alpha=1.0001)
+    np.testing.assert_allclose(losses, expected, atol=1e-3)
+    (gradient,) = back((jnp.ones((B, T)), jnp.zeros((B, T))))
+    ours = gradient_of(logits_BTV, targets_BT, 1.0001, np.ones((B, T)))
+    np.testing.assert_allclose(ours, gradient, atol=1e-3)
 
 
 def test_the_gradient_has_the_probabilities_that_decoding_draws_from():

@@ -19,11 +19,9 @@ from MaxText.layers.depth_reading import (
     Recipe,
     Sources,
     Sum,
-    differentiate,
     num_lanes,
-    read,
 )
-from MaxText.layers.history_plan import SumWeights, plan_of
+from MaxText.layers.history_plan import plan_of
 from MaxText.layers.history_tiles import ON_CHIP
 from MaxText.layers.history_weights import TokenWeights
 from MaxText.layers.model import Model
@@ -45,32 +43,32 @@ DENSE = {
 DILATED = {"dense_sources": "dilated", "dense_dilation": 2}
 KERNEL = {"dense_mixing": "kernel"}
 FORMS = {
-    "all": KERNEL,
-    "all, no kernel": {},
-    "2x2, kinds that alternate": KERNEL | DILATED | {
-        "dense_period": 2, "attention_types": [[["global", "local"], 2]], "sliding_window_size": 3,
+    "all": KERNEL | {"base_num_decoder_layers": 3},
+    "2x2, kinds that alternate": KERNEL | {
+        "dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2,
+        "attention_types": [[["global", "local"], 2]], "sliding_window_size": 3,
     },
-    "2x2, no kernel": DILATED | {"dense_period": 2},
-    "dilated": KERNEL | DILATED,
-    "window": KERNEL | {"dense_sources": "window", "dense_window": 2},
-    "list, keys and values alone": {
-        "dense_sources": "list", "dense_source_list": [0, 2], "dense_ways": ["v", "k"],
-    },
-    "norms after": KERNEL | {"mudd_postnorm": "all"},
-    "fixed weights alone": KERNEL | {"dense_dynamic": False},
-    "weights of the token alone": {"dense_static": False},
-    "the stream alone, layer norms": KERNEL | {
-        "dense_ways": ["r"], "normalization_type": "layer_norm",
-    },
-    "experts": {"num_experts": 2, "dense_period": 2},
-    "values of products kept": KERNEL | {"remat_policy": "minimal"},
-    "all values kept": {"remat_policy": "none"},
-    "dropout": KERNEL | {"dropout_rate": 0.2, "drop_path": 0.3},
-    "weights made before the kernel": KERNEL | {"dense_activation": "elu"},
-    "the same, window": KERNEL | {
+    "weights made before the kernel, window, dropout": KERNEL | {
         "dense_sources": "window", "dense_window": 2, "dense_activation": "elu",
+        "dropout_rate": 0.2, "drop_path": 0.3,
+    },
+    "no kernel, list, keys and values alone, experts": {
+        "dense_sources": "list", "dense_source_list": [0, 2], "dense_ways": ["v", "k"],
+        "num_experts": 2,
+    },
+    "norms after, values of products kept": KERNEL | {
+        "mudd_postnorm": "all", "remat_policy": "minimal", "dense_static": False,
+    },
+    "the stream alone, fixed weights, layer norms": KERNEL | {
+        "dense_ways": ["r"], "dense_dynamic": False, "normalization_type": "layer_norm",
+        "remat_policy": "none",
     },
 }  # fmt: skip
+
+
+@pytest.fixture
+def _several_tiles(monkeypatch):
+    monkeypatch.setattr(history_kernel, "_MAX_ROWS", 16)
 
 
 def parameters_of(model):
@@ -82,11 +80,9 @@ def parameters_of(model):
     return jax.tree.unflatten(structure, moved)
 
 
-def loss_and_gradients(keys, scan):
+def loss_and_gradients(keys, **form):
     """Of random parameters, and the traced program."""
-    mixing = keys.get("dense_mixing", "sum") if scan else "sum"
-    given = DENSE | keys | {"scan_layers": scan, "dense_mixing": mixing}
-    config = tiny_config("llama2", **given)
+    config = tiny_config("llama2", **DENSE | keys | form)
     model, batch = Model(config.model), random_batch(config, rows=2, documents=True)
     key = jax.random.key(2) if config.model.is_random else None
 
@@ -102,20 +98,27 @@ def loss_and_gradients(keys, scan):
     return traced.lower().compile()(parameters), traced.jaxpr.jaxpr
 
 
-@pytest.mark.parametrize("form", some_quick(FORMS, 15))
-def test_the_same_as_written_out(form):
-    """That layers written out are right is tested in test_connections.py."""
-    (loss, gradients), traced = loss_and_gradients(FORMS[form], scan=True)
-    (expected, wanted), _ = loss_and_gradients(FORMS[form], scan=False)
-    assert has_loop(traced)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+@pytest.mark.usefixtures("_several_tiles")
+@pytest.mark.parametrize("form", some_quick(FORMS, len(FORMS)))
+def test_scanned_layers_and_kernels_equal_unrolled_sums(form):
+    """That those are right is tested in test_connections.py."""
+    keys = FORMS[form]
+    (expected, wanted), _ = loss_and_gradients(keys, scan_layers=False, dense_mixing="sum")
     wanted = named(wanted)
-    for name, gradient in named(gradients).items():
-        largest = np.abs(wanted[name]).max()
-        assert largest > 0, name
-        np.testing.assert_allclose(
-            gradient / largest, wanted[name] / largest, atol=2e-5, err_msg=name
-        )
+    scanned, traced = loss_and_gradients(keys, scan_layers=True)
+    assert has_loop(traced)
+    found = [scanned]
+    if form == "all":
+        unrolled, _ = loss_and_gradients(keys, scan_layers=False, dense_kept_sums=1)
+        found.append(unrolled)
+    for loss, gradients in found:
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        for name, gradient in named(gradients).items():
+            largest = np.abs(wanted[name]).max()
+            assert largest > 0, name
+            np.testing.assert_allclose(
+                gradient / largest, wanted[name] / largest, atol=2e-5, err_msg=name
+            )
 
 
 def has_loop(jaxpr):
@@ -165,11 +168,12 @@ def naive(history, weights, factors, count, norms):
     return sums
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["added", "fresh"])
-@pytest.mark.parametrize("norms", [NO_NORMS, Norms((0, 2), 0.1)], ids=["plain", "norms"])
-def test_kernels(norms, fresh, monkeypatch):
+@pytest.mark.usefixtures("_several_tiles")
+@pytest.mark.parametrize(
+    ("norms", "fresh"), [(Norms((0, 2), 0.1), False), (NO_NORMS, True)], ids=["added", "fresh"]
+)
+def test_kernels(norms, fresh):
     """Several tiles, and memory that nobody has written: what is read there would be seen."""
-    monkeypatch.setattr(history_kernel, "_MAX_ROWS", 16)
     numbers = np.random.default_rng(0)
 
     def normal(*shape):
@@ -227,65 +231,7 @@ def test_kernels(norms, fresh, monkeypatch):
         close(found.of_factors_MD, of_factors)
 
 
-def making(place):
-    """What a kernel makes weights with, and the state that they are of."""
-    numbers = np.random.default_rng(place)
-    lanes, hidden = num_lanes(len(PLACES), C), 24
-
-    def normal(*shape):
-        return jnp.asarray(0.2 * numbers.normal(size=shape), jnp.float32)
-
-    return Making(normal(D, hidden), normal(hidden, lanes), normal(lanes), jnp.int32(place))
-
-
-def naive_weights(x, making):
-    """Weights, x W1 and 1 / rms(x)."""
-    inverse_rms = 1 / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + RECIPE.epsilon)
-    product = x @ making.wi_DK
-    hidden = jax.nn.gelu(inverse_rms * product, approximate=False)
-    return making.fixed_E + hidden @ making.wo_KE, product, inverse_rms
-
-
 RECIPE = Recipe("gelu_erf", 0.1, "highest")
-
-
-def test_kernels_that_make_weights(monkeypatch):
-    """Of the sum, whose last sources have weights that do not matter, and of the one before it."""
-    monkeypatch.setattr(history_kernel, "_MAX_ROWS", 16)
-    numbers = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(numbers.normal(size=shape), jnp.float32)
-
-    history, of_sums = normal(H, N, D), [normal(N, D) for _ in range(C)]
-    factors, norms = normal(2, D), Norms((0, 2), 0.1)
-    accumulated, weights = normal(COUNT, N, D), normal(N, num_lanes(len(PLACES), C))
-    sources = Sources(jnp.int32(COUNT), jnp.array(PLACES), jnp.array(ROWS))
-    reading = Reading(C, COUNT, norms, kernel=True, recipe=RECIPE)
-    own, of_before = making(COUNT - 2), making(BEFORE - 1)
-
-    @jax.jit
-    def run(history):
-        one = Sum(own, sources.count, factors)
-        found = history_kernel.forward(history, sources, one, reading, "interpret", product=True)
-        alone = history_kernel.forward(history, sources, one, reading, "interpret")
-        gradients = history_kernel.backward(
-            history, sources, one._replace(weights=weights), of_sums, accumulated, reading,
-            "interpret", before=Sum(of_before, jnp.int32(BEFORE), factors), reading_before=reading,
-        )  # fmt: skip
-        return found, alone, gradients
-
-    found, alone, gradients = run(history)
-    assert alone.product is None
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4)
-    for read_, one, count in ((found, own, COUNT), (gradients.before, of_before, BEFORE)):
-        made, *product = naive_weights(history[PLACES[int(one.place)]], one)
-        for y, wanted in zip(read_.sums, naive(history, made, factors, count, norms), strict=True):
-            close(y, wanted)
-        for y, wanted in zip(read_.product, product, strict=True):
-            close(y, wanted)
-    for y, wanted in zip(alone.sums, found.sums, strict=True):
-        np.testing.assert_array_equal(y, wanted)
 
 
 def weights_of_sum(dtype=jnp.float32, kernel=True, **keys):
@@ -308,42 +254,15 @@ def test_who_makes_weights():
     assert [weights_of_sum(**keys).recipe for keys in by_others] == [None] * len(by_others)
 
 
-def test_weights_of_a_kernel_and_others_in_bfloat16():
-    """Forward they come from the one, and backward from the other."""
-    numbers = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(numbers.normal(size=shape), jnp.bfloat16)
-
-    weigh = weights_of_sum(jnp.bfloat16)
-    history, lanes = normal(4, 2, 16, 128), num_lanes(4, 3)
-    wo_KE = 0.1 * normal(64, lanes)
-    own = SumWeights(normal(lanes).astype(jnp.float32), 0.1 * normal(128, 64), wo_KE, {})
-    sources = Sources(jnp.int32(4), jnp.arange(4), jnp.arange(4))
-    reading = Reading(3, 4, kernel=True, recipe=weigh.recipe)
-    making, unknown = weigh.for_sum(own, history[3], 3, None)
-    assert unknown is None
-    ours = read(history, sources, Sum(making, sources.count), reading, product=True)
-    product = weigh.product(own, history[3])
-    theirs = read(history, sources, Sum(weigh(own, product), sources.count), reading)
-    assert theirs.product is None
-    for y, expected in zip(ours.sums, theirs.sums, strict=True):
-        np.testing.assert_allclose(y.astype(float), expected.astype(float), rtol=0.02, atol=0.1)
-    for y, expected in zip(jax.tree.leaves(ours.product), jax.tree.leaves(product), strict=True):
-        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("activation", sorted(ON_CHIP))
-def test_kernels_that_make_weights_lower_for_tpu(activation):
+def test_kernels_that_make_weights_lower_for_tpu():
     numbers = jnp.linspace(-9, 9, 500)
-    np.testing.assert_allclose(
-        ON_CHIP[activation](numbers), ACTIVATIONS[activation](numbers), atol=1e-6
-    )
+    for name, function in ON_CHIP.items():
+        np.testing.assert_allclose(function(numbers), ACTIVATIONS[name](numbers), atol=1e-6)
     shape, lanes = jax.ShapeDtypeStruct, num_lanes(COUNT, C)
     states = shape((H, 256, D), jnp.bfloat16)
     wi, wo = shape((D, 64), jnp.bfloat16), shape((64, lanes), jnp.bfloat16)
     own = Making(wi, wo, shape((lanes,), jnp.float32), shape((), jnp.int32))
-    recipe = RECIPE._replace(activation=activation, precision="default")
+    recipe = RECIPE._replace(precision="default")
     reading = Reading(C, COUNT, kernel=True, recipe=recipe)
     places = jnp.array(PLACES[:COUNT])
     sources = Sources(jnp.int32(COUNT), places, places)
@@ -362,36 +281,11 @@ def test_kernels_that_make_weights_lower_for_tpu(activation):
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
-def test_a_plain_loop_and_the_kernel_agree():
-    numbers = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(numbers.normal(size=shape), jnp.float32)
-
-    shape = (2, N // 2, 32)
-    history, weights = normal(H, *shape), normal(*shape[:2], num_lanes(len(PLACES), 3))
-    # The fourth way of each source is filling.
-    filling = jnp.arange(weights.shape[-1]) % 4 == 3
-    of_sums, accumulated = [normal(*shape) for _ in range(3)], normal(COUNT, *shape)
-    sources = Sources(jnp.int32(COUNT), jnp.array(PLACES), jnp.array(ROWS))
-    results = []
-    for kernel in (False, True):
-        reading = Reading(3, COUNT, kernel=kernel)
-        one = Sum(weights, sources.count)
-        sums = read(history, sources, one, reading).sums
-        found = differentiate(history, sources, one, of_sums, accumulated, reading)
-        results.append((sums, jnp.where(filling, 0, found[0]), found.of_states_RBTD))
-    for plain, ours in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("backend", "keys", "scanned"),
     [
         ("tpu", {"base_emb_dim": 128}, True),
-        ("tpu", {"base_emb_dim": 96, "head_dim": 24}, False),
         ("tpu", {"base_emb_dim": 128, "mudd_prenorm": True}, False),
-        ("tpu", {"base_emb_dim": 128, "dense_mixing": "sum"}, False),
         ("gpu", {"base_emb_dim": 128}, False),
         ("cpu", {}, False),
         ("cpu", {"base_num_decoder_layers": 9}, True),

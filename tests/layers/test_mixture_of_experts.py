@@ -9,28 +9,38 @@ import pytest
 
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
-from MaxText.training.objective import loss_sums, num_tokens
-from tests.small_models import random_batch, tiny_config, trainer
-
-WRITTEN_OUT = {"scan_layers": False}
+from MaxText.training.objective import loss_sums
+from tests.small_models import random_batch, tiny_config
 
 
-@functools.cache
-def case(**keys):
-    config = tiny_config("llama2", num_experts=4, num_experts_per_tok=2, **keys)
+def experts(**keys):
+    """The experts of a layer, jitted with a context, and their weights in float64."""
+    config = tiny_config(
+        num_experts=4, num_experts_per_tok=2, base_num_decoder_layers=1, scan_layers=False, **keys
+    )
     model = Model(config.model)
-    params = jax.jit(model.initialize)(jax.random.key(3))
-    # A router that decides: gates are far apart.
-    gate = params["layers"]["mlp"]["gate"]
-    gate["kernel"] = 8 * gate["kernel"]
-    return config, model, params
-
-
-def layer_of(model, params):
-    """The first layer's experts, and its weights as NumPy arrays."""
+    generator = np.random.default_rng(3)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(0.2 * generator.normal(size=leaf.shape), leaf.dtype),
+        model.abstract,
+    )
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    module = model.merge({**params, "layers": first}).layers.mlp
-    return module, jax.tree.map(lambda x: np.asarray(x, np.float64), first["mlp"])
+    # A router that decides: gates are far apart.
+    gate = first["mlp"]["gate"]
+    gate["kernel"] = 8 * gate["kernel"]
+
+    @functools.partial(jax.jit, static_argnames=("drops_tokens", "training"))
+    def run(x, segments_BT=None, dropout_key=None, gate=gate, **flags):
+        layers = first | {"mlp": first["mlp"] | {"gate": gate}}
+        context = Context(segments_BT=segments_BT, dropout_key=dropout_key, **flags)
+        with jax.default_matmul_precision("highest"):
+            return model.merge({**params, "layers": layers}).layers.mlp(x, context)
+
+    return run, jax.tree.map(lambda x: np.asarray(x, np.float64), first["mlp"])
+
+
+def tokens(rows=1, length=16):
+    return np.random.default_rng(0).normal(size=(rows, length, 32)).astype(np.float32)
 
 
 def silu(x):
@@ -64,14 +74,11 @@ def by_hand(weights, x_SD, capacity=None, kept=None):
 
 @pytest.mark.parametrize("factor", [-1.0, 0.5, 1.25])
 def test_tokens_visit_their_experts(factor):
-    _, model, params = case(capacity_factor=factor)
-    module, weights = layer_of(model, params)
-    x = np.random.default_rng(0).normal(size=(3, 16, 32)).astype(np.float32)
+    run, weights = experts(capacity_factor=factor)
+    x = tokens(3)
     segments = np.ones((3, 16), np.int32)
     segments[:, 13:] = 0  # padding takes no places
-    context = Context(training=True, segments_BT=jnp.asarray(segments))
-    with jax.default_matmul_precision("highest"):
-        y, scalars = module(jnp.asarray(x), context)
+    y, scalars = run(x, segments, training=True)
     capacity = None if factor < 0 else int(16 * factor / 4)
     found = [by_hand(weights, row, capacity, segments[0] > 0) for row in x.astype(np.float64)]
     np.testing.assert_allclose(y, [row for row, _ in found], atol=1e-5)
@@ -87,61 +94,60 @@ def test_tokens_visit_their_experts(factor):
     np.testing.assert_allclose(scalars["moe_lb_loss"], 0.01 * total, rtol=1e-4)
 
 
-def test_outside_of_training_no_token_is_left_out():
-    _, model, params = case(capacity_factor=0.25)
-    module, weights = layer_of(model, params)
-    x = np.random.default_rng(0).normal(size=(1, 16, 32)).astype(np.float32)
-    y, _ = module(jnp.asarray(x), Context())
-    np.testing.assert_allclose(y[0], by_hand(weights, x[0].astype(np.float64))[0], atol=1e-4)
+def test_outside_of_training_no_token_is_dropped():
+    run, weights = experts(capacity_factor=0.25)
+    x = tokens()
+    expected, _ = by_hand(weights, x[0].astype(np.float64))
+    np.testing.assert_allclose(run(x)[0][0], expected, atol=1e-4)
 
 
 def test_scored_tokens_do_not_depend_on_padding():
-    _, model, params = case(eval_capacity_factor=0.5)
-    module, _ = layer_of(model, params)
-    x = np.random.default_rng(0).normal(size=(1, 16, 32)).astype(np.float32)
-    whole, short = (
-        module(jnp.asarray(part), Context(drops_tokens=False))[0] for part in (x, x[:, :9])
-    )
-    np.testing.assert_allclose(whole[:, :9], short, atol=1e-5)
-    dropped = module(jnp.asarray(x), Context())[0]
-    assert np.abs(dropped - whole).max() > 1e-3
+    run, _ = experts(eval_capacity_factor=0.5)
+    x = tokens()
+    full, short = (run(part, drops_tokens=False)[0] for part in (x, x[:, :9]))
+    np.testing.assert_allclose(full[:, :9], short, atol=1e-5)
+    assert np.abs(run(x)[0] - full).max() > 1e-3
 
 
 def test_an_even_router_has_load_balance_one():
-    _, model, params = case()
-    module, _ = layer_of(model, params)
-    module.gate.kernel = jnp.zeros_like(module.gate.kernel[...])
-    _, scalars = module(jnp.ones((1, 16, 32)), Context())
+    run, weights = experts()
+    even = {"kernel": jnp.zeros_like(weights["gate"]["kernel"], jnp.float32)}
+    _, scalars = run(np.ones((1, 16, 32), np.float32), gate=even)
     # Every p is 1/4, and the share of first choices does not matter then.
     np.testing.assert_allclose(scalars["moe_lb_loss"], 0.01 * 16, rtol=1e-6)
 
 
-def test_loss_does_not_depend_on_microbatches():
-    keys = {"capacity_factor": 1.0, "router_z_loss_weight": 0.01}
-    losses = {}
-    for num in (1, 2, 4):
-        config = tiny_config("llama2", num_experts=4, num_experts_per_tok=2, **keys)
-        _, state, step = trainer(config, num)
-        batch = random_batch(config, 4, documents=True)
-        state, metrics = step(state, batch)
-        losses[num] = {k: float(v) for k, v in metrics.items()}
-    assert losses[1]["moe_lb_loss"] > 0
-    assert losses[1]["moe_z_loss"] > 0
-    total = sum(losses[1][name] for name in ("lm_loss", "z_loss", "moe_lb_loss", "moe_z_loss"))
-    np.testing.assert_allclose(losses[1]["loss"], total, rtol=1e-6)
-    for num in (2, 4):
-        for name, value in losses[1].items():
-            np.testing.assert_allclose(losses[num][name], value, rtol=2e-5, err_msg=name)
+def test_losses_of_a_batch_are_the_sums_of_those_of_microbatches():
+    config = tiny_config(
+        num_experts=4, num_experts_per_tok=2, base_num_decoder_layers=1, capacity_factor=1.0,
+        router_z_loss_weight=0.01,
+    )  # fmt: skip
+    model, batch = Model(config.model), random_batch(config, 4, documents=True)
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: generator.normal(size=leaf.shape), model.abstract)
+
+    @jax.jit
+    def run(params, batch):
+        halves = [
+            jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))
+        ]
+        return [
+            loss_sums(model.merge(params), some, config.model.objective, training=True)
+            for some in (batch, *halves)
+        ]
+
+    full, *halves = run(jax.tree.map(jnp.float32, params), batch)
+    assert full.over_tokens["moe_lb_loss"] > 0
+    assert full.over_tokens["moe_z_loss"] > 0
+    jax.tree.map(lambda x, a, b: np.testing.assert_allclose(x, a + b, rtol=2e-5), full, *halves)
 
 
 def test_policies_of_the_second_expert():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 32)), jnp.float32)
+    x = tokens(2)
     outputs = {}
     for policy in ("all", "none", "threshold", "random"):
-        _, model, params = case(moe_second_policy=policy, moe_second_threshold=0.3)
-        module, _ = layer_of(model, params)
-        context = Context(training=True, dropout_key=jax.random.key(0))
-        outputs[policy] = np.asarray(module(x, context)[0])
+        run, _ = experts(moe_second_policy=policy, moe_second_threshold=0.3)
+        outputs[policy] = run(x, dropout_key=jax.random.key(0), training=True)[0]
     changed = {policy: np.abs(y - outputs["all"]).max(-1) > 1e-6 for policy, y in outputs.items()}
     assert changed["none"].mean() > 0.9  # a gate may be all but 1 by itself
     for policy in ("threshold", "random"):
@@ -149,34 +155,8 @@ def test_policies_of_the_second_expert():
 
 
 def test_chosen_layers_have_experts():
-    config = tiny_config("gpt2", base_num_kv_heads=4, num_experts=2, moe_layers=[1], **WRITTEN_OUT)
-    model = Model(config.model)
-    with_experts = {name.split("/")[1] for name in model.parameters if "experts" in name}
-    assert with_experts == {"1"}
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    batch = random_batch(config, 2)
-    sums = jax.jit(
-        lambda params: loss_sums(model.merge(params), batch, config.model.objective, training=True)
-    )(params)
-    assert np.isfinite(sums.total)
-    assert sums.over_tokens["moe_lb_loss"] > 0
-    assert num_tokens(batch) == 2 * 16
-
-
-def test_every_expert_learns():
-    config, model, params = case()
-    batch = random_batch(config, 4)
-
-    @jax.jit
-    def gradient(params):
-        def loss(params):
-            sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            return sum(sums.means(jnp.float32(1), jnp.float32(1)).values())
-
-        return jax.grad(loss)(params)
-
-    mlp = gradient(params)["layers"]["mlp"]
-    for leaf in (mlp["gate"]["kernel"], *mlp["experts"].values()):
-        assert np.isfinite(leaf).all()
-    assert (np.abs(mlp["experts"]["wo"]).sum((2, 3)) > 0).all()
-    assert np.abs(mlp["gate"]["kernel"]).max() > 0
+    config = tiny_config(
+        "gpt2", base_num_kv_heads=4, num_experts=2, moe_layers=[1], scan_layers=False
+    )
+    parameters = Model(config.model).parameters
+    assert {name.split("/")[1] for name in parameters if "experts" in name} == {"1"}

@@ -1,4 +1,6 @@
-"""Properties of the parts that hold for every family."""
+"""Norms, embeddings, the head and initial weights against their definitions; sizes of presets."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,102 +8,135 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
-from MaxText.input_pipeline.batch import Batch
-from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES
-from MaxText.layers.attention_core import Scoring, softmax_attention
 from MaxText.layers.model import Model
-from tests.small_models import random_batch, some_quick, tiny_config
-
-FAMILIES = ["llama2", "gpt2", "gpt_neox", "gemma"]
-
-
-def family_config(family, **keys):
-    return tiny_config(family, base_num_kv_heads=2 if family == "llama2" else 4, **keys)
+from MaxText.training import backend_defaults
+from tests.small_models import tiny_config
 
 
-def logits_of(config, batch, seed=0):
+def with_parameters(**keys):
+    """(decoder of one layer with random weights, those weights by name in float64)."""
+    model = Model(tiny_config(base_num_decoder_layers=1, **keys).model)
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), leaf.dtype), model.abstract
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    named = {"/".join(e.key for e in path): np.asarray(x, np.float64) for path, x in leaves}
+    return model.merge(params), named
+
+
+def hidden_states(*shape):
+    return 5 * np.random.default_rng(1).normal(size=shape).astype(np.float32) + 3
+
+
+def by_definition(kind, x, epsilon):
+    x = x.astype(np.float64)
+    if kind in ("layer_norm", "scale_norm_centered"):
+        x = x - x.mean(-1, keepdims=True)
+    mean = (x**2).mean(-1, keepdims=True)
+    return x / np.sqrt(x.shape[-1] * mean if kind == "scale_norm" else mean + epsilon)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"])
+def test_norms(kind, zero_centered):
+    keys = {"normalization_type": kind, "normalization_zero_centered": zero_centered}
+    decoder, weights = with_parameters(**keys)
+    scale = weights["decoder_norm/scale"]
+    assert scale.shape == ((1,) if "scale" in kind else (32,))
+    x = hidden_states(2, 5, 32)
+    epsilon = decoder.section.block.normalization_layer_epsilon
+    expected = by_definition(kind, x, epsilon) * (scale + zero_centered)
+    expected = expected + weights.get("decoder_norm/bias", 0.0)
+    np.testing.assert_allclose(decoder.decoder_norm(x), expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_start_with_factors_of_one_and_biases_at_zero(zero_centered):
+    config = tiny_config(use_qk_norm=True, ffn_bias=True, normalization_zero_centered=zero_centered)
     model = Model(config.model)
 
     @jax.jit
-    def run(params, batch):
-        decoder = model.merge(params)
-        return decoder.logits(decoder.hidden(batch)[0])
+    def drawn(key):
+        leaves = jax.tree_util.tree_leaves_with_path(model.initialize(key))
+        return [[x for path, x in leaves if path[-1].key == kind] for kind in ("scale", "bias")]
 
-    return run(jax.jit(model.initialize)(jax.random.key(seed)), batch)
-
-
-@pytest.mark.parametrize("family", some_quick(FAMILIES, 2))
-def test_packed_documents_equal_separate_ones(family):
-    config = family_config(family)
-    packed = random_batch(config, rows=2, documents=True)
-    cut = int((np.asarray(packed.segments_BT[0]) == 1).sum())
-    together = logits_of(config, packed)
-    for part in (slice(0, cut), slice(cut, None)):
-        alone = Batch(*(x[:, part] for x in (packed.tokens_BT, packed.targets_BT,
-                                             packed.weights_BT)))  # fmt: skip
-        np.testing.assert_allclose(together[:, part], logits_of(config, alone), atol=2e-5)
+    scales, biases = drawn(jax.random.key(0))
+    assert (len(scales), len(biases)) == (5, 3)
+    assert all((scale == 1 - zero_centered).all() for scale in scales)
+    assert not any(bias.any() for bias in biases)
 
 
-@pytest.mark.parametrize("family", some_quick(FAMILIES, 2))
-def test_a_document_never_sees_another_or_its_future(family):
-    config = family_config(family)
-    batch = random_batch(config, rows=1, documents=True)
-    cut = int((np.asarray(batch.segments_BT[0]) == 1).sum())
-    before = np.asarray(logits_of(config, batch))
+def test_a_small_difference_from_one_survives_bfloat16():
+    decoder, _ = with_parameters(
+        normalization_zero_centered=True, dtype="bfloat16", weight_dtype="bfloat16"
+    )
+    # 1 + 2^-9 is 1 in bfloat16; 2^-9 is not 0.
+    decoder.decoder_norm.scale[...] = jnp.full(32, 2.0**-9, jnp.bfloat16)
+    x = jnp.tile(jnp.asarray([1.0, -1.0]), 16)
+    np.testing.assert_allclose(decoder.decoder_norm(x), x * (1 + 2**-9), rtol=2e-5)
 
-    def changed(place):
-        tokens = batch.tokens_BT.at[0, place].add(1) % config.model.shape.vocab_size
-        other = Batch(tokens, *(getattr(batch, name) for name in (
-            "targets_BT", "weights_BT", "positions_BT", "segments_BT")))  # fmt: skip
-        return np.any(np.asarray(logits_of(config, other)) != before, axis=(0, 2))
 
-    first = changed(cut - 1)
-    assert first[cut - 1]
-    assert not first[: cut - 1].any()
-    assert not first[cut:].any()
-    assert changed(cut)[cut:].all()
+def norm_names(**keys):
+    parameters = Model(tiny_config(scan_layers=False, **keys).model).parameters
+    return {name: info.shape for name, info in parameters.items() if "norm" in name}
+
+
+def test_norms_without_parameters_and_a_final_norm_of_another_kind():
+    assert norm_names(block_norm_parametric=False) == {"decoder_norm/scale": (32,)}
+    decoder, _ = with_parameters(
+        block_norm_parametric=False, normalization_type="layer_norm", scan_layers=False
+    )
+    x = hidden_states(2, 5, 32)
+    expected = by_definition("layer_norm", x, 1e-5)
+    np.testing.assert_allclose(decoder.layers.pre_mlp_layer_norm(x), expected, atol=1e-5)
+    names = norm_names(
+        normalization_type="scale_norm_centered", final_normalization_type="layer_norm"
+    )
+    final = {"decoder_norm/scale": (32,), "decoder_norm/bias": (32,)}
+    assert {name: shape for name, shape in names.items() if name in final} == final
+    assert {shape[-1] for name, shape in names.items() if name not in final} == {1}
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 32), ("bfloat16", 3072)])
+def test_scaled_embeddings(dtype, width):
+    keys = {"base_emb_dim": width, "base_mlp_dim": 8, "dtype": dtype, "vocab_size": 8}
+    decoder, weights = with_parameters(**keys, scale_embedding=True, num_vocab_tiling=1)
+    embedder, table = decoder.token_embedder, weights["token_embedder/embedding"]
+    rows = jnp.asarray(table[[[2, 5]]], dtype)
+    # Rounded to the format of activations: sqrt(3072) = 55.43 is 55.5 in bfloat16.
+    scale = jnp.asarray(width**0.5, dtype)
+    np.testing.assert_array_equal(embedder(jnp.asarray([[2, 5]])), rows * scale)
+    # The tied head is not scaled.
+    x = hidden_states(1, 2, width)
+    logits = embedder.attend(jnp.asarray(x), jnp.dtype("float32"))
+    np.testing.assert_allclose(logits, x @ table.T, rtol=1e-4, atol=1e-3)
+
+
+TIED = {"logits_via_embedding": True}
 
 
 @pytest.mark.parametrize(
-    "options",
-    some_quick([{}, {"soft_cap": 5.0}, {"kv_heads": 1}, {"segments": True},
-     {"causal": False}, {"causal": False, "segments": True}], 3),
-)  # fmt: skip
-def test_blocks_of_queries_equal_the_full_square(options):
-    keys = jax.random.split(jax.random.key(0), 3)
-    kv_heads = options.get("kv_heads", 4)
-    q = jax.random.normal(keys[0], (2, 13, 4, 8))
-    k, v = (jax.random.normal(key, (2, 13, kv_heads, 8)) for key in keys[1:])
-    segments = None
-    if options.get("segments"):
-        segments = jnp.asarray(np.repeat([[1, 2, 3]], 2, 0).repeat([4, 4, 5], 1))
-
-    def run(block_size):
-        scoring = Scoring(causal=options.get("causal", True), soft_cap=options.get("soft_cap", 0.0))
-        return softmax_attention(q, k, v, scoring, segments_BT=segments, block_size=block_size)
-
-    scores = (
-        np.einsum("btngh,bsnh->bngts", np.asarray(q).reshape(2, 13, kv_heads, -1, 8), k) / 8**0.5
-    )
-    if options.get("soft_cap"):
-        scores = 5.0 * np.tanh(scores / 5.0)
-    mask = np.ones((1, 13, 13), bool)
-    if options.get("causal", True):
-        mask = np.tril(mask)
-    if segments is not None:
-        mask = mask & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :])
-    scores = np.where(mask[:, None, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("bngts,bsnh->btngh", weights, v).reshape(2, 13, 4, 8)
-    for block_size in (None, 4, 5, 13, 64):
-        np.testing.assert_allclose(run(block_size), expected, atol=1e-5)
-
-
-def test_many_blocks_grow_instead_of_multiplying():
-    x = jnp.ones((1, 64, 1, 4))
-    text = str(jax.make_jaxpr(lambda x: softmax_attention(x, x, x, Scoring(), block_size=1))(x))
-    assert text.count("dot_general") == 2 * 16
+    ("keys", "formula"),
+    [
+        ({}, lambda h, w: h @ w["logits_dense/kernel"]),
+        ({"logits_bias": True}, lambda h, w: h @ w["logits_dense/kernel"] + w["logits_dense/bias"]),
+        (TIED, lambda h, w: h @ w["token_embedder/embedding"].T / 32**0.5),
+        (
+            TIED | {"normalize_embedding_logits": False},
+            lambda h, w: h @ w["token_embedder/embedding"].T,
+        ),
+        (
+            {"final_logits_soft_cap": 0.5},
+            lambda h, w: 0.5 * np.tanh(h @ w["logits_dense/kernel"] / 0.5),
+        ),
+    ],
+)
+def test_head(keys, formula):
+    decoder, weights = with_parameters(**keys)
+    assert ("logits_dense/kernel" in weights) == (keys.get("logits_via_embedding") is None)
+    h_BTD = hidden_states(2, 5, 32)
+    np.testing.assert_allclose(decoder.logits(h_BTD), formula(h_BTD, weights), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -113,118 +148,112 @@ def test_many_blocks_grow_instead_of_multiplying():
         ({"proj_bias": True}, {"layers/self_attention/out/bias"}),
         ({"ffn_bias": True}, {f"layers/mlp/{n}/bias" for n in ("wi_0", "wi_1", "wo")}),
         ({"mlp_activations": ["relu2"]}, {"layers/mlp/wi/kernel"}),
-        ({"normalization_type": "layer_norm"}, {"decoder_norm/bias"}),
     ],
-)  # fmt: skip
+)
 def test_options_add_the_parameters_they_name(keys, names):
     assert names <= set(Model(tiny_config(**keys).model).parameters)
     assert not names & set(Model(tiny_config().model).parameters)
 
 
-def test_tied_head_has_no_matrix_of_its_own_and_is_scaled():
-    batch = random_batch(tiny_config(), rows=1)
-    plain = tiny_config(logits_via_embedding=True, normalize_embedding_logits=False)
-    scaled = tiny_config(logits_via_embedding=True)
-    assert "logits_dense/kernel" not in Model(plain.model).parameters
-    np.testing.assert_allclose(
-        logits_of(plain, batch), logits_of(scaled, batch) * 32**0.5, rtol=1e-5, atol=1e-5
-    )
-
-
-def test_soft_cap_bounds_logits():
-    batch = random_batch(tiny_config(), rows=1)
-    capped = logits_of(tiny_config(final_logits_soft_cap=0.5), batch)
-    assert np.abs(capped).max() < 0.5
-    plain = np.asarray(logits_of(tiny_config(), batch))
-    np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_finite_with_finite_gradients(name):
-    x = jnp.linspace(-30, 30, 61)
-    value, gradient = jax.vmap(jax.value_and_grad(ACTIVATIONS[name]))(x)
-    assert np.isfinite(value).all()
-    assert np.isfinite(gradient).all()
-
-
-def test_every_activation_of_the_schema_exists():
-    from typing import get_args
-
-    from MaxText.configuration.layer_sections import Activation, NotElementwise
-
-    assert set(get_args(Activation)) == set(ACTIVATIONS)
-    assert set(get_args(NotElementwise)) == {*OVER_FEATURES, *LEARNED, "rrelu"}
+WIDE = {
+    "base_emb_dim": 128,
+    "base_num_kv_heads": 4,
+    "head_dim": 32,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 512,
+    "max_target_length": 256,
+}
+XAVIER, SMALL = (2 / (128 + 256)) ** 0.5, (2 / (5 * 128)) ** 0.5
+NEO = {
+    "query/kernel": (128 * 32) ** -0.5,
+    "key/kernel": 128**-0.5,
+    "value/kernel": 128**-0.5,
+    "out/kernel": 128**-0.5,
+    "memory_key": 32**-0.5,
+    "memory_value": 32**-0.5,
+    "token_embedder": 0.02,
+    "position_embedder": 0.01,
+}
+NEO_KEYS = {"decoder_block": "gpt_neo", "num_mem_kv": 64}
+SLOTS = {"decoder_block": "tokenformer", "slot_num": 256}
 
 
 @pytest.mark.parametrize(
-    ("weight_init", "kernel", "output", "table"),
+    ("keys", "first", "last", "others"),
     [
-        ("gpt2", 0.02, 0.02 / (2 * 3) ** 0.5, 0.02),
-        ("neox", (2 / (5 * 128)) ** 0.5, 2 / (3 * 128**0.5), (2 / (5 * 128)) ** 0.5),
-        ("fan_in", 128**-0.5, 256**-0.5, 1.0),
-        ("xavier", (2 / (128 + 256)) ** 0.5, (2 / (128 + 256)) ** 0.5, 1.0),
-        ("xavier_uniform", (2 / (128 + 256)) ** 0.5, (2 / (128 + 256)) ** 0.5, 1.0),
-        ("normal", 0.02, 0.02, 0.02),
+        ({"weight_init": "gpt2"}, 0.02, 0.01, {"token_embedder": 0.02}),
+        ({"weight_init": "neox"}, SMALL, 128**-0.5, {"token_embedder": SMALL}),
+        ({"weight_init": "fan_in"}, 128**-0.5, 256**-0.5, {"token_embedder": 1.0}),
+        ({"weight_init": "xavier"}, XAVIER, XAVIER, {"token_embedder": 1.0}),
+        ({"weight_init": "xavier_uniform"}, XAVIER, XAVIER, {}),
+        ({"weight_init": "normal"}, 0.02, 0.02, {}),
+        (NEO_KEYS, 0.02, 0.02 / 2**0.5, NEO),  # the bundle scales by depth
+        (NEO_KEYS | {"init_scale_by_depth": False}, 0.02, 0.02, {}),
+        (NEO_KEYS | {"init_scale_by_in": True}, 0.02 / 128**0.5, 0.02 / 512**0.5, {}),
+        (SLOTS, 128**-0.5, 1024**-0.5, {"query/keys": 128**-0.5, "query/values": 256**-0.5}),
+        (SLOTS | {"weight_init": "wang"}, 0.02, 128**-0.5, {"query/values": 128**-0.5}),
     ],
 )
-def test_initial_weights_have_the_named_deviation(weight_init, kernel, output, table):
-    config = tiny_config(
-        weight_init=weight_init, base_emb_dim=128, base_mlp_dim=256, vocab_size=256, head_dim=32
-    )
-    params = jax.jit(Model(config.model).initialize)(jax.random.key(0))
-    measured = {
-        "kernel": params["layers"]["mlp"]["wi_0"]["kernel"],
-        "output": params["layers"]["mlp"]["wo"]["kernel"],
-        "table": params["token_embedder"]["embedding"],
-    }
-    for name, expected in (("kernel", kernel), ("output", output), ("table", table)):
-        np.testing.assert_allclose(np.std(measured[name]), expected, rtol=0.02, err_msg=name)
-        assert abs(np.mean(measured[name])) < 0.05 * expected
-    layers = measured["kernel"]
-    assert not np.allclose(layers[0], layers[1])  # each layer draws its own
+def test_initial_deviations(keys, first, last, others):
+    """Of the feed-forward's first matrix, of its last one, and of others by name."""
+    model = Model(tiny_config(**WIDE | keys).model)
+    places = {"first": r"mlp/(wi|wi_0|keys)/kernel", "last": r"mlp/(wo|values)/kernel"}
+    expected = {places["first"]: first, places["last"]: last} | others
+
+    @jax.jit
+    def drawn(key):
+        leaves = jax.tree_util.tree_leaves_with_path(model.initialize(key))
+        named = {"/".join(entry.key for entry in path): x for path, x in leaves}
+        return {
+            place: next(x for name, x in named.items() if re.search(place, name))
+            for place in expected
+        }
+
+    arrays = drawn(jax.random.key(0))
+    for place, deviation in expected.items():
+        np.testing.assert_allclose(np.std(arrays[place]), deviation, rtol=0.02, err_msg=place)
+        assert abs(np.mean(arrays[place])) < 0.05 * deviation, place
+    one, other = arrays[places["first"]]
+    assert not np.allclose(one, other)  # each layer draws its own
+    # Normals are cut at two deviations of a wider one, but for slots of attention.
+    is_cut = keys.get("weight_init") == "fan_in" or keys == SLOTS
+    for place in {places["first"], *others} if is_cut else ():
+        beyond = np.mean(np.abs(arrays[place]) > 2.3 * expected[place])
+        assert beyond == (0 if place == places["first"] else pytest.approx(0.0214, abs=0.003))
 
 
+# Published; the stated numbers of all presets are checked by arithmetic in tests/configuration.
 PARAMETERS = {
     "bert-base-like": 108_890_112,
-    "roberta-base-like": 124_052_736,
     "gpt2-124m": 124_439_808,
-    "gpt2-355m": 354_823_168,
-    "gpt2-774m": 774_030_080,
-    "gpt2-1.5b": 1_557_611_200,
     "llama2-7b": 6_738_415_616,
-    "llama3-8b": 8_030_261_248,
     "llama3.1-8b": 8_030_261_248,
-    "llama3.2-1b": 1_235_814_400,
     "gemma-2b": 2_506_172_416,
-    "gemma-7b": 8_537_680_896,
-    "pythia-70m": 70_426_624,
     "pythia-160m": 162_322_944,
-    "pythia-410m": 405_334_016,
-    "pythia-1b": 1_011_781_632,
-    "pythia-1.4b": 1_414_647_808,
-    "pythia-2.8b": 2_775_208_960,
-    "transformer_pp-405m": 411_616_256,
     "tokenformer-124m": 123_569_664,
-    "tokenformer-354m": 354_190_848,
     "tokenformer-150m": 151_881_216,
-    "tokenformer-757m": 757_040_640,
-    "tokenformer-1.4b": 1_399_948_800,
-    "tokenformer-450m": 454_166_528,
-    "tokenformer-900m": 903_252_480,
-    "tokenformer-1.5b": 1_587_219_456,
+    # Counted in the JAX program and in released weights.
+    "Llama2Medium": 411_616_256,
+    "MUDDLlama2Medium": 414_095_429,
+    "muddformer-2.8b": 2_804_871_709,
+    "muddpythia-1.4b": 1_419_950_149,
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(name):
-    config = configure(model_name=name, dtype="float32", scan_layers=True, remat_policy="full")
-    assert Model(config.model).num_parameters == PARAMETERS[name]
+    section, _ = backend_defaults.resolve(configure(model_name=name).model, "gpu")
+    assert Model(section).num_parameters == PARAMETERS[name]
 
 
 def test_parameter_scale_multiplies_the_parameters():
-    base = tiny_config(base_num_decoder_layers=2)
+    base = tiny_config(base_num_decoder_layers=2).model.shape.dimensions
     for scale in (2, 4, 8):
-        scaled = tiny_config(base_num_decoder_layers=2, global_parameter_scale=scale)
-        d, e = base.model.shape.dimensions, scaled.model.shape.dimensions
-        width, heads = e.emb_dim / d.emb_dim, e.num_query_heads / d.num_query_heads
-        assert width * heads * (e.num_layers / d.num_layers) == scale
+        config = tiny_config(base_num_decoder_layers=2, global_parameter_scale=scale)
+        scaled = config.model.shape.dimensions
+        width, heads, layers = (
+            getattr(scaled, name) / getattr(base, name)
+            for name in ("emb_dim", "num_query_heads", "num_layers")
+        )
+        assert width * heads * layers == scale

@@ -49,11 +49,10 @@ def loss_of(num_stored, alike, reads_all, in_turn):
     return nnx.to_pure_dict(weights), loss
 
 
-@pytest.mark.parametrize("reads_all", [False, True], ids=["last", "all"])
 @pytest.mark.parametrize(
-    ("num_stored", "alike"),
-    [(NUM_LAYERS, True), (NUM_LAYERS, False), (1, True)],
-    ids=["alike", "apart", "shared"],
+    ("num_stored", "alike", "reads_all"),
+    [(NUM_LAYERS, True, False), (NUM_LAYERS, False, True), (1, True, True)],
+    ids=["alike", "apart, all outputs read", "shared, all outputs read"],
 )
 def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
     num_stored, alike, reads_all, monkeypatch

@@ -1,14 +1,16 @@
-"""The cost table: its sums, its bytes against real arrays, and its words."""
+"""The cost table: its sums, its bytes against real arrays, and its words; other printed tables."""
 
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.layers.model import Model
 from MaxText.monitoring.cost import MFU_RULE, model_cost
 from MaxText.monitoring.flops import count_flops
+from MaxText.monitoring.tables import parameter_table
 from tests.small_models import tiny_config, trainer
 
 
@@ -16,18 +18,12 @@ def cost_of(**keys):
     return model_cost(Model(tiny_config(**keys).model), sequence_length=16)
 
 
-def cells(line):
-    """A line of the table as words, without thousands separators."""
-    return line.replace(",", "").split()
-
-
 def bytes_of(tree):
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("keys", [{}, {"weight_dtype": "bfloat16", "opt_type": "lion"}])
-def test_bytes_are_those_of_the_arrays(keys):
-    model, state, _ = trainer(tiny_config(**keys))
+def test_bytes_are_those_of_the_arrays():
+    model, state, _ = trainer(tiny_config(weight_dtype="bfloat16", opt_type="lion"))
     gradients = jax.eval_shape(
         jax.grad(lambda params: sum(x.sum() for x in jax.tree.leaves(params))), state.params
     )
@@ -52,17 +48,10 @@ def test_cache_of_llama_2_7b():
     assert "4,096 x 524,288 = 2,147,483,648 bytes (2.00 GiB)" in cost.describe()
 
 
-def test_cache_counts_key_value_heads_and_the_format_of_activations():
-    whole = cost_of(base_num_kv_heads=4)
-    assert whole.kv_cache_bytes_per_token == 2 * 3 * 4 * 8 * 4
-    assert cost_of(base_num_kv_heads=1).kv_cache_bytes * 4 == whole.kv_cache_bytes
-    assert cost_of(base_num_kv_heads=4, dtype="bfloat16").kv_cache_bytes * 2 == whole.kv_cache_bytes
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
+        {"base_num_kv_heads": 1},
         {
             "attention_types": [[["local", "linear", "none"], 1]], "scan_layers": False,
             "sliding_window_size": 5, "dtype": "bfloat16",
@@ -73,26 +62,18 @@ def test_cache_counts_key_value_heads_and_the_format_of_activations():
 )  # fmt: skip
 def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
     cost = cost_of(**keys)
-    tokens, lengths = jax.numpy.zeros((1, 16), int), jax.numpy.ones((1,), int)
+    tokens, lengths = jnp.zeros((1, 16), int), jnp.ones((1,), int)
 
     def states(params):
         return cost.model.merge(params).read_prompt(tokens, lengths, 16)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(states, cost.model.abstract))
     assert sum(x.size * x.dtype.itemsize for x in kept) == cost.kv_cache_bytes
-    assert max(map(len, cost.describe().splitlines())) <= 110
-
-
-def test_no_cache_without_a_causal_mask():
-    cost = cost_of(mlm_training=True)
-    assert cost.kv_cache_bytes_per_token == cost.kv_cache_bytes == 0
-    assert "KV cache = none, attention is not causal" in cost.describe()
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
         {"decoder_block": "gpt2"},
         {"remat_policy": "minimal"},
         {"static_sgu": True, "head_qk": True, "num_experts": 4, "capacity_factor": 1.0},
@@ -111,65 +92,19 @@ def test_facts_are_json_and_add_up(keys):
     assert facts["bytes"]["optimizer"] is None
 
 
-def test_the_printed_table():
-    cost = cost_of(decoder_block="gpt2")
-    text = cost.describe()
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 110
-    rows = {line.partition("  ")[0]: cells(line.partition("  ")[2]) for line in lines[:14]}
-    # A tied head multiplies with the token table, 64 x 32, and holds nothing itself.
-    assert rows["head"][:2] == ["tied", str(2 * 64 * 32)]
-    assert rows["position embedding"] == [
-        str(16 * 32), f"{100 * 16 * 32 / cost.model.num_parameters:.1f}%", "0", "0", "0.0%",
-    ]  # fmt: skip
-    total = [f"{cost.model.num_parameters}", "100.0%", f"{cost.count.forward:.0f}"]
-    assert rows["total"] == [*total, f"{cost.count.per_token:.0f}", "100.0%"]
-    assert MFU_RULE in " ".join(text.split())
-    assert "parameters + gradients = " in text
+def test_the_printed_table(told):
+    """A tied head multiplies with the token table and holds nothing itself."""
+    told(cost_of(decoder_block="gpt2").describe())
 
 
-def test_executed_operations_are_shown_where_they_are_known():
-    full = cost_of(remat_policy="full", num_vocab_tiling=2).describe()
-    assert "computed again (remat_policy=full, num_vocab_tiling=2)" in full
-    assert "executed FLOPs per token" not in cost_of(remat_policy="minimal").describe()
-    cost = cost_of(static_sgu=True, static_sgu_kernel=3)
-    sums = next(part.executed for part in cost.count.parts if part.name == "static SGU")
-    three_times = cost.count.executed_forward - sums
-    assert f"3 x {three_times:,.0f} + {sums:,.0f} + 0" in " ".join(cost.describe().split())
+def test_parameter_table(told):
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-
-@pytest.mark.parametrize(
-    ("keys", "rule", "computed"),
-    [
-        (
-            {"attention": "dot_product"},
-            "causal, a query counts half of 16 keys: 8",
-            "attention=dot_product multiplies it with all 16",
-        ),
-        (
-            {"attention": "blocked", "attention_block_size": 4},
-            "causal, a query counts half of 16 keys: 8",
-            "attention=blocked multiplies it with 10, in blocks of 4 query rows",
-        ),
-        (
-            {
-                "attention_types": [[["local", "global", "linear"], 1]],
-                "sliding_window_size": 4,
-                "attention": "dot_product",
-            },
-            "causal, a query counts half of 16 keys: 8; in local layers, of a window of 4, 3.5; a "
-            "linear layer has sums of fixed size in their place",
-            "attention=dot_product multiplies it with all 16; in local layers with 16",
-        ),
-        (
-            {"mlm_training": True},
-            "not causal, a query counts all 16 keys",
-            "attention=autoselected multiplies it with all 16",
-        ),
-    ],
-)
-def test_both_counts_of_attention_are_stated(keys, rule, computed):
-    cost = cost_of(**keys)
-    assert cost.facts()["attention_rule"] == rule
-    assert cost.facts()["attention_computed"] == computed
-    assert f"attention: {rule}; {computed}." in " ".join(cost.describe().split())
+    parameters = {"token_embedder/embedding": leaf(1000, 8)}
+    parameters |= {f"layers/{i}/mlp/wi": leaf(8, 32) for i in range(12)}
+    parameters["norm/scale"] = leaf(8)
+    parameters["a/very/long/name/" * 20 + "kernel"] = leaf(2, 3)
+    table = parameter_table(parameters, sharding_of=lambda name: "fsdp, -")
+    told(table)
+    assert max(map(len, table.splitlines())) <= 110

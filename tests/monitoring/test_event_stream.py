@@ -1,4 +1,4 @@
-"""The records of a run: nothing doubled, nothing missing, whatever happened before."""
+"""The records of a run: nothing twice, nothing missing, whatever happened before."""
 
 import json
 import time
@@ -6,27 +6,29 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from MaxText.configuration.loading import configure
+from MaxText.configuration.saved import flat
 from MaxText.configuration.training_sections import Monitoring
-from MaxText.monitoring.event_stream import EventStream, open_stream
+from MaxText.monitoring.event_stream import open_stream
 from MaxText.monitoring.events import PHASES, REPEATED
 from MaxText.monitoring.json_lines import read_rows
+from MaxText.monitoring.sinks.hyperparameters import hyperparameter_summaries
 from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_line import EvaluationReport, StepReport
 
 
-def report(step, loss=2.0):
-    metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
-    return StepReport(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
-
-
 def emit_step(stream, step, loss=2.0):
-    shown = report(step, loss)
-    stream.emit("step", step=step, seconds=0.5, report=shown, updates=1, **shown.row())
+    metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
+    report = StepReport(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
+    stream.emit("step", step=step, seconds=0.5, report=report, updates=1, **report.row())
 
 
 def opened(folder, first_step=0, run_name="tiny", config=None, lines=None, **keys):
     show = (lines if lines is not None else []).append
+    keys = {"enable_tensorboard": False} | keys
     return open_stream(
         folder, Monitoring(**keys), run_name, config or {}, first_step=first_step,
         terminal=Terminal(10, show),
@@ -46,69 +48,79 @@ def events(folder, kind=None):
     return [row for row in read_rows(folder / "events.jsonl") if kind in (None, row["event"])]
 
 
-def test_each_event_has_time_kind_phase_and_attempt(tmp_path):
-    stream = record(tmp_path, [0])
+def steps_of(path):
+    return [row["step"] for row in read_rows(path) if row.get("event", "step") == "step"]
+
+
+def tensorboard_events(folder):
+    (path,) = (folder / "tensorboard").iterdir()
+    data, found = path.read_bytes(), []
+    while data:  # TFRecord: length, its checksum, bytes, their checksum
+        length = int.from_bytes(data[:8], "little")
+        found.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return found
+
+
+def test_each_event_reaches_every_place(tmp_path):
+    lines = []
+    keys = {"config": {"learning_rate": 0.001}, "log_period": 1, "enable_tensorboard": True}
+    stream = opened(tmp_path, lines=lines, **keys)
+    stream.emit("start", step=0, num_parameters=1234)
+    assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
+    emit_step(stream, 0, loss=1.25)
     with stream.timed("checkpoint", step=0) as facts:
         facts["bytes"] = np.int64(7)
+    with pytest.raises(ValueError), stream.timed("checkpoint", step=0):  # noqa: PT011
+        raise ValueError
+    shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)
+    stream.emit("evaluation", step=0, seconds=0.1, report=shown, **shown.row())
     stream.close()
-    start, step, checkpoint = events(tmp_path)
-    assert [start["phase"], step["phase"], checkpoint["phase"]] == [
-        "start_up", "train", "checkpoint",
-    ]  # fmt: skip
+    stream.close()
+
+    start, step, checkpoint, evaluation = rows = events(tmp_path)
+    assert [row["phase"] for row in rows] == ["start_up", "train", "checkpoint", "evaluation"]
     assert start["time"] > 1.7e9
-    assert {row["attempt"] for row in (start, step, checkpoint)} == {0}
-    assert (step["step"], step["seconds"], step["learning/loss"]) == (0, 0.5, 2.0)
+    assert {row["attempt"] for row in rows} == {0}
+    assert (step["step"], step["seconds"], step["learning/loss"]) == (0, 0.5, 1.25)
     assert checkpoint["bytes"] == 7
     assert checkpoint["seconds"] >= 0
+    assert evaluation["eval/avg_loss"] == 2.0
     assert set(REPEATED) < set(PHASES)
 
-
-def test_one_event_feeds_terminal_rows_and_tensorboard_alike(tmp_path):
-    lines = []
-    stream = opened(tmp_path, lines=lines)
-    emit_step(stream, 0, loss=1.25)
-    stream.close()
-    stream.close()
-    (event,), (metrics,) = events(tmp_path), read_rows(tmp_path / "metrics.jsonl")
     assert lines[0].startswith("completed step: 0, seconds: 0.500, ")
-    assert "loss: 1.250" in lines[0]
+    (metrics,) = read_rows(tmp_path / "metrics.jsonl")
     assert metrics["run_name"] == "tiny"
     assert metrics["learning/grad_norm"] == 1.5
     assert metrics["perf/per_device_tflops_per_sec"] == 0.5
     assert metrics["perf/per_device_tokens_per_sec"] == 128
-    tags = {name: value for name, value in metrics.items() if "/" in name}
-    assert {name: value for name, value in event.items() if "/" in name} == tags
-    assert tensorboard_values(tmp_path)["learning/loss"] == 1.25
-
-
-def test_a_failed_block_is_no_event(tmp_path):
-    stream = opened(tmp_path)
-    with pytest.raises(ValueError, match="no room"), stream.timed("checkpoint", step=0):
-        raise ValueError("no room")
-    stream.close()
-    assert not events(tmp_path)
-
-
-def test_rows_are_on_disk_before_any_flush(tmp_path):
-    stream = record(tmp_path, range(3), log_period=100)
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert [row["step"] for row in events(tmp_path, "step")] == [0, 1, 2]
-    stream.close()
+    tags = {name for name in step if "/" in name}
+    assert {name: metrics[name] for name in tags} == {name: step[name] for name in tags}
+    board = {
+        value.tag: value.simple_value
+        for event in tensorboard_events(tmp_path)
+        for value in event.summary.value
+    }
+    assert (board["learning/loss"], board["eval/avg_loss"]) == (1.25, 2.0)
+    for beginning in ("num_model_parameters", "learning_rate", "_hparams_/"):
+        assert any(tag.startswith(beginning) for tag in board)
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
 def test_resuming_drops_later_rows_and_a_cut_line(tmp_path, name):
-    record(tmp_path, range(6)).close()
+    stream = record(tmp_path, range(6), log_period=100)
+    assert steps_of(tmp_path / name) == list(range(6))  # before any flush
+    stream.close()
     with open(tmp_path / name, "a") as file:
         file.write('{"step": 6, "run_na')
     record(tmp_path, range(4, 8), first_step=4).close()
-    rows = read_rows(tmp_path / name)
-    steps = [row["step"] for row in rows if row.get("event", "step") == "step"]
-    assert steps == list(range(8))
+    assert steps_of(tmp_path / name) == list(range(8))
     assert all(json.loads(line) for line in (tmp_path / name).read_text().splitlines())
+    record(tmp_path, range(2)).close()  # again from scratch
+    assert steps_of(tmp_path / name) == [0, 1]
 
 
-def test_what_is_done_again_is_told_as_lost(tmp_path):
+def test_what_is_done_again_is_recorded_as_lost(tmp_path):
     first = record(tmp_path, range(6))
     first.emit("checkpoint", step=3, seconds=0.25)
     first.emit("evaluation", step=5, seconds=2.0)
@@ -124,17 +136,11 @@ def test_what_is_done_again_is_told_as_lost(tmp_path):
     assert third.lost == {"steps": 0, "seconds": {}}
     third.close()
     assert events(tmp_path)[-1]["attempt"] == 2
-
-
-def test_starting_again_from_scratch_leaves_no_old_rows(tmp_path):
-    record(tmp_path, range(3)).close()
-    record(tmp_path, range(2)).close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1]
-    assert [row["step"] for row in events(tmp_path, "step")] == [0, 1]
+    assert not (tmp_path / "tensorboard").exists()  # switched off
 
 
 def test_tensorboard_hides_step_0_of_a_run_that_was_killed(tmp_path):
-    record(tmp_path, range(1)).close()
+    record(tmp_path, range(1), enable_tensorboard=True).close()
     starts = [event for event in tensorboard_events(tmp_path) if event.session_log.status == 1]
     assert [event.step for event in starts] == [0]
 
@@ -150,110 +156,43 @@ def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
     emit_step(first, 2)  # goes on
     first.close()
     assert [(row["run_name"], row["step"]) for row in read_rows(shared)] == [
-        ("tiny", 0),
-        ("tiny", 1),
-        ("other", 0),
-        ("other", 0),
-        ("tiny", 2),
-    ]
+        ("tiny", 0), ("tiny", 1), ("other", 0), ("other", 0), ("tiny", 2),
+    ]  # fmt: skip
 
 
 def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
     stream = opened(tmp_path)
     emit_step(stream, 0)
     stream.emit("evaluation", step=0, seconds=1.0, **{"eval/avg_loss": 4.5, "progress/tokens": 3})
-    emit_step(stream, 1)
+    emit_step(stream, 1, loss=1000.0)
     stream.close()
     again = record(tmp_path, [], first_step=2)
     again.emit("evaluation", step=1, seconds=1.0, **{"eval/avg_loss": 4.4})  # that was due
+    emit_step(again, 2, loss=float("nan"))
     again.close()
-    first, second = read_rows(tmp_path / "metrics.jsonl")
+    first, second, third = read_rows(tmp_path / "metrics.jsonl")
     assert abs(first["time"] - time.time()) < 60
-    assert first["learning/loss"] == second["learning/loss"]
-    assert first["eval/avg_loss"] == 4.5
+    assert (first["learning/loss"], first["eval/avg_loss"]) == (2.0, 4.5)
     assert second["eval/avg_loss"] == 4.4
     assert "progress/tokens" not in first
+    # Numbers that JSON does not have.
+    assert second["learning/perplexity"] is None
+    assert third["learning/loss"] is None
 
 
-def test_numbers_that_json_has_not_become_null(tmp_path):
-    stream = opened(tmp_path)
-    emit_step(stream, 0, loss=float("nan"))
-    emit_step(stream, 1, loss=1000.0)
-    stream.close()
-    for name in ("metrics.jsonl", "events.jsonl"):
-        first, second = read_rows(tmp_path / name)
-        assert first["learning/loss"] is None
-        assert second["learning/perplexity"] is None
-        assert "NaN" not in (tmp_path / name).read_text()
-
-
-class Counting:
-    """A sink that counts what it is asked."""
-
-    def __init__(self):
-        self.written, self.flushed = 0, 0
-
-    def write(self, event):
-        self.written += 1
-
-    def flush(self):
-        self.flushed += 1
-
-    def close(self):
-        pass
-
-
-def test_flushed_every_log_period_and_at_events_that_matter():
-    sink = Counting()
-    stream = EventStream([sink], flush_every=10)
-    for step in range(25):
-        emit_step(stream, step)
-    assert (sink.written, sink.flushed) == (25, 2)
-    for kind in ("resume", "checkpoint", "stop"):
-        stream.emit(kind)
-    assert sink.flushed == 5
-
-
-def tensorboard_events(folder):
-    from tensorboardX.proto.event_pb2 import Event
-
-    (path,) = (folder / "tensorboard").iterdir()
-    data, found = path.read_bytes(), []
-    while data:  # TFRecord: length, its checksum, bytes, their checksum
-        length = int.from_bytes(data[:8], "little")
-        found.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return found
-
-
-def tensorboard_summaries(folder):
-    return [event.summary for event in tensorboard_events(folder)]
-
-
-def tensorboard_values(folder):
-    return {
-        value.tag: value.simple_value
-        for summary in tensorboard_summaries(folder)
-        for value in summary.value
-    }
-
-
-def test_tensorboard_gets_scalars_texts_hyperparameters_and_evaluations(tmp_path):
-    stream = opened(tmp_path, config={"learning_rate": 0.001}, log_period=1)
-    stream.emit("start", step=0, num_parameters=1234)
-    assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
-    emit_step(stream, 0)
-    shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)
-    stream.emit("evaluation", step=0, seconds=0.1, report=shown, **shown.row())
-    stream.close()
-    tags = tensorboard_values(tmp_path)
-    assert {"learning/loss", "eval/avg_loss", "perf/step_time_seconds"} <= set(tags)
-    assert any(tag.startswith("num_model_parameters") for tag in tags)
-    assert any(tag.startswith("learning_rate") for tag in tags)
-    assert any(tag.startswith("_hparams_/") for tag in tags)
-    assert events(tmp_path, "evaluation")[0]["eval/avg_loss"] == 2.0
-
-
-def test_tensorboard_can_be_switched_off(tmp_path):
-    record(tmp_path, [0], enable_tensorboard=False).close()
-    assert not (tmp_path / "tensorboard").exists()
+def test_every_key_is_a_column_of_hyperparameters():
+    config = flat(configure("quickstart.yml"))
+    found = {}
+    for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss")):
+        for value in summary.value:
+            content = value.metadata.plugin_data.content
+            found[value.tag] = HParamsPluginData.FromString(content)
+    experiment = found["_hparams_/experiment"].experiment
+    assert {info.name for info in experiment.hparam_infos} == set(config)
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert metrics == ["eval/avg_loss", "learning/loss"]
+    values = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert {name for name in config if values[name].WhichOneof("kind")} == set(config)
+    assert values["steps"].number_value == config["steps"]
+    flags = {name for name, value in config.items() if isinstance(value, bool)}
+    assert {name for name in config if values[name].WhichOneof("kind") == "bool_value"} == flags

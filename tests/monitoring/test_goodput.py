@@ -4,15 +4,28 @@ import pytest
 
 from MaxText.monitoring.goodput import PARTS
 from MaxText.monitoring.run_record import read_run
-from tests.monitoring.report.run_files import RunFiles, completed, eventful
+from tests.monitoring.report.run_files import RunFiles
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has started, in 6 s, and compiled, in 9 s."""
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    return run
+
+
+def train(run, first, end):
+    for step in range(first, end):
+        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
 
 
 def goodput_of(run):
     return read_run(run.write()).goodput
 
 
-def test_parts_add_up_to_the_whole_time(tmp_path):
-    for record in (read_run(completed(tmp_path / "a")), read_run(eventful(tmp_path / "b"))):
+def test_parts_add_up_to_the_whole_time(completed_run, eventful_run):
+    for record in (read_run(completed_run), read_run(eventful_run)):
         goodput = record.goodput
         assert set(goodput.seconds) == set(PARTS)
         assert sum(goodput.share(part) for part in PARTS) == pytest.approx(1)
@@ -25,9 +38,7 @@ def test_parts_add_up_to_the_whole_time(tmp_path):
         assert running == pytest.approx(goodput.running_seconds, abs=0.01)
 
 
-def test_each_part(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()  # 6 s, and 9 s to compile
+def test_each_part(run):
     run.add("step", 10.0, 0, updates=10, data_seconds=2.0)
     run.add("evaluation", 3.0, 0)
     run.now += 4  # nobody says what this was
@@ -49,48 +60,31 @@ def test_each_part(tmp_path):
     )
 
 
-def test_a_kill_loses_work_and_the_pause_is_no_running_time(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    for step in range(10):
-        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_kill_loses_work_and_the_pause_is_no_running_time(run, interrupted):
+    train(run, 0, 10)
+    if interrupted:
+        run.add("stop", 0.5, None, reason="interrupted")
+        stop = run.rows.pop()
     run.kill_and_resume(6, down=100.0)
-    for step in range(6, 10):
-        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    if interrupted:
+        run.rows.insert(-2, stop)
+    train(run, 6, 10)
     goodput = goodput_of(run)
     assert goodput.seconds["lost"] == pytest.approx(4)
     assert goodput.seconds["useful"] == pytest.approx(10)
     assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
     assert goodput.down_seconds == pytest.approx(100)
-    assert goodput.running_seconds == pytest.approx(15 + 10 + 15 + 4)
+    assert goodput.running_seconds == pytest.approx(25 + 15 + 4 + 0.5 * interrupted)
     first, second = goodput.attempts
-    assert (first.seconds, first.stopped) == (pytest.approx(25), False)
-    assert second.running_before == pytest.approx(25)
+    assert (first.stopped, second.stopped) == (interrupted, False)
+    assert first.seconds == second.running_before == pytest.approx(25 + 0.5 * interrupted)
 
 
-def test_an_interrupted_run_has_its_lost_work_before_its_last_row(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    for step in range(10):
-        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
-    run.add("stop", 0.5, None, reason="interrupted")
-    stop = run.rows.pop()
-    run.kill_and_resume(6, down=100.0)
-    run.rows.insert(-2, stop)
-    goodput = goodput_of(run)
-    assert goodput.seconds["lost"] == pytest.approx(4)
-    assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
-    assert goodput.down_seconds == pytest.approx(100)
-
-
-def test_work_lost_over_two_attempts(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    for step in range(10):
-        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+def test_work_lost_over_two_attempts(run):
+    train(run, 0, 10)
     run.kill_and_resume(10, down=50.0)
-    for step in range(10, 13):
-        run.add("step", 1.0, step, updates=1, data_seconds=0.0)
+    train(run, 10, 13)
     # The newest checkpoint was unreadable: this one goes back behind the second attempt.
     run.kill_and_resume(5, down=70.0)
     goodput = goodput_of(run)
@@ -100,10 +94,12 @@ def test_work_lost_over_two_attempts(tmp_path):
     assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
 
 
-def test_skipped_and_rewound_updates_are_lost(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
+def test_skipped_and_rolled_back_steps_are_lost(run):
+    # A record that was skipped costs no step.
+    run.add("skip", 0.0, 3, what="record", reason="part.txt:7 is not UTF-8", count=1)
     run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
+    seconds = goodput_of(run).seconds
+    assert (seconds["lost"], seconds["useful"]) == (0, pytest.approx(10))
     run.add("skip", 0.0, 12, reason="gradient norm", count=1)
     run.add("skip", 0.0, 15, reason="gradient norm", count=1)
     run.add("step", 20.0, 19, updates=10, data_seconds=0.0)
@@ -113,22 +109,3 @@ def test_skipped_and_rewound_updates_are_lost(tmp_path):
     # All ten are done again, the two among them.
     assert seconds["lost"] == pytest.approx(20)
     assert seconds["useful"] == pytest.approx(10)
-
-
-def test_a_record_that_was_skipped_costs_no_update(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    run.add("skip", 0.0, 3, what="record", reason="part.txt:7 is not UTF-8", count=1)
-    run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
-    seconds = goodput_of(run).seconds
-    assert (seconds["lost"], seconds["useful"]) == (0, pytest.approx(10))
-
-
-def test_time_running_leaves_pauses_out(tmp_path):
-    record = read_run(eventful(tmp_path / "run"))
-    steps = record.steps
-    running = record.goodput.running_at(steps).tolist()
-    assert running == sorted(running)
-    before, after = running[149], running[150]
-    # Between them lie twenty lost updates, a start and a compilation, but not the pause of 300 s.
-    assert 20 * 0.5 + 15 < after - before < 40

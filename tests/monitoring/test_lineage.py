@@ -29,26 +29,20 @@ def saved(lineage, step, run_name):
     return {"config": {"run_name": run_name}, **lineage.metadata(step)}
 
 
-def test_a_new_run_has_spent_nothing(quantities):
-    lineage = Lineage.of(begun("scratch", 0, {}), quantities)
-    assert lineage.spent_before(0) == (0, 0.0)
-    assert lineage.progress(9)["progress/tokens"] == 10 * TOKENS
-    assert lineage.progress(9)["progress/flops"] == pytest.approx(10 * quantities.flops_before(1))
-    assert lineage.facts() == []
-
-
-def test_a_resumed_run_goes_on_from_what_was_saved(quantities):
+def test_what_a_run_has_spent(quantities):
+    new = Lineage.of(begun("scratch", 0, {}), quantities)
+    assert new.spent_before(0) == (0, 0.0)
+    assert new.progress(9)["progress/tokens"] == 10 * TOKENS
+    assert new.progress(9)["progress/flops"] == pytest.approx(10 * quantities.flops_before(1))
+    # The batch may have changed since a checkpoint; what was spent is what was spent.
     kept = saved(Lineage(quantities), 9, "first") | {"spent": {"tokens": 5, "flops": 7.0}}
-    lineage = Lineage.of(begun("resume", 10, kept), quantities)
-    # The batch may have changed since; what was spent is what was spent.
-    assert lineage.spent_before(10) == (5, 7.0)
-    assert lineage.spent_before(12).tokens == 5 + 2 * TOKENS
-    assert lineage.facts() == []
-
-
-def test_a_checkpoint_that_does_not_say_is_counted_by_the_plan(quantities):
-    lineage = Lineage.of(begun("resume", 10, {}), quantities)
-    assert lineage.spent_before(10) == (10 * TOKENS, quantities.flops_before(10))
+    resumed = Lineage.of(begun("resume", 10, kept), quantities)
+    assert resumed.spent_before(10) == (5, 7.0)
+    assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
+    assert new.facts() == resumed.facts() == []
+    # A checkpoint that does not say is counted by the plan.
+    silent = Lineage.of(begun("resume", 10, {}), quantities)
+    assert silent.spent_before(10) == (10 * TOKENS, quantities.flops_before(10))
 
 
 @pytest.mark.parametrize(("how", "first_step"), [("parameters", 0), ("full_state", 10)])

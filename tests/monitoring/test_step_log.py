@@ -1,5 +1,6 @@
-"""When steps are reported, and what their seconds count."""
+"""When steps are reported, what their seconds count, and which runs end as diverged."""
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.layers.model import Model
 from MaxText.monitoring import step_log
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
@@ -17,7 +19,7 @@ from MaxText.monitoring.loss_trend import LossTrend
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities
 from MaxText.monitoring.step_log import StepLog
-from tests.small_models import tiny_config, trainer
+from tests.small_models import tiny_config
 
 
 class Clock:
@@ -81,36 +83,24 @@ def metrics(clock):
     return metrics
 
 
-class Kept:
-    """A sink that keeps what it gets."""
-
-    def __init__(self):
-        self.events = []
-
-    def write(self, event):
-        self.events.append(event)
-
-    def flush(self):
-        pass
-
-    close = flush
+@pytest.fixture(scope="module")
+def quantities():
+    config = tiny_config()
+    plan = BatchPlan.constant(4, config.model.shape.max_target_length)
+    return Quantities(Model(config.model), config.batch, plan, 1, 21, PeakFlops(1.0, ""))
 
 
 @pytest.fixture
-def start():
+def start(quantities):
     def start(period, last_step, guard=None):
-        config = tiny_config()
-        plan = BatchPlan.constant(4, config.model.shape.max_target_length)
-        quantities = Quantities(
-            trainer(config)[0], config.batch, plan, 1, last_step + 1, PeakFlops(1.0, "")
-        )
-        sink = Kept()
+        events = []
+        sink = SimpleNamespace(write=events.append, flush=list, close=list)
         log = StepLog(
             EventStream([sink]), guard or Guard(), period=period, last_step=last_step,
             quantities=quantities, lineage=Lineage(quantities), trend=LossTrend(),
         )  # fmt: skip
         log.start(0)
-        return log, sink.events
+        return log, events
 
     return start
 
@@ -123,14 +113,10 @@ def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
     assert [event.step for event in events] == [0]
     log.flush()
     assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
-
-
-def test_only_every_period_and_the_last_step_are_reported(start, metrics):
-    log, events = start(period=4, last_step=6)
-    for step in range(7):
-        log.add(step, metrics(1.0))
-    log.flush()
-    assert [event.step for event in events] == [0, 4, 6]
+    # Tokens and operations count from the first step of the run.
+    assert [event.facts["progress/tokens"] for event in events] == [64, 128]
+    flops = [event.facts["progress/flops"] for event in events]
+    assert flops[1] == 2 * flops[0] > 0
 
 
 def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics, clock):
@@ -159,16 +145,6 @@ def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clo
     log.flush()
     assert [event.facts["data_seconds"] for event in events] == pytest.approx([0.2, 0, 0], abs=1e-6)
     assert [event.seconds for event in events] == pytest.approx([0.2, 0.3, 0], abs=1e-6)
-
-
-def test_tokens_and_operations_are_counted_from_the_first_update_of_the_run(start, metrics):
-    log, events = start(period=1, last_step=3)
-    for step in range(3):
-        log.add(step, metrics(1.0))
-    tokens = [event.facts["progress/tokens"] for event in events]
-    assert tokens == [64, 128]
-    flops = [event.facts["progress/flops"] for event in events]
-    assert flops[1] == 2 * flops[0] > 0
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
@@ -201,15 +177,9 @@ def test_the_rows_account_for_every_update_before_a_checkpoint_and_at_the_end(st
 def run_of(start, period, losses, skipped=()):
     log, events = start(period=period, last_step=len(losses) - 1)
     for step, loss in enumerate(losses):
-        log.add(
-            step,
-            {
-                "loss": jnp.float32(loss),
-                "lm_loss": jnp.float32(loss),
-                "total_weights": jnp.float32(8.0),
-                "skipped": jnp.int32(step in skipped),
-            },
-        )
+        numbers = {"loss": loss, "lm_loss": loss, "total_weights": 8.0}
+        metrics = {name: jnp.float32(number) for name, number in numbers.items()}
+        log.add(step, {**metrics, "skipped": jnp.int32(step in skipped)})
     log.flush()
     return {event.step: event.report for event in events}
 
@@ -229,3 +199,50 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
     assert reports[4].lm_loss == pytest.approx(3.0)
     reports = run_of(start, 2, [5.0, 90.0, 80.0], skipped={1, 2})
     assert reports[2].lm_loss == 80.0
+
+
+def falling(start, end, count, noise=0.1):
+    rng = np.random.default_rng(0)
+    return list(
+        end
+        + (start - end) * np.exp(-np.arange(count) / (count / 5))
+        + noise * rng.normal(size=count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "baseline", "diverged"),
+    [
+        (falling(10.8, 3.0, 60), 6.4, False),
+        (falling(8.3, 5.0, 3), 6.4, False),
+        ([8.3, 8.1], 6.4, False),  # short: it has not come below the baseline yet
+        ([8.3], 6.4, False),
+        ([5.56, 5.61, 5.58, 5.63], None, False),  # random tokens
+        ([*falling(8.0, 3.0, 60), 70.0, 3.0], 6.4, False),  # a spike
+        ([*falling(8.0, 3.0, 60), 70.0], 6.4, False),
+        ([8.3, 1290.0, 400.0, 200.0, 100.0, 90.0, 80.0, 74.5], 6.4, True),
+        ([*falling(8.0, 3.0, 60), *[7.2] * 9], 6.4, True),  # back above the baseline
+        ([8.3, *[30.0] * 8, *[7.4] * 9], 6.4, True),
+        ([8.3, *[30.0] * 8, *[6.0] * 9], 6.4, False),  # recovered
+        ([8.3, *[30.0] * 8, *[7.4] * 9], None, False),
+        ([8.0, None, None, None], None, True),
+        ([8.0, float("nan"), float("inf")], None, True),
+    ],
+)
+def test_the_end_of_a_run_that_blew_up(losses, baseline, diverged):
+    trend = LossTrend(baseline)
+    for loss in losses:
+        # As each checkpoint saves it and each restart reads it.
+        trend = LossTrend(baseline, json.loads(json.dumps(trend.state, allow_nan=False)))
+        trend.add(loss)
+    assert bool(trend.diverged) == diverged, trend.diverged
+
+
+def test_what_a_run_went_back_behind_is_forgotten():
+    trend = LossTrend(6.4)
+    for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
+        trend.add(loss)
+    trend.go_back()
+    for loss in [5.0, 4.9]:
+        trend.add(loss)
+    assert not trend.diverged

@@ -1,5 +1,7 @@
 """What a tiny model gives on any devices, and the comparison with other devices."""
 
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -9,12 +11,16 @@ from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import Layout, make_layout
 from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize, make_train_step
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal
 from tests.small_models import random_batch, tiny_config
 
 ROWS = 8
+MIXED = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
 def built(devices, family="llama2", **keys):
@@ -52,6 +58,49 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     compiled = layout.jit(run, out_shardings=(shardings, None)).lower(params, batch).compile()
     gradients, losses = jax.block_until_ready(compiled(params, batch))
     return jax.tree.map(np.asarray, (losses, gradients)), gradients, compiled.as_text()
+
+
+class Planned(NamedTuple):
+    """A run of a tiny model, without its compiled step."""
+
+    config: Any
+    layout: Layout
+    step: Any
+    initialize: Any
+    state: Any  # abstract
+
+
+def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
+    config, model, layout = built(
+        devices, family, gradient_accumulation_steps=num_microbatches, **keys
+    )
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    initialize = make_initialize(model, optimizer)
+    step = make_train_step(
+        model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0,
+        fetches_moments=config.mesh.optimizer_memory_host_offload,
+    )  # fmt: skip
+    state = layout.abstract_state(initialize, model.parameters)
+    return Planned(config, layout, step, initialize, state)
+
+
+def train(devices, family="llama2", num_microbatches=1, **keys):
+    """Losses and norms of gradients and parameters of three steps, and the state after them."""
+    config, layout, step, initialize, abstract = planned(devices, family, num_microbatches, **keys)
+    state = layout.draw_state(initialize, abstract, seed=0)
+    batches = [
+        layout.place(jax.tree.map(np.asarray, random_batch(config, 16, seed, documents=True)), 16)
+        for seed in range(3)
+    ]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches[0])
+    compiled, _ = layout.compile_step(step, abstract, layout.abstract_batch(shapes))
+    numbers = []
+    for batch in batches:
+        # With many steps in flight the simulated devices may deadlock in a collective.
+        state, metrics = jax.block_until_ready(compiled(state, batch))
+        numbers.append([float(metrics[name]) for name in ("loss", "grad_norm", "param_norm")])
+    return np.array(numbers), state
 
 
 def assert_same(found, expected, where):

@@ -1,169 +1,225 @@
-"""Every mesh axis alone, and mixes of them, give the losses and gradients of one device."""
+"""Every mesh axis, and mixes of them, give the losses and gradients of one device."""
 
-import functools
+import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.configuration.axis_rules import MESH_AXES, size_key
+from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.training_sections import Batch
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import check_lengths
-from tests.multi_device.same_results import assert_same, built, loss_and_gradients
-from tests.small_models import some_quick
+from MaxText.layers.pattention import theta
+from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
+from tests.multi_device.same_results import MIXED, ROWS, assert_same, built, loss_and_gradients
+from tests.small_models import tiny_config
 
 pytestmark = pytest.mark.multi_device
 
 RING = {"context_parallel_strategy": "ring"}
-# What a family needs besides; connections with large noise nearly cancel states (rounding shows).
-FAMILIES = {
-    "llama": {"base_num_kv_heads": 2},
-    "tokenformer": {"family": "tokenformer", "slot_num": 16},
-    "muddformer": {
-        "family": "muddformer", "scan_layers": False, "mlp_dim_multiple": 16,
-        "weight_init": "fan_in", "dense_mixing": "sum", "noise": 0.02,
-    },
-    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 1.0,
-                "eval_capacity_factor": 2.0},
+# Sequences split in 4, for parts that move along them.
+SPLIT = {"ici_data_parallelism": 2, "ici_context_parallelism": 4}
+EXPERT = {"ici_data_parallelism": 2, "ici_expert_parallelism": 4}
+EXPERT_MIXED = {
+    "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2
 }  # fmt: skip
-# Stages need layers that are alike, and one or more each.
-ALIKE = {"muddformer": {"dynamic_mlp_dim": False, "dense_first_norms": "each"}}
-ALONE = {axis: {size_key(axis): 4} for axis in MESH_AXES} | {
-    "context, ring": {size_key("context"): 4} | RING
-}
-
-
-def mixes(family, number):
-    """Sizes that multiply to 8, each of three halvings over any axis inside slices or across."""
-    generator = np.random.default_rng(list(FAMILIES).index(family))
-    axes = [axis for axis in MESH_AXES if axis != "expert" or family == "experts"]
-    found = []
-    for _ in range(number):
-        sizes = dict.fromkeys(["dcn_data_parallelism"], 1)
-        for axis in generator.choice(axes, 3):
-            key = size_key(axis, generator.choice(["ici", "ici", "dcn"]))
-            sizes[key] = 2 * sizes.get(key, 1)
-        found.append(sizes | (RING if generator.random() < 0.5 else {}))
-    return found
-
-
-CASES = [
-    (family, name, mesh)
-    for family in FAMILIES
-    for name, mesh in ALONE.items()
-    if name != "expert" or family == "experts"
-]
-MIXES = [(family, "mix", mesh) for family in FAMILIES for mesh in mixes(family, 4)]
-
-
-def model_of(family, stages):
-    """Keys of a model that can be cut into so many stages; it has two layers or more."""
-    if stages == 1:
-        return FAMILIES[family]
-    given = FAMILIES[family] | ALIKE.get(family, {}) | {"base_num_decoder_layers": stages}
-    return {name: value for name, value in given.items() if name != "mlp_dim_multiple"}
-
-
-@functools.cache
-def expected(family, stages):
-    return loss_and_gradients(jax.devices()[:1], **model_of(family, stages))[0]
-
-
-def check(family, mesh):
-    number = stages = 1
-    for name, size in mesh.items():
-        number *= size if name.endswith("_parallelism") else 1
-        stages *= size if name.endswith("_pipeline_parallelism") else 1
-    keys = {"ici_fsdp_parallelism": 1} | model_of(family, stages) | mesh
-    found, _, text = loss_and_gradients(jax.devices()[:number], **keys)
-    assert_same(found, expected(family, stages), str(mesh))
-    return text
-
-
-@pytest.mark.parametrize(("family", "name", "mesh"), CASES)
-def test_one_axis(family, name, mesh):
-    text = check(family, mesh)
-    assert ("collective-permute" in text) or name != "context, ring"
-
-
-@pytest.mark.parametrize(("family", "name", "mesh"), some_quick(MIXES, 4))
-def test_mixes(family, name, mesh):
-    check(family, mesh)
-
-
-# Parts that move along the sequence, which is split in 4.
-SPLIT = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 2, "ici_context_parallelism": 4}
-PARTS = {
-    "windows, linear attention, loss in chunks": {
-        "attention_types": [[["local", "linear"], 1]], "sliding_window_size": 5,
-        "linear_attention_chunk": 6, "num_vocab_tiling": 2,
-    },
-    "memories, static SGU, Head-QK": {
-        "num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4, "head_qk": True,
-        "head_qk_dim": 8,
-    },
-    "ALiBi, everything computed again, capped scores": {
-        "position_embedding": "alibi", "remat_policy": "full", "attn_logits_soft_cap": 5.0,
-        "attention_block_size": 2,
-    },
-    "both directions, learned positions": {
-        "mlm_training": True, "mlm_mask_id": 3, "position_embedding": "learned",
-    },
-    "parallel blocks of another family": {"family": "gpt_neox", "scan_layers": False},
-    "experts without places": {"num_experts": 4, "num_experts_per_tok": 2},
-    "experts for parts of a sequence": {
-        "num_experts": 4, "capacity_factor": 1.0, "eval_capacity_factor": 2.0, "moe_group_size": 8,
-    },
+# Connections with large noise nearly cancel states (rounding shows).
+DENSE = {
+    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in", "dense_mixing": "sum",
+    "noise": 0.02,
 }  # fmt: skip
-_STRATEGIES = [
-    (name, strategy)
-    for name in PARTS
-    for strategy in ("all_gather", "ring")
-    if strategy != "ring" or "experts" not in name  # which do not attend
-]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
+PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
+GROUPED = {"base_num_kv_heads": 2}
+TOKENFORMER = {"family": "tokenformer", "slot_num": 16}
+MUDD = DENSE | {"family": "muddformer"}
+# name -> (keys of the model, keys of the mesh)
+CASES = {
+    "data": (GROUPED, {"ici_data_parallelism": 4}),
+    "fsdp": (MUDD, {"ici_fsdp_parallelism": 4}),
+    "fsdp_transpose": (TOKENFORMER, {"ici_fsdp_transpose_parallelism": 4}),
+    "context": (MUDD, {"ici_context_parallelism": 4}),
+    "context, ring": (GROUPED, {"ici_context_parallelism": 4} | RING),
+    "tensor": (GROUPED, {"ici_tensor_parallelism": 4}),
+    "tensor, slots": (TOKENFORMER, {"ici_tensor_parallelism": 8}),
+    "mixed, slices": (
+        GROUPED, {"dcn_data_parallelism": 2, "dcn_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    ),
+    "mixed, slots": (
+        {"family": "tokenformer_pytorch", "slot_num": 24, "scan_layers": False}, MIXED
+    ),
+    "mixed, norms before and after": (
+        DENSE | {"family": "muddformer_prepost", "dynamic_mlp_dim": False, "remat_policy": "full"},
+        {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
+    ),
+    "hidden states divided": (
+        MUDD | {"family": "muddpythia", "dense_mixing": "einsum"},
+        {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2,
+         "logical_axis_rules": [["activation_embed", ["tensor"]]]},
+    ),
+    "kernel of connections": (
+        {"dense_conn": True, "dense_mixing": "kernel", "weight_init": "fan_in", "noise": 0.02},
+        MIXED,
+    ),
+    "experts": (PLACES, EXPERT),
+    "experts, mixed": (PLACES | {"moe_group_size": 8}, EXPERT_MIXED),
+    "experts of an odd width without places": (EXPERTS | {"base_mlp_dim": 65}, MIXED),
+    "windows, linear attention, loss in chunks": (
+        {"attention_types": [[["local", "linear"], 1]], "sliding_window_size": 5,
+         "linear_attention_chunk": 6, "num_vocab_tiling": 2},
+        SPLIT | RING,
+    ),
+    "memories, static SGU, Head-QK": (
+        {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4, "head_qk": True,
+         "head_qk_dim": 8},
+        SPLIT,
+    ),
+    "ALiBi, remat, capped scores": (
+        {"position_embedding": "alibi", "remat_policy": "full", "attn_logits_soft_cap": 5.0,
+         "attention_block_size": 2},
+        SPLIT | RING,
+    ),
+    "both directions, learned positions": (
+        {"mlm_training": True, "mlm_mask_id": 3, "position_embedding": "learned"}, SPLIT
+    ),
+    "parallel blocks": ({"family": "gpt_neox", "scan_layers": False}, SPLIT | RING),
+    "rezero, macaron, shared parameters": (
+        {"use_rezero": True, "use_macaron": True, "share_parameters": True}, MIXED
+    ),
+    "many blocks of a window": (
+        GROUPED | {"attention_types": [[["local"], 2]], "sliding_window_size": 3,
+                   "max_target_length": 50},
+        MIXED,
+    ),
+}  # fmt: skip
 
 
-@functools.cache
-def expected_of_parts(name):
-    return loss_and_gradients(jax.devices()[:1], **PARTS[name])[0]
-
-
-@pytest.mark.parametrize(("name", "strategy"), _STRATEGIES)
-def test_parts_that_move_along_the_sequence(name, strategy):
-    keys = PARTS[name] | SPLIT | {"context_parallel_strategy": strategy}
-    found = loss_and_gradients(jax.devices(), **keys)[0]
-    assert_same(found, expected_of_parts(name), name)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_losses_and_gradients(name):
+    keys, mesh = CASES[name]
+    number = math.prod(size for key, size in mesh.items() if key.endswith("_parallelism"))
+    given = {"ici_fsdp_parallelism": 1} | keys | mesh
+    found, gradients, text = loss_and_gradients(jax.devices()[:number], **given)
+    assert_same(found, loss_and_gradients(jax.devices()[:1], **keys)[0], name)
+    assert ("collective-permute" in text) or "context_parallel_strategy" not in mesh
+    on_experts = mesh.get("ici_expert_parallelism", 1)
+    if name.startswith("experts"):
+        assert ("all-to-all" in text) == (on_experts > 1)
+    split = [mesh.get(f"ici_{axis}_parallelism", 1) for axis in ("fsdp", "tensor")]
+    if on_experts > 1:
+        # Each device holds the experts of its place on the axis, and no other.
+        kernel = gradients["layers"]["mlp"]["experts"]["wi_0"]
+        assert kernel.addressable_shards[0].data.shape[1] * on_experts == kernel.shape[1]
+        assert kernel.addressable_shards[0].data.size * on_experts * math.prod(split) == kernel.size
+    if "slots" in name:
+        layers = gradients["layers"]
+        of_slots = jax.tree.leaves(layers["mlp"])[0]
+        assert of_slots.addressable_shards[0].data.size * math.prod(split) == of_slots.size
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_no_hidden_state_is_whole(strategy):
     keys = {"context_parallel_strategy": strategy, "base_num_kv_heads": 2, "base_mlp_dim": 96}
-    text = loss_and_gradients(jax.devices(), max_target_length=40, **keys, **SPLIT)[2]
+    mesh = {"ici_fsdp_parallelism": 1} | SPLIT
+    text = loss_and_gradients(jax.devices(), max_target_length=40, **keys, **mesh)[2]
     assert re.search(r"f32\[4,10,\d+\]", text)
     assert not re.search(r"f32\[\d+,40,\d+\]", text)
     gathered = re.search(r"f32\[[\d,]*40[\d,]*\]\S* all-gather", text)
     assert (gathered is None) == (strategy == "ring")
 
 
+@pytest.mark.parametrize("kind", ["l2_norm_gelu", "softmax", "gelu_layer_norm"])
+def test_the_norm_is_over_all_slots_wherever_they_are(kind):
+    """No device gathers the scores: sums over its own slots are added up."""
+    mesh = make_mesh(
+        tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
+    )
+    ours = theta(Pattention(normalize_type=kind, slot_num=64), "qkv", 8)
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
+    split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+    compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()
+    np.testing.assert_allclose(compiled(split), ours(scores), rtol=1e-5, atol=1e-6)
+    text = compiled.as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
+def test_no_expert_is_full_while_text_is_generated():
+    keys = PLACES | {"eval_capacity_factor": 0.25}
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, 16)).astype(np.int32)
+    lengths = np.full((ROWS,), 16, np.int32)
+    found = []
+    for devices, mesh in ((jax.devices()[:1], {}), (jax.devices(), EXPERT)):
+        _, model, layout = built(devices, **keys, **{"ici_fsdp_parallelism": 1}, **mesh)
+        abstract = layout.abstract_state(model.initialize, model.parameters)
+        params = jax.device_put(
+            jax.tree.map(np.asarray, jax.jit(model.initialize)(jax.random.key(0))),
+            jax.tree.map(lambda x: x.sharding, abstract),
+        )
+
+        def run(params, tokens, lengths, model=model):
+            decoder = model.merge(params)
+            return decoder.logits(decoder.read_prompt(tokens, lengths, 16)[0])
+
+        found.append(np.asarray(layout.jit(run)(params, tokens, lengths)))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+
+
 def test_lengths_that_the_mesh_does_not_divide():
-    mesh = {"ici_fsdp_parallelism": 1, "ici_context_parallelism": -1}
-    _, _, layout = built(jax.devices(), **mesh)
+    _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
     stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
     check_lengths(16, Batch(), layout)
-    with pytest.raises(UserError, match=r"(?s)a stage of 4 in .*ici_context_parallelism=4"):
+    with pytest.raises(UserError, match=r"(?s)a stage of 4 .*ici_context_parallelism=4"):
         check_lengths(16, stages, layout)
-    with pytest.raises(UserError, match=r"(?s)12 is no multiple of 8.*ici_context_parallelism=4"):
+    with pytest.raises(UserError, match=r"(?s)=12 .*ici_context_parallelism=4"):
         check_lengths(12, Batch(), layout)
 
 
-def test_where_weights_lie():
-    mesh = {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2,
-            "ici_context_parallelism": 2}  # fmt: skip
-    _, model, layout = built(jax.devices(), **mesh)
+@pytest.mark.parametrize(
+    ("keys", "mesh", "where"),
+    [
+        (
+            {},
+            {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2,
+             "ici_context_parallelism": 2},
+            {"layers/mlp/wi_0/kernel": "-,fsdp+context,fsdp_transpose",
+             "layers/mlp/wo/kernel": "-,fsdp_transpose,fsdp+context",
+             "layers/self_attention/query/kernel": "-,fsdp+fsdp_transpose+context,-,-"},
+        ),
+        (
+            PLACES,
+            EXPERT_MIXED,
+            {"layers/mlp/experts/wi_0": "-,expert,fsdp,tensor",
+             "layers/mlp/experts/wo": "-,expert,tensor,fsdp", "layers/mlp/gate/kernel": "-,fsdp,-"},
+        ),
+    ],
+)  # fmt: skip
+def test_where_weights_lie(keys, mesh, where):
+    _, model, layout = built(jax.devices(), **keys, **mesh)
     words = layout.describe(model.parameters)
-    assert words is not None
-    assert words("layers/mlp/wi_0/kernel") == "-,fsdp+context,fsdp_transpose"
-    assert words("layers/mlp/wo/kernel") == "-,fsdp_transpose,fsdp+context"
-    assert words("layers/self_attention/query/kernel") == "-,fsdp+fsdp_transpose+context,-,-"
+    assert {name: words(name) for name in where} == where
+
+
+def test_experts_that_no_device_shares_are_within_the_tolerance():
+    # Experts are most of the parameters; without fsdp the others lie whole on every device.
+    sizes = {"base_mlp_dim": 4096, "vocab_size": 8, "base_num_decoder_layers": 4}
+    _, model, layout = built(
+        jax.devices(), **PLACES, **EXPERT, **sizes, **{"ici_fsdp_parallelism": 1}
+    )
+    share = check_sharding(model.parameters, layout, 0.02)
+    experts = sum(info.size for name, info in model.parameters.items() if "/experts/" in name)
+    assert share == pytest.approx(1 - experts / model.num_parameters)
+    with pytest.raises(UserError, match=r"(?s)expert 4.*layers/"):
+        check_sharding(model.parameters, layout, share / 2)
+
+
+def test_meshes_that_do_not_match_name_the_axis_of_experts():
+    with pytest.raises(UserError, match="a multiple of 16 devices") as caught:
+        built(jax.devices(), **PLACES, ici_expert_parallelism=4, ici_tensor_parallelism=4)
+    advice = str(caught.value).partition("What to do:")[2]
+    assert "ici_expert_parallelism=4" in advice
+    given = dict(re.findall(r"(ici_\w+)=(-?\d+)", advice))
+    built(jax.devices(), **PLACES, **{name: int(size) for name, size in given.items()})

@@ -1,35 +1,38 @@
-"""Text generated on eight devices, whatever the mesh, is that of one device."""
+"""Texts and scores of a data set do not depend on the mesh."""
 
 import jax
+import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
+from MaxText.input_pipeline import sources
+from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, make_mesh
+from MaxText.parallelism.mesh import make_layout
+from MaxText.scoring.data_set import score_data_set
+from MaxText.scoring.text_bytes import TextBytes
+from tests.input_pipeline.small_data import random_documents, write_data_set
+from tests.multi_device.same_results import MIXED
+from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
+
+pytestmark = pytest.mark.multi_device
 
 PROMPTS = [[5, 6, 7], [9], list(range(1, 21)), [3, 1], [8, 8, 8]]
 MESHES = {
     "data": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
-    "fsdp": {},
     "tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
-    "fsdp_transpose": {"ici_fsdp_parallelism": 1, "ici_fsdp_transpose_parallelism": 8},
-    "context": {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 4},
+    "context": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 1, "ici_context_parallelism": 4},
     "context, ring": {
         "ici_fsdp_parallelism": 4, "ici_context_parallelism": 2,
         "context_parallel_strategy": "ring",
     },
-    "all": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    "mixed": MIXED,
 }  # fmt: skip
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow)
-    if name in ("fsdp_transpose", "context, ring")
-    else name
-    for name in MESHES
-]
 KEYS = TINY | {
     "decoder_block": "llama2",
     "base_num_query_heads": 8,
@@ -54,7 +57,7 @@ KINDS = {
 def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
-    layout = Layout(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
+    layout = make_layout(config.mesh, devices)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     # Values that do not depend on the mesh: drawn on one device, then laid out.
     params = jax.device_put(
@@ -67,15 +70,60 @@ def texts(devices, **keys):
     return [found[number].tokens for number in range(len(PROMPTS))]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind_and_expected(request):
-    return KINDS[request.param], texts(jax.devices()[:1], **KINDS[request.param])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("global", ["tensor", "context, ring"]), ("experts, kinds of attention, Head-QK", ["mixed"])],
+)
+def test_text_does_not_depend_on_the_mesh(kind, names):
+    expected = texts(jax.devices()[:1], **KINDS[kind])
+    for name in names:
+        assert texts(jax.devices(), **KINDS[kind], **MESHES[name]) == expected, name
 
 
-@pytest.mark.multi_device
-@pytest.mark.parametrize("name", NAMES)
-def test_text_does_not_depend_on_the_mesh(kind_and_expected, name):
-    keys, expected = kind_and_expected
-    devices = jax.devices()
-    assert len(devices) == 8
-    assert texts(devices, **keys, **MESHES[name]) == expected
+class BytesOfIds(TextBytes):
+    """Random ids, taken for bytes."""
+
+    def __init__(self):
+        super().__init__("train", False, load_tokenizer("bytes"))
+
+    def _tokenizer(self, source):
+        return self._model_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    # 29 documents: a last batch that is not full on any mesh.
+    write_data_set(folder, {"train": random_documents(0, 29, 40, 250)}, vocab_size=250)
+    return folder
+
+
+def score(folder, devices, stride, per_device, **mesh):
+    keys = {"vocab_size": 256, "max_target_length": 16, **mesh}
+    trained = tiny_trained(devices=devices, base_num_kv_heads=4, **keys)
+    config = configure(
+        **keys, dataset_path=str(folder), eval_split="train", eval_stride=stride,
+        per_device_batch_size=per_device,
+    )  # fmt: skip
+    opened = sources.open_sources(
+        config.data, config.preparation, sources.eval_entries(config.data), "train",
+        length=16, vocab_size=256, num_samples=None, for_training=False, show=print,
+    )  # fmt: skip
+    (found,) = score_data_set(trained, opened, BytesOfIds(), config, print)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stride", "per_device"), [("data", -1, 1), ("context", 5, 1), ("mixed", 5, 0.5)]
+)
+def test_the_same_scores_on_eight_devices(folder, mesh, stride, per_device):
+    one = score(folder, jax.devices()[:1], stride, 3)
+    eight = score(folder, jax.devices(), stride, per_device, **MESHES[mesh])
+    assert (eight.num_targets, eight.num_bytes) == (one.num_targets, one.num_bytes)
+    assert one.num_bytes > 0
+    np.testing.assert_allclose(eight.nats, one.nats, rtol=1e-5)
+
+
+def test_batches_that_devices_do_not_divide(folder):
+    with pytest.raises(UserError, match=r"per_device_batch_size=0\.5"):
+        score(folder, jax.devices(), -1, 0.5)

@@ -15,13 +15,11 @@ B, T, N, H = 2, 32, 4, 8
 SLOPES = jnp.asarray([0.5, 0.25, 0.1, 0.05], jnp.float32)
 # name -> (key/value heads, scoring, other arguments)
 CASES = {
-    "causal": (2, {}, {}),
     "causal, not balanced": (2, {}, {"balanced": False}),
     "causal, documents, ALiBi, cap, blocks": (
         2, {"slopes_N": SLOPES, "soft_cap": 3.0}, {"documents": True, "block_size": 2}
     ),
     "causal, memories, one key head, blocks": (1, {}, {"memories": 3, "block_size": 4}),
-    "bidirectional": (4, {}, {"causal": False}),
     "bidirectional, documents, ALiBi, memories": (
         2, {"slopes_N": SLOPES, "scale": 1.0},
         {"causal": False, "documents": True, "memories": 2, "block_size": 4},
@@ -29,7 +27,6 @@ CASES = {
     "a window of less than a part": (2, {"window": 5}, {}),
     "a window of some parts": (2, {"window": 11}, {"documents": True}),
     "a window of more than all parts": (2, {"window": 40}, {"block_size": 4}),
-    "a window to both sides": (2, {"window": 5}, {"causal": False}),
     "a wide window to both sides": (2, {"window": 15}, {"causal": False}),
 }  # fmt: skip
 
@@ -85,7 +82,7 @@ def test_the_same_outputs_and_gradients(name):
 
 @pytest.mark.parametrize(
     ("scores", "length", "copies"),
-    [({}, 32, 3), ({"window": 5}, 32, 1), ({"window": 9}, 32, 1), ({"window": 10}, 32, 2)],
+    [({}, 32, 3), ({"window": 9}, 32, 1), ({"window": 10}, 32, 2)],
 )
 def test_a_window_needs_the_parts_that_it_reaches_only(scores, length, copies):
     ring = _Ring(Scoring(**scores), ("context",), 4, length // 4, True, None)
@@ -94,7 +91,7 @@ def test_a_window_needs_the_parts_that_it_reaches_only(scores, length, copies):
 
 @pytest.mark.parametrize(
     ("length", "asked", "blocks"),
-    [(24, 4, 6), (24, 5, 6), (24, None, 2), (26, 5, 2), (26, 13, 2), (24, 100, 2)],
+    [(24, 5, 6), (24, None, 2), (26, 5, 2), (24, 100, 2)],
 )
 def test_blocks_divide_the_pieces_of_a_device(length, asked, blocks):
     assert _Ring(Scoring(), ("context",), 4, length, True, asked).num_blocks == blocks

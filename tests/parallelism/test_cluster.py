@@ -3,7 +3,6 @@
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.parallelism import cluster
 from MaxText.parallelism.cluster import Cluster, find
 
 SLURM = {
@@ -16,9 +15,7 @@ SLURM = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_chips(monkeypatch):
-    monkeypatch.setattr(cluster, "_has_chips", lambda: False)
+pytestmark = pytest.mark.usefixtures("chips")
 
 
 def test_nothing_said_is_one_process():
@@ -50,12 +47,11 @@ def test_coordinators(environment, address):
 def test_slurm():
     found = find(SLURM, "auto")
     assert found == Cluster("SLURM_NTASKS and SLURM_PROCID", f"gpu007:{61440 + 146}", 8, 5, (1,))
-    one_each = find({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, "auto")
-    assert one_each is not None
-    assert one_each.local_device_ids is None  # all GPUs of its node
-    given = find({**SLURM, "CUDA_VISIBLE_DEVICES": "0"}, "auto")
-    assert given is not None
-    assert given.local_device_ids is None  # the scheduler has given each its own
+    # All GPUs of its node, and where the scheduler has given each its own.
+    for others in ({"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, {"CUDA_VISIBLE_DEVICES": "0"}):
+        found = find({**SLURM, **others}, "auto")
+        assert found is not None
+        assert found.local_device_ids is None
 
 
 @pytest.mark.parametrize(
@@ -93,8 +89,8 @@ def test_tpus_that_name_others(environment):
     assert find({**environment, "JAX_PLATFORMS": "cpu"}, "auto") is None
 
 
-def test_tpu_chips_ask_the_metadata(monkeypatch):
-    monkeypatch.setattr(cluster, "_has_chips", lambda: True)
+def test_tpu_chips_ask_the_metadata(chips):
+    chips.append("/dev/accel0")
     found = find({"TPU_WORKER_HOSTNAMES": "localhost"}, "tpu")
     assert found is not None
     assert not found.is_sure
@@ -103,17 +99,17 @@ def test_tpu_chips_ask_the_metadata(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "named"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not"),
-        ({"JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES is not"),
-        ({"NODE_RANK": "1"}, "NNODES is not"),
-        ({"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "=two is not an integer"),
-        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 is not a process of NNODES=2"),
-        ({"NNODES": "2", "NODE_RANK": "1"}, "Set JAX_COORDINATOR_ADDRESS=HOST:PORT"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "nothing says where process 0 listens"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"),
+        ({"JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES"),
+        ({"NODE_RANK": "1"}, "NNODES"),
+        ({"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=two"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 .* NNODES=2"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
     ],
 )
-def test_mistakes_name_the_variable(environment, message):
-    with pytest.raises(UserError, match=message):
+def test_mistakes_name_the_variable(environment, named):
+    with pytest.raises(UserError, match=named):
         find(environment, "auto")

@@ -1,15 +1,17 @@
-"""The compilation cache: where it lies, and entries that a kill has cut short."""
+"""The compilation cache, and compiled steps by shape of batch."""
 
 import os
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 import zstandard
 
 from MaxText.configuration.training_sections import Run
 from MaxText.parallelism import compilation_cache
+from MaxText.parallelism.compiled_steps import CompiledSteps
 
 
 @pytest.fixture
@@ -31,10 +33,22 @@ def run_section(folder, jax_cache_dir="auto"):
     return Run(base_output_directory=str(folder), jax_cache_dir=jax_cache_dir)
 
 
-def test_it_lies_beside_the_runs(cache_dir, tmp_path):
+def test_where_it_lies(cache_dir, tmp_path):
     line = compilation_cache.use(run_section(tmp_path), "tpu")
     assert cache_dir() == str(tmp_path / "jax_cache")
     assert cache_dir() in line
+    # The environment of the user is stronger than auto, and empty switches it off.
+    jax.config.update("jax_compilation_cache_dir", "/from/the/environment")
+    assert "/from/the/environment" in compilation_cache.use(run_section(tmp_path), "tpu")
+    assert cache_dir() == "/from/the/environment"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert compilation_cache.use(run_section(tmp_path, ""), "tpu").endswith("off")
+    assert cache_dir() is None
+
+
+def test_buckets_are_left_to_jax(cache_dir):
+    compilation_cache.use(run_section("gs://bucket/runs"), "gpu")
+    assert cache_dir() == "gs://bucket/runs/jax_cache"
 
 
 def test_processors_of_different_kinds_have_folders_of_their_own(cache_dir, tmp_path, monkeypatch):
@@ -47,25 +61,9 @@ def test_processors_of_different_kinds_have_folders_of_their_own(cache_dir, tmp_
     assert {os.path.dirname(folder) for folder in found} == {str(tmp_path / "mine")}
 
 
-def test_buckets_are_left_to_jax(cache_dir):
-    compilation_cache.use(run_section("gs://bucket/runs"), "gpu")
-    assert cache_dir() == "gs://bucket/runs/jax_cache"
-
-
-def test_users_environment_is_stronger_than_auto(cache_dir, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", "/from/the/environment")
-    assert "/from/the/environment" in compilation_cache.use(run_section(tmp_path), "tpu")
-    assert cache_dir() == "/from/the/environment"
-
-
-def test_empty_switches_it_off(cache_dir, tmp_path):
-    assert compilation_cache.use(run_section(tmp_path, ""), "tpu").endswith("off")
-    assert cache_dir() is None
-
-
 def test_a_folder_that_cannot_be_made_stops_nothing(cache_dir, tmp_path):
     (tmp_path / "jax_cache").write_text("a file")
-    assert "cannot be written" in compilation_cache.use(run_section(tmp_path), "tpu")
+    assert "jax_cache_dir" in compilation_cache.use(run_section(tmp_path), "tpu")
     assert cache_dir() is None
 
 
@@ -80,45 +78,91 @@ def test_entries_that_were_cut_short_are_removed(tmp_path):
     assert (tmp_path / "other").exists()
 
 
-def test_entries_are_read_once(tmp_path, monkeypatch):
-    (tmp_path / "old-cache").write_bytes(zstandard.compress(b"1"))
-    os.utime(tmp_path / "old-cache", (1e9, 1e9))
-    read = []
-
-    def is_whole(path):
-        read.append(os.path.basename(path))
-        return True
-
-    monkeypatch.setattr(compilation_cache, "_is_whole", is_whole)
+def test_entries_are_read_once(tmp_path):
+    old, new = tmp_path / "old-cache", tmp_path / "new-cache"
+    old.write_bytes(zstandard.compress(b"1"))
     compilation_cache.remove_cut_short(str(tmp_path))
-    (tmp_path / "new-cache").write_bytes(b"")
-    compilation_cache.remove_cut_short(str(tmp_path))
-    assert read == ["old-cache", "new-cache"]
+    old.write_bytes(b"")
+    os.utime(old, (1e9, 1e9))
+    new.write_bytes(b"")
+    assert compilation_cache.remove_cut_short(str(tmp_path)) == ["new-cache"]
 
 
+# Forks are starts that need not import jax again.
 PROGRAM = """
-import sys
+import os, pathlib, sys
 import jax, jax.numpy as jnp
 from MaxText.configuration.training_sections import Run
 from MaxText.parallelism import compilation_cache
-compilation_cache.use(Run(base_output_directory=sys.argv[1]), "cpu")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-before = compilation_cache.hits_of_this_thread()
-jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
-print("hit" if compilation_cache.hits_of_this_thread() > before else "miss")
+
+def start():
+    compilation_cache.use(Run(base_output_directory=sys.argv[1]), "cpu")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    before = compilation_cache.hits_of_this_thread()
+    jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
+    print("hit" if compilation_cache.hits_of_this_thread() > before else "miss", flush=True)
+
+for number in range(3):
+    if (child := os.fork()) == 0:
+        start()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    if number == 0:
+        entries = list(pathlib.Path(sys.argv[1], "jax_cache").rglob("*-cache"))
+        assert entries
+        for entry in entries:
+            entry.write_bytes(entry.read_bytes()[:-20])  # what a kill leaves
 """
 
 
 def test_a_start_after_a_kill_compiles_once_more_and_the_next_one_not(tmp_path, users_environment):
-    def start():
-        command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)]
-        environment = users_environment | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
+        env=users_environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["miss", "miss", "hit"]
 
-    assert start() == "miss"
-    (folder,) = (tmp_path / "jax_cache").iterdir()
-    for entry in folder.glob("*-cache"):
-        entry.write_bytes(entry.read_bytes()[:-20])  # what a kill leaves
-    assert [start(), start()] == ["miss", "hit"]
+
+@pytest.fixture
+def steps():
+    def compile_for(batch):
+        state = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+        def step(state, batch):
+            return state + batch.sum(), {"loss": batch.mean()}
+
+        return jax.jit(step, donate_argnums=0).lower(state, batch).compile(), 0.5
+
+    return CompiledSteps(compile_for)
+
+
+def test_each_shape_is_compiled_once(steps):
+    batch = jnp.ones((4, 16))
+    assert not steps.fits(batch)
+    compilation = steps.prepare(batch)
+    assert (compilation.rows, compilation.length, compilation.compile_seconds) == (4, 16, 0.5)
+    assert steps.fits(batch)
+    assert not steps.fits(jnp.ones((8, 8)))
+    state, metrics = steps(jnp.zeros(8), batch)
+    assert float(metrics["loss"]) == 1
+    assert float(state[0]) == 64
+
+
+def test_memory_counts_what_is_there_at_once(steps):
+    memory = steps.prepare(jnp.ones((4, 16))).memory
+    assert memory["arguments"] == 4 * (8 + 4 * 16)
+    assert memory["aliased"] == 4 * 8  # the state is donated
+    assert memory["peak"] >= memory["arguments"] + memory["temporaries"]
+
+
+def test_a_saved_step_is_taken_where_it_fits():
+    def compile_for(batch):
+        return lambda state, batch: (state, {"loss": batch.mean()}), 0.5
+
+    saved = jax.jit(lambda state, batch: (state, {"loss": batch.sum()}))
+    saved = saved.lower(jnp.zeros(1), jnp.ones((4, 16))).compile()
+    steps = CompiledSteps(compile_for, lambda batch: saved if batch.shape == (4, 16) else None)
+    assert steps.prepare(jnp.ones((4, 16))).source == "file"
+    assert float(steps(jnp.zeros(1), jnp.ones((4, 16)))[1]["loss"]) == 64

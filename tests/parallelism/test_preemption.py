@@ -1,10 +1,11 @@
-"""SIGTERM in a run of one process: at a step's end, before the first one, twice, and ignored."""
+"""Ctrl-C and SIGTERM: among the imports, before the first step, in a step, twice, and ignored."""
 
 import signal
 
 import pytest
 
 from MaxText import exit_codes
+from tests.house.sources import REPOSITORY
 from tests.parallelism.child_programs import ended, started, wait_for
 
 LOOP = """
@@ -15,11 +16,11 @@ LOOP = """
     stop = StopSignal.install()
     if "compile" in sys.argv:  # Python's handler never runs while C code does not return
         signal.signal(signal.SIGINT, lambda *_: None)
-    print("installed", flush=True)
+    print("installed", stop.is_pending(), flush=True)
     for step in range(10_000 if "loop" in sys.argv else 0):
         time.sleep(0.01)
         if stop.requested(step):
-            print("saving after", step, flush=True)
+            print("pending:", stop.is_pending(), "saving after", step, flush=True)
             print(stop.summary(step, "first"))
             sys.exit(stop.exit_code)
         print("step", step, flush=True)
@@ -42,29 +43,27 @@ def test_the_step_is_finished_and_the_state_saved(number, name, how, code):
         process.send_signal(number)
         found, output = ended(process)
     assert found == code
-    assert f"{name}: saving and stopping after this step" in output
-    assert output.count("saving after") == 1
-    assert f"{how}. Saved: step " in output
-    assert "run_name=first" in output
+    assert output.count("pending: True saving after") == 1
+    for words in (name, how, "run_name=first"):
+        assert words in output
 
 
+@pytest.mark.parametrize(
+    ("how", "number", "code", "said"),
+    [
+        ("compile", signal.SIGINT, exit_codes.INTERRUPTED, "Ctrl-C before the first step"),
+        ("", signal.SIGTERM, exit_codes.PREEMPTED, "SIGTERM before the first step"),
+    ],
+)
 @pytest.mark.usefixtures("ctrl_c_counts")
-def test_ctrl_c_while_compiling_is_not_delayed_by_the_compiler():
-    with started(LOOP, "compile") as process:
-        wait_for(process, "installed")
-        process.send_signal(signal.SIGINT)
-        code, output = ended(process)
-    assert code == exit_codes.INTERRUPTED
-    assert output == "Ctrl-C before the first step: stopping, there is nothing to save\n"
-
-
-def test_before_the_first_update_there_is_nothing_to_save():
-    with started(LOOP) as process:
-        wait_for(process, "installed")
-        process.send_signal(signal.SIGTERM)
-        code, output = ended(process)
-    assert code == exit_codes.PREEMPTED
-    assert "nothing to save" in output
+def test_before_the_first_step_it_ends_at_once(how, number, code, said):
+    with started(LOOP, how) as process:
+        wait_for(process, "installed False")
+        process.send_signal(number)
+        found, output = ended(process)
+    assert found == code
+    (line,) = output.splitlines()
+    assert line.startswith(said)
 
 
 def test_a_second_one_ends_a_process_that_does_not_come_to_python():
@@ -86,11 +85,11 @@ def test_a_second_one_ends_a_process_that_does_not_come_to_python():
     with started(program) as process:
         wait_for(process, "waiting")
         process.send_signal(signal.SIGTERM)
-        wait_for(process, "a second one stops at once")
+        wait_for(process, "SIGTERM")
         process.send_signal(signal.SIGTERM)
         code, output = ended(process)
     assert code == 128 + signal.SIGTERM
-    assert "second SIGTERM: stopping at once" in output
+    assert "second SIGTERM" in output
 
 
 def test_who_ignores_sigterm_goes_on_ignoring_it():
@@ -106,3 +105,71 @@ def test_who_ignores_sigterm_goes_on_ignoring_it():
     with started(program) as process:
         code, output = ended(process)
     assert (code, output) == (0, "requested: False\n")
+
+
+IMPORTS = """
+    import time
+    from MaxText import early_signals
+
+    early_signals.install("__main__", also_sigterm=True)
+    print("importing", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(signal.SIGINT, exit_codes.INTERRUPTED), (signal.SIGTERM, exit_codes.PREEMPTED)],
+)
+@pytest.mark.usefixtures("ctrl_c_counts")
+def test_a_signal_among_the_imports_ends_silently(number, expected):
+    with started(IMPORTS) as process:
+        wait_for(process, "importing")
+        process.send_signal(number)
+        assert ended(process) == (expected, "")
+
+
+@pytest.mark.usefixtures("ctrl_c_counts")
+def test_a_signal_while_the_program_is_started_again_is_not_lost():
+    program = """
+        import os, signal, sys
+        from MaxText import early_signals
+
+        if "AGAIN" not in os.environ:
+            early_signals.hold_back()
+            os.kill(os.getpid(), signal.SIGTERM)
+            code = open("/proc/self/cmdline").read().split("\\0")[:-1]
+            os.execve(sys.executable, code, os.environ | {"AGAIN": "1"})
+        print("again", flush=True)
+        early_signals.install("__main__", also_sigterm=True)
+        print("not reached")
+    """
+    with started(program) as process:
+        assert ended(process) == (exit_codes.PREEMPTED, "again\n")
+
+
+def test_what_is_imported_changes_no_handler(ctrl_c_counts):
+    program = """
+        import signal
+        from MaxText import early_signals
+
+        early_signals.install("MaxText.train", also_sigterm=True)
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        early_signals.install("__main__")
+        early_signals.leave_to_python()
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """
+    with started(program) as process:
+        assert ended(process) == (0, "True\nTrue\n")
+
+
+def test_every_program_takes_them_over_before_its_imports():
+    programs = [
+        path for path in (REPOSITORY / "MaxText").glob("*.py") if "sys.path[0]" in path.read_text()
+    ]
+    assert len(programs) == 11
+    for path in programs:
+        _, after = path.read_text().split("sys.path[0] = ")
+        lines = [line for line in after.splitlines()[1:] if line]
+        assert lines[0] == "from MaxText import early_signals", path
+        assert lines[1].startswith("early_signals.install(__name__"), path

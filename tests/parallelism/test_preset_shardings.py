@@ -1,4 +1,4 @@
-"""How the meshes of MESHES split the parameters of every shipped preset.
+"""How many parameters every shipped preset has, and how the meshes of MESHES split them.
 
 tests/parallelism/shardings/<name>.txt has a line for each parameter: its name, with * for numbers
 of layers, its logical axes, and the mesh axes of each dimension under every mesh.
@@ -21,8 +21,8 @@ from MaxText.parallelism.mesh import Layout
 from MaxText.training import backend_defaults
 
 RECORDED = Path(__file__).parent / "shardings"
-PRESETS = {name: {"model_name": name} for name in config_files.preset_names(config_files.MODELS)}
-EXPERTS = {"gpt3_small_moe_8": "gpt_neo/gpt3_small_moe_8.yml"}
+PRESETS = config_files.preset_names(config_files.MODELS)
+EXPERTS = "gpt3_small_moe_8"
 MESHES = [
     {"fsdp": 64},
     {"fsdp": 8, "tensor": 8},
@@ -32,7 +32,7 @@ MESHES = [
 OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
 
 
-def shardings(config, meshes) -> str:
+def shardings(config, meshes) -> tuple[str, Model]:
     model = Model(backend_defaults.resolve(config.model, "tpu")[0])
     layouts = []
     for sizes in meshes:
@@ -49,7 +49,7 @@ def shardings(config, meshes) -> str:
             found.append(row)
     title = " | ".join(layout.words.replace(", ", " x ") for layout in layouts)
     lines = [f"{name}: {row}" for name, found in rows.items() for row in found]
-    return "\n".join([f"meshes: {title}", *lines, ""])
+    return "\n".join([f"meshes: {title}", *lines, ""]), model
 
 
 def check(name, text):
@@ -61,14 +61,19 @@ def check(name, text):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
-    check(name, shardings(configure(**PRESETS[name], run_name="r"), MESHES))
+    text, model = shardings(configure(model_name=name), MESHES)
+    check(name, text)
+    # The first line of the preset states its size.
+    first = (config_files.MODELS / f"{name}.yml").read_text().splitlines()[0]
+    stated = re.search(r": ([\d,]+) parameters\.$", first)
+    assert stated, first
+    assert model.num_parameters == int(stated[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts(name):
-    config = configure(EXPERTS[name], run_name="r")
-    check(name, shardings(config, [*MESHES, OF_EXPERTS]))
+def test_experts():
+    text, _ = shardings(configure(f"gpt_neo/{EXPERTS}.yml"), [*MESHES, OF_EXPERTS])
+    check(EXPERTS, text)
 
 
 def test_nothing_recorded_is_stale():
-    assert {path.stem for path in RECORDED.glob("*.txt")} == {*PRESETS, *EXPERTS}
+    assert {path.stem for path in RECORDED.glob("*.txt")} == {*PRESETS, EXPERTS}

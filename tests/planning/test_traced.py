@@ -28,21 +28,18 @@ def test_elementwise_work_takes_no_memory_of_its_own():
     assert [array.writer for array in found.alive] == ["dot_general"] * 2
 
 
-def test_an_array_is_gone_after_its_last_reader():
+def test_arrays_live_from_their_writer_to_their_last_reader():
     def chain(x):
         for _ in range(5):
             x = x @ x
         return x
 
-    assert need(chain, (N, N)).outside == 2 * SQUARE
-
-
-def test_what_two_products_read_is_written():
     def twice(x, y):
         shared = jnp.tanh(x @ y)
         return (shared @ x) @ (shared @ y)
 
-    # tanh, and both of its readers' results.
+    assert need(chain, (N, N)).outside == 2 * SQUARE
+    # tanh, which two products read, and both of its readers' results.
     assert need(twice, (N, N), (N, N)).outside == 3 * SQUARE
 
 
@@ -57,15 +54,12 @@ def test_a_product_is_written_in_the_narrower_of_two_formats():
     def narrowed(x):
         return (x @ x).astype(jnp.bfloat16).sum()
 
-    assert need(widened, (N, N)).alive[0].size == SQUARE / 2
-    assert need(narrowed, (N, N)).alive[0].size == SQUARE / 2
-
-
-def test_what_is_gathered_is_written_in_the_format_in_which_it_is_read():
-    def gathered(x):
+    def gathered(x):  # what is gathered is written in the format in which it is read
         logits = product(x, jnp.float32)
         return jnp.take_along_axis(logits, jnp.zeros((N, 1), int), axis=1).sum()
 
+    assert need(widened, (N, N)).alive[0].size == SQUARE / 2
+    assert need(narrowed, (N, N)).alive[0].size == SQUARE / 2
     assert need(gathered, (N, N)).alive[0].size == SQUARE
 
 

@@ -62,14 +62,6 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained):
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
 
 
-def test_probabilities_of_all_answers_sum_to_one(trained):
-    # Answers of one token share an input of the model.
-    answers = [Continuation([1, 2, 3], [answer]) for answer in range(64)]
-    found = ContinuationScorer(trained).score(answers)
-    assert sum(np.exp(score.log_probability) for score in found) == pytest.approx(1, abs=1e-5)
-    assert sum(score.is_greedy for score in found) == 1
-
-
 def test_logits_in_chunks_are_the_same(trained, monkeypatch):
     asked = random_continuations(9, seed=1)
     at_once = ContinuationScorer(trained).score(asked)
@@ -78,26 +70,6 @@ def test_logits_in_chunks_are_the_same(trained, monkeypatch):
     for one, other in zip(at_once, in_chunks, strict=True):
         assert one.log_probability == pytest.approx(other.log_probability, rel=1e-5)
         assert one.is_greedy == other.is_greedy
-
-
-def test_few_programs_and_a_bounded_batch(trained, monkeypatch):
-    shapes = []
-    scorer = ContinuationScorer(trained)
-    reader = scorer._reader
-    read_places = reader._read_places
-
-    def recorded(params, tokens_BT, places_BC, targets_BC, segments_BT):
-        assert segments_BT is None
-        shapes.append((*tokens_BT.shape, places_BC.shape[1]))
-        return read_places(params, tokens_BT, places_BC, targets_BC, None)
-
-    monkeypatch.setattr(reader, "_read_places", recorded)
-    done = []
-    scorer.score(random_continuations(50, seed=2), lambda *numbers: done.append(numbers))
-    assert all(rows * length <= 4 * WINDOW for rows, length, _ in shapes)
-    assert len(set(shapes)) <= 2 * 2  # two numbers of places, each with a last, smaller batch
-    assert done[-1] == (50, 50)
-    assert len(done) == len(shapes)
 
 
 def test_nothing_to_score(trained):

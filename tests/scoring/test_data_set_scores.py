@@ -19,7 +19,6 @@ from MaxText.scoring.data_set_score import SourceScore, table, total
 from MaxText.scoring.text_bytes import TextBytes
 from MaxText.training.evaluation import evaluate
 from MaxText.training.step import make_eval_step
-from tests.input_pipeline.small_data import write_data_set
 from tests.scoring.small_trained import full_log_probabilities, tiny_trained, with_params
 from tests.small_models import some_quick
 
@@ -126,11 +125,6 @@ def test_windows_side_by_side_against_one_target_at_a_time(trained, folder):
     np.testing.assert_allclose(found.nats, by_hand(trained, documents, None), rtol=1e-6)
 
 
-def test_every_stride_has_the_same_targets(trained, folder):
-    targets = {score(trained, folder, eval_stride=s)[0].num_targets for s in (1, 3, 8, 16, -1)}
-    assert len(targets) == 1
-
-
 def test_the_same_as_the_evaluation_of_training(trained, folder):
     (found,) = score(trained, folder)
     batches = eval_loader(
@@ -214,24 +208,6 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
 
 
-def test_bytes_without_a_tokenizer(trained, tmp_path):
-    folder = tmp_path / "ids"
-    folder.mkdir()
-    write_data_set(folder, {"train": [np.arange(1, 30)]}, vocab_size=VOCAB)
-    (found,) = score(trained, folder)
-    assert found.num_targets == 28
-    assert found.num_bytes is None
-    assert "tokenizer" in found.why_no_bytes
-
-
-def test_a_tokenizer_that_is_not_the_datas_is_not_taken(trained, tmp_path):
-    folder = data_set(tmp_path / "data", tokenizer_path=lowercase_tokenizer(tmp_path / "t"))
-    text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace("Lowercase", "NFC"))
-    (found,) = score(trained, folder)
-    assert "is not the one that made the ids" in found.why_no_bytes
-
-
 def test_the_tokenizer_of_the_weights_is_compared(folder, tmp_path):
     (opened,) = sources.open_sources(
         configure(dataset_path=str(folder)).data, Preparation(),
@@ -268,21 +244,6 @@ def test_random_tokens(trained):
     assert found.num_targets == 3 * 4 * LENGTH
     assert found.why_no_bytes == "random tokens are no text"
     assert math.isfinite(found.loss)
-
-
-def test_masked_language_modelling(folder):
-    keys = {"mlm_training": True, "mlm_mask_id": VOCAB - 1}
-    masked = tiny_trained(
-        vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1, **keys
-    )
-    (found,) = score(masked, folder, **keys)
-    batches = eval_loader(
-        configure(dataset_path=str(folder), eval_split="train").data,
-        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
-        masking=configure(**keys).masking,
-    )  # fmt: skip
-    assert found.num_targets == sum(int(batch.weights_BT.sum()) for batch in batches) > 0
-    assert "hidden tokens" in found.why_no_bytes
 
 
 def test_masked_accuracy_against_a_count(folder):

@@ -7,13 +7,12 @@ import shutil
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.configuration.problems import ConfigurationError
 from MaxText.conversion import request as conversion
 from MaxText.conversion.converting import convert
 from MaxText.errors import UserError
 from MaxText.inference.own_configuration import load
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.scoring import evaluating, request
+from MaxText.scoring import request
 from MaxText.scoring.evaluating import evaluate
 from tests.house.sources import REPOSITORY
 from tests.inference.small_models import llama_folder
@@ -123,20 +122,6 @@ def test_the_file_that_is_asked_for(root, tmp_path):
     assert os.listdir(path.parent) == ["scores.json"]
 
 
-def test_numbers_that_json_does_not_have(root, tmp_path):
-    # Targets that do not count leave nothing to take a mean of.
-    path = tmp_path / "scores.json"
-    (tmp_path / "zeros.jsonl").write_text('{"text": "!!"}\n')
-    preparation = Preparation(
-        prepare_source=str(tmp_path / "zeros.jsonl"), tokenizer_path=str(root / "hf"),
-        validation_fraction=0.0, add_eos=False, prepare_num_workers=1,
-    )  # fmt: skip
-    prepare(preparation, str(tmp_path / "zeros"), quiet)
-    keys = data_of(root, dataset_path=tmp_path / "zeros", eval_output=path, zero_loss=False)
-    run(root, *keys)
-    assert json.loads(path.read_text())["data"]["total"]["loss"] is None
-
-
 def test_tasks_alone_and_with_data(root, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "one two three"}\n')
@@ -147,52 +132,6 @@ def test_tasks_alone_and_with_data(root, tmp_path):
     found = run(root, *task, *data_of(root))
     assert found["tasks"][0]["task"] == "lambada"
     assert found["data"]["total"]["targets"] == NUM_BYTES + 2
-
-
-# The configuration of the folder says that it is causal.
-BOTH_SIDES = ("mlm_training=true", "causal=false")
-MASKED = (*BOTH_SIDES, "mlm_mask_id=259", "mlm_cls_token_id=258")
-
-
-def test_tasks_of_a_masked_model(root, tmp_path):
-    # The same weights, with both sides seen: ids are those of the bytes, after one that begins.
-    (tmp_path / "lambada.jsonl").write_text('{"text": "one two three"}\n{"text": "four five"}\n')
-    page = " = Tin = \n \n Tin is a metal ; it melts at 231 @.@ 9 ° C . \n"
-    (tmp_path / "wiki.test.raw").write_text(page, encoding="utf-8")
-    found = run(
-        root, *MASKED, "eval_tasks=[lambada,wikitext]",
-        f"lambada_path={tmp_path / 'lambada.jsonl'}", f"wikitext_path={tmp_path / 'wiki.test.raw'}",
-    )  # fmt: skip
-    of_lambada, of_wikitext = found["tasks"]
-    assert of_lambada["counts"] == {"passages": 2, "tokens": len(" three") + len(" five")}
-    read = " = Tin =\n\nTin is a metal; it melts at 231.9°C.\n"
-    words = len(page.split()) + 2
-    assert of_wikitext["counts"] == {"pages": 1, "words": words, "tokens": len(read.encode())}
-    metrics = of_wikitext["metrics"]
-    assert metrics["word_pseudo_perplexity"] == pytest.approx(
-        metrics["token_pseudo_perplexity"] ** (len(read.encode()) / words)
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (BOTH_SIDES, "mlm_mask_id=-1 takes the mask of the tokenizer, and that of"),
-        ((*BOTH_SIDES, "mlm_mask_id=260"), "mask is id 260.*vocab_size=260 ids"),
-        ((*MASKED, "harness_tasks=[a]"), "harness_tasks=a asks for the probability of cont"),
-    ],
-)
-def test_what_a_masked_model_cannot_is_said_before_weights_are_read(
-    root, tmp_path, monkeypatch, arguments, message
-):
-    def opened(*arguments):
-        raise AssertionError
-
-    monkeypatch.setattr(evaluating, "open_trained_model", opened)
-    (tmp_path / "lambada.jsonl").write_text('{"text": "one two three"}\n')
-    task = ["eval_tasks=[lambada]", f"lambada_path={tmp_path / 'lambada.jsonl'}"]
-    with pytest.raises(UserError, match=message):
-        run(root, *task, *arguments)
 
 
 def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
@@ -227,11 +166,6 @@ def test_mistakes(root, monkeypatch, arguments, message):
     keys = {key.split("=")[0]: key for key in [*data_of(root), *arguments]}
     with pytest.raises(UserError, match=message):
         run(root, *keys.values())
-
-
-def test_the_stride_is_that_of_a_window(root):
-    with pytest.raises(ConfigurationError, match="eval_stride=33 is above the window"):
-        run(root, *data_of(root, eval_stride=33))
 
 
 # Names every module that is imported on stderr.
@@ -303,45 +237,25 @@ def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
     assert "mask is id 261" in done.stderr
 
 
-class TestRequest:
-    """What was typed, and what the weights brought along."""
+def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
+    folder = tmp_path / "checkpoints" / "0"
+    (folder / "items").mkdir(parents=True)
+    (folder / "items" / "manifest.ocdbt").write_text("")
+    (folder / "metadata").mkdir()
+    config = {"dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2}
+    (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
 
-    @pytest.fixture
-    def weights(self, root, tmp_path):
-        """A run that evaluated on two batches of a file, while it trained on a data set."""
-        folder = tmp_path / "checkpoints" / "0"
-        (folder / "items").mkdir(parents=True)
-        (folder / "items" / "manifest.ocdbt").write_text("")
-        (folder / "metadata").mkdir()
-        config = {
-            "dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2
-        }  # fmt: skip
-        (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
-        return f"load_parameters_path={tmp_path}"
+    def read(*arguments):
+        asked = request.read(load([f"load_parameters_path={tmp_path}", *arguments], "eval.py"))
+        data, steps = asked.config.data, asked.config.evaluation.eval_steps
+        return asked, (data.dataset_path, data.grain_eval_files, steps)
 
-    def read(self, *arguments):
-        return request.read(load(arguments, "eval.py"))
-
-    def test_the_weights_alone(self, weights):
-        asked = self.read(weights)
-        assert asked.scores_data
-        assert asked.config.evaluation.eval_steps == -1
-        assert asked.config.data.grain_eval_files == "evaluated_on"
-
-    def test_what_is_typed_counts(self, weights):
-        asked = self.read(weights, "dataset_path=other", "eval_steps=2")
-        assert asked.config.evaluation.eval_steps == 2
-        assert asked.config.data.grain_eval_files == ""
-        assert asked.config.data.dataset_path == "other"
-
-    def test_tasks_leave_out_data_that_nobody_typed(self, weights):
-        assert not self.read(weights, "harness_tasks=[a]").scores_data
-        assert self.read(weights, "harness_tasks=[a]", "eval_split=train").scores_data
-
-    def test_random_tokens_have_no_end(self, weights):
-        asked = self.read(weights, "dataset_type=synthetic", "dataset_path=", "grain_eval_files=")
-        assert asked.config.evaluation.eval_steps == 2
-
-    def test_tokenizer(self, weights):
-        assert not self.read(weights).names_tokenizer
-        assert self.read(weights, "tokenizer_path=bytes").names_tokenizer
+    asked, (_, files, steps) = read()
+    assert asked.scores_data
+    assert not asked.names_tokenizer
+    assert (files, steps) == ("evaluated_on", -1)
+    assert read("dataset_path=other", "eval_steps=2")[1] == ("other", "", 2)
+    assert read("dataset_type=synthetic", "dataset_path=", "grain_eval_files=")[1][2] == 2
+    assert not read("harness_tasks=[a]")[0].scores_data
+    assert read("harness_tasks=[a]", "eval_split=train")[0].scores_data
+    assert read("tokenizer_path=bytes")[0].names_tokenizer

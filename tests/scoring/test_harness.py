@@ -12,7 +12,7 @@ from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.byte_tokenizer import ByteTokenizer
-from MaxText.scoring import harness_run, lambada, wikitext
+from MaxText.scoring import harness_run, lambada
 from MaxText.scoring.continuations import ContinuationScorer
 from tests.scoring.small_trained import tiny_trained
 
@@ -320,38 +320,6 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     assert any(name in line and "perplexity" in line for line in shown)
 
 
-def test_our_wikitext_is_the_harness_s(run, trained, tokenizer, tmp_path):
-    harness = pytest.importorskip("lm_eval", reason=HINT)
-    theirs = Path(harness.__file__).parent / "tasks" / "wikitext"
-    pages = [f" = {sentence(n, 2)} = \n \n {sentence(n, 9 * n)} 1 @.@ 5 . \n" for n in range(4)]
-    folder = tmp_path / "tasks"
-    name = task(folder, "pages", [{"page": page} for page in pages])
-    (folder / "preprocess_wikitext.py").write_text((theirs / "preprocess_wikitext.py").read_text())
-    data = json.dumps({"data_files": {"test": str(folder / "pages.jsonl")}})
-    kept = [
-        line
-        for line in (theirs / "wikitext.yaml").read_text().split("\n")
-        if not line.startswith(("task:", "dataset", "training_split", "validation_split"))
-    ]
-    (folder / "pages.yaml").write_text(
-        "\n".join([f"task: {name}", "dataset_path: json", f"dataset_kwargs: {data}", *kept])
-    )
-    results = run(folder, name)[0]["results"][name]
-    path = str(folder / "pages.jsonl")
-    ours = wikitext.score(wikitext.read(path), path, ContinuationScorer(trained), tokenizer).metrics
-    for metric, value in ours.items():
-        assert results[f"{metric},none"] == pytest.approx(value, rel=1e-6), metric
-
-
-def test_examples_before_the_question(run, tmp_path):
-    rows = [{"text": sentence(number, 3)} for number in range(6)]
-    name = task(tmp_path / "tasks", "few", rows, **LAMBADA)
-    none, _ = run(tmp_path / "tasks", name)
-    two, _ = run(tmp_path / "tasks", name, harness_num_fewshot=2)
-    assert (none["n-shot"][name], two["n-shot"][name]) == (0, 2)
-    assert none["results"][name]["perplexity,none"] != two["results"][name]["perplexity,none"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -382,52 +350,6 @@ def test_tasks_that_are_not_there(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no file that ends in \.yaml"):
         run(tmp_path / "empty", "mine")
-
-
-def test_the_harness_s_own_tasks_are_known(trained, tokenizer):
-    pytest.importorskip("lm_eval", reason=HINT)
-    config = configure(dataset_type="synthetic", harness_tasks=["hellaswig"])
-    with pytest.raises(UserError, match=r"Nearest: .*hellaswag.*harness_task_path=FOLDER"):
-        harness_run.run_harness(trained, tokenizer, config, lambda line: None)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_gen_toks": WINDOW}, f"up to {WINDOW} new tokens .* room for {WINDOW}"),
-        ({"max_gen_toks": 4, "num_beams": 3}, "num_beams cannot be followed. Known are until"),
-        ({"max_gen_toks": 4, "do_sample": True, "top_p": 2.0}, "nucleus_p is 2.0"),
-    ],
-)
-def test_generation_that_cannot_be_followed(run, kwargs, message, tmp_path):
-    name = task(
-        tmp_path / "tasks", "text", [{"text": "a b"}], output_type="generate_until",
-        doc_to_text="{{text}}", doc_to_target="x", generation_kwargs=kwargs,
-        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    )  # fmt: skip
-    with pytest.raises(UserError, match=message):
-        run(tmp_path / "tasks", name)
-
-
-def test_draws_follow_their_settings(trained, tokenizer):
-    pytest.importorskip("lm_eval", reason=HINT)
-    from lm_eval.api.instance import Instance
-
-    from MaxText.scoring.harness import MaxTextLM
-
-    lm = MaxTextLM(trained, tokenizer, lambda line: None)
-
-    def generated(context, **kwargs):
-        settings = {"until": [], "max_gen_toks": 6, **kwargs}
-        request = Instance("generate_until", {}, (context, settings), 0)
-        return lm.generate_until([request])[0]
-
-    greedy = generated("the cat")
-    assert greedy == generated("the cat", do_sample=False, temperature=0.7, top_k=3)
-    assert greedy == generated("the cat", do_sample=True, top_k=1)
-    assert greedy != generated("the cat", do_sample=True, temperature=5.0)
-    several = [Instance("generate_until", {}, (c, {"max_gen_toks": 6}), 0) for c in ("", "the cat")]
-    assert lm.generate_until(several)[1] == greedy
 
 
 def test_arguments_of_the_harness(monkeypatch):

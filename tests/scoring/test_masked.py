@@ -17,7 +17,7 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.manifest import TokenizerEntry
-from MaxText.scoring import lambada, place_reader, tasks, wikitext
+from MaxText.scoring import lambada, tasks, wikitext
 from MaxText.scoring.lambada import Passage
 from MaxText.scoring.masked_scorer import MaskedScorer
 from MaxText.scoring.masked_text import (
@@ -167,26 +167,6 @@ def test_a_word_is_uncovered_from_its_beginning():
     assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
 
 
-@pytest.mark.multi_device
-def test_the_same_scores_on_eight_devices(monkeypatch):
-    asked = [
-        Masked(random_ids(length, length).astype(np.int32), range(length // 2, length))
-        for length in range(1, 16)
-    ]
-    scorer = MaskedScorer(tiny_trained(base_num_kv_heads=4, **KEYS), MaskIds(MASK, CLS))
-    one = scorer.score(asked)
-    monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 256)
-    mesh: dict[str, Any] = {f"ici_{axis}_parallelism": 2 for axis in ("data", "fsdp", "tensor")}
-    spread = tiny_trained(
-        base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **KEYS, **mesh
-    )
-    for a, b in zip(one, MaskedScorer(spread, scorer.ids).score(asked), strict=True):
-        np.testing.assert_allclose(
-            a.log_probabilities_C, b.log_probabilities_C, rtol=1e-5, atol=1e-5
-        )
-        np.testing.assert_array_equal(a.likeliest_C, b.likeliest_C)
-
-
 # Which ids
 
 
@@ -264,17 +244,6 @@ def test_lambada_by_a_plain_loop(trained):
     assert found.counts == {"passages": 5, "tokens": 1 + 2 + 2 + 3 + 2}
 
 
-def test_all_words_of_a_length_have_probability_one_together(trained):
-    # So it is a probability, which a sum with each token hidden alone is not.
-    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
-    context = random_ids(3, 7).tolist()
-    first, second = 5, range(VOCAB)
-    texts = [text for last in second for text in hide_word([*context, first, last], 3)]
-    scores = [float(score.log_probabilities_C[0]) for score in scorer.score(texts)]
-    of_words = np.add(scores[::2], scores[1::2])
-    assert np.exp(of_words).sum() == pytest.approx(math.exp(scores[0]), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -318,12 +287,6 @@ def test_wikitext_by_a_plain_loop(trained):
     assert found.metrics["token_pseudo_perplexity"] == pytest.approx(
         math.exp(-total / num_tokens), rel=1e-5
     )
-
-
-def test_pages_without_tokens(trained):
-    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
-    with pytest.raises(UserError, match="wikitext_path=file: the tokenizer of letters makes no"):
-        wikitext.score_masked(["\n"], "file", scorer, tokenizer_of(BOS))
 
 
 # Both

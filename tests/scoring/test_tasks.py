@@ -290,16 +290,6 @@ def test_a_missing_file_is_found_before_the_model_is_needed(tmp_path):
         tasks.read_tasks(config)
 
 
-def test_progress_is_shown_now_and_then(monkeypatch):
-    clock = iter([0.0, 10.0, 31.0, 40.0, 70.0])
-    monkeypatch.setattr(tasks.time, "perf_counter", lambda: next(clock))
-    shown = []
-    progress = tasks.progress_lines("lambada", shown.append)
-    for done in (100, 2000, 3000, 5000):
-        progress(done, 5000)
-    assert shown == ["lambada: 2,000 of 5,000 scored in 31 s"]
-
-
 def test_numbers_too_large_to_write_are_infinite():
     assert perplexity(1000.0) == math.inf
     assert "inf" in table([TaskScore("lambada", "f", {"perplexity": math.inf}, {}, 1.0)])

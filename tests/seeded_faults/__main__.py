@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import yaml
@@ -39,7 +40,7 @@ class Fault(NamedTuple):
     file: str
     old: str
     new: str
-    tests: list[str]
+    tests: Sequence[str] = ()
 
     def apply(self, root: pathlib.Path) -> str:
         """Writes the fault into a copy of the repository; returns the text that was there."""
@@ -73,7 +74,7 @@ def copy_of_repository(folder: pathlib.Path) -> pathlib.Path:
     return root
 
 
-def failed(root: pathlib.Path, tests: list[str], cache: pathlib.Path) -> bool:
+def failed(root: pathlib.Path, tests: Sequence[str], cache: pathlib.Path) -> bool:
     """Whether one of the tests fails there."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}", *tests]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)

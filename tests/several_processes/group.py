@@ -29,6 +29,7 @@ def end(runs: Iterable[subprocess.Popen]) -> None:
             run.send_signal(signal.SIGTERM)
             time.sleep(0.5)
             run.send_signal(signal.SIGTERM)  # kills
+        with run:
             run.wait(60)
 
 
@@ -110,6 +111,7 @@ def started(
                             **inherited,
                             "JAX_PLATFORMS": "cpu",
                             "JAX_NUM_CPU_DEVICES": str(devices),
+                            "GLIBC_TUNABLES": "glibc.malloc.arena_max=1",  # else it starts again
                             **variables(launcher, number, process, port),
                         },
                         stdout=output,

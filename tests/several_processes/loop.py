@@ -1,7 +1,7 @@
 """A training loop as train.py has it, with an update that costs nothing. Run by test_ends.py.
 
 Arguments: folder, heartbeat_timeout, then process:step:what for what goes wrong, where `what` is
-raise, mistake, hang, kill or freeze.
+raise, hang, kill or freeze.
 """
 
 import os
@@ -10,18 +10,15 @@ import sys
 import time
 
 from MaxText import exit_codes
-from MaxText.errors import UserError
 from MaxText.parallelism import processes, start_up
 from MaxText.parallelism.preemption import StopSignal
 from MaxText.parallelism.watchdog import Watchdog
 
 
 def go_wrong(what: str) -> None:
-    time.sleep(1.0)  # until the status file says where
+    time.sleep(0.5)  # until the status file says where
     if what == "raise":
         raise ValueError("a mistake of ours")
-    if what == "mistake":
-        raise UserError("a mistake of the user")
     if what == "hang":
         time.sleep(1000)
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
@@ -70,7 +67,7 @@ def main() -> int:
             raise
         processes.leave()
     if us == 0:
-        time.sleep(2)  # a tracker that takes its time
+        time.sleep(1)  # a tracker that takes its time
     print("done", flush=True)
     return 0
 

@@ -4,19 +4,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
 from MaxText import exit_codes
-from tests.house.sources import REPOSITORY
+from tests import programs
 from tests.several_processes.group import end
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 24
 # Four devices in all, however many processes have them.
 CONFIG = """
 base_config: quickstart.yml
@@ -27,19 +26,19 @@ jax_cache_dir: {place}/cache
 validation_fraction: 0.1
 tokenizer_vocab_size: 300
 vocab_size: 300
-base_emb_dim: 32
+base_emb_dim: 16
 base_num_query_heads: 2
 base_num_kv_heads: 2
-head_dim: 16
-base_mlp_dim: 64
+head_dim: 8
+base_mlp_dim: 32
 base_num_decoder_layers: 1
-max_target_length: 64
+max_target_length: 32
 per_device_batch_size: 2
 opt_type: adamw
 learning_rate: 1.0e-3
 steps: {steps}
 step_log_period: 1
-eval_interval: 20
+eval_interval: 8
 eval_steps: 2
 checkpoint_period: 5
 guard_healthy_steps: 2
@@ -64,15 +63,14 @@ def place(tmp_path_factory):
 def start(place, run_name, number, *options, log, keys=()):
     """launch.py with four devices over `number` processes; `keys` are those of the run."""
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("M_")}
-    command = [
-        sys.executable, str(REPOSITORY / "MaxText/launch.py"), "local", str(number),
-        f"--devices={4 // number}", "--grace=40", f"--logs={place}/logs/{run_name}", *options,
-        "--", f"{place}/run.yml", f"run_name={run_name}", *keys,
+    arguments = [
+        "local", str(number), f"--devices={4 // number}", "--grace=40",
+        f"--logs={place}/logs/{run_name}", *options, "--", f"{place}/run.yml",
+        f"run_name={run_name}", *keys,
     ]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=place, env={**inherited, "JAX_PLATFORMS": "cpu"}, stdout=log,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    return programs.start(
+        "launch.py", arguments, place, inherited, stdout=log, stderr=subprocess.STDOUT
+    )
 
 
 @pytest.fixture
@@ -103,8 +101,7 @@ def wait_for_step(process, path, step):
 def whole(place):
     """The run of one process that nothing disturbs."""
     path = place / "whole.out"
-    with path.open("w") as log:
-        process = start(place, "whole", 1, log=log)
+    with path.open("w") as log, start(place, "whole", 1, log=log) as process:
         assert process.wait(LONGEST_SECONDS) == 0, path.read_text()
     return place / "out/whole"
 
@@ -141,9 +138,8 @@ def test_a_dead_process_is_replaced_and_training_continues_exactly(whole, place,
     os.kill(pid_of(place / "out/killed", 1), signal.SIGKILL)
     assert process.wait(LONGEST_SECONDS) == 0, path.read_text()
     output = path.read_text()
-    assert "ended by SIGKILL; starting all 2 again" in output
-    assert "another process of the run is gone" in output
-    assert "slowest: process 1, last seen in" in output
+    assert "starting all 2 again" in output
+    assert "slowest: process 1" in output
     assert_same_run(place / "out/killed", whole)
 
 

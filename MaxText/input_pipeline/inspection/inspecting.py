@@ -21,14 +21,11 @@ from MaxText.input_pipeline.inspection.length_picture import draw_lengths
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.rows.batch_plan import plan_batches
-from MaxText.input_pipeline.sources import OpenedSource
+from MaxText.input_pipeline.sources import ANY_ID, OpenedSource
 from MaxText.input_pipeline.storage import local_path
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-
-# Stands for "no model is meant": every id fits.
-_ANY_ID = 2**31 - 1
 
 # What no file has in its name.
 _NO_NAME = "/"
@@ -79,7 +76,7 @@ class Inspection:
             data,
             plan=plan_batches(config.batch, self._length, samples),
             # What masks hide depends on the vocabulary; otherwise ids are compared after reading.
-            vocab_size=vocab_size if config.masking.mlm_training else _ANY_ID,
+            vocab_size=vocab_size if config.masking.mlm_training else ANY_ID,
             masking=config.masking,
             preparation=config.preparation,
             num_steps=config.run.steps,

@@ -35,20 +35,26 @@ GOLDEN = {
 WITHOUT_A_LIST = bytes.fromhex("0a070a050a01781200")
 
 
-@pytest.mark.parametrize("case", ["ids", "several", "text", "nothing"])
-def test_the_bytes_are_those_of_tensorflow(case):
-    features, golden = GOLDEN[case]
-    assert tf_example.encode(features).hex() == golden
+@pytest.mark.parametrize(("features", "golden"), GOLDEN.values(), ids=GOLDEN)
+def test_bytes_are_those_of_tensorflow(features, golden):
+    record = tf_example.encode(features)
+    assert record.hex() == golden
+    decoded = tf_example.decode(record)
+    assert list(decoded) == sorted(features)
+    for name, values in features.items():
+        values = [values] if isinstance(values, str) else values
+        encoded = [value.encode() if isinstance(value, str) else value for value in values]
+        assert list(decoded[name]) == encoded
 
 
 def test_empty_lists():
     record = tf_example.encode({"text": [], "floats": np.empty(0, np.float32)})
     assert record.hex() == "0a1a0a0c0a06666c6f617473120212000a0a0a047465787412021a00"
     features = tf_example.decode(record)
-    assert isinstance(features["text"], np.ndarray)
-    assert (features["text"].dtype, features["text"].shape) == (np.int64, (0,))
-    assert isinstance(features["floats"], np.ndarray)
-    assert (features["floats"].dtype, features["floats"].shape) == (np.float32, (0,))
+    for name, dtype in (("text", np.int64), ("floats", np.float32)):
+        values = features[name]
+        assert isinstance(values, np.ndarray)
+        assert (values.dtype, values.shape) == (dtype, (0,))
     assert tf_example.int64_values(record, ["text"]).shape == (0,)
     assert tf_example.count_int64(record, ["text"]) == 0
     assert tf_example.decode(WITHOUT_A_LIST) == {"x": []}
@@ -56,20 +62,9 @@ def test_empty_lists():
     assert tf_example.decode(b"") == {}
 
 
-def test_decoding_returns_types_and_values():
-    features = tf_example.decode(bytes.fromhex(GOLDEN["several"][1]))
-    assert list(features) == ["a", "input_ids", "labels", "text"]
-    assert features["text"] == ["zwölf".encode(), b"", b"\xff\x00"]
-    np.testing.assert_array_equal(features["a"], np.array([0.5, -1.25, 3e38], np.float32))
-    np.testing.assert_array_equal(features["labels"], np.array([-100, 0]))
-    np.testing.assert_array_equal(
-        tf_example.decode(bytes.fromhex(GOLDEN["ids"][1]))["input_ids"], np.array(IDS)
-    )
-
-
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**28), max_size=50))
-def test_any_integers_survive(ids):
+def test_integers_round_trip(ids):
     record = tf_example.encode({"ids": ids})
     values = tf_example.int64_values(record, ["ids"])
     assert values.dtype == np.int64
@@ -78,21 +73,12 @@ def test_any_integers_survive(ids):
     assert tf_example.encode({"ids": np.array(ids, np.int64)}) == record
 
 
-def test_the_first_name_that_is_there_counts():
-    record = tf_example.encode({"text": [1, 2], "tokens": [3]})
-    names = ["input_ids", "text", "tokens"]
-    assert tf_example.int64_values(record, names).tolist() == [1, 2]
-    assert tf_example.int64_values(record, names[::-1]).tolist() == [3]
-
-
 @pytest.mark.parametrize("read", [tf_example.int64_values, tf_example.count_int64])
-def test_missing_and_wrong_features_are_named_with_those_that_are_there(read):
+def test_missing_feature_is_named_with_the_present_ones(read):
     record = tf_example.encode({"text": "hello", "n": [1], "f": np.array([0.5], np.float32)})
-    there = r"\(features there: f \(floats\), n \(integers\), text \(bytes\)\)"
-    with pytest.raises(ExampleError, match=f"there is no feature a or b {there}"):
-        read(record, ["a", "b"])
-    with pytest.raises(ExampleError, match=f"feature text holds bytes, not integers {there}"):
-        read(record, ["text"])
+    for names, named in ((["a", "b"], "a or b"), (["text"], "feature text")):
+        with pytest.raises(ExampleError, match=rf"{named} .*f \(floats\), n .*, text \(bytes\)"):
+            read(record, names)
 
 
 def delimited(number: int, content: bytes) -> bytes:
@@ -105,7 +91,7 @@ def example(*features: bytes) -> bytes:
     return delimited(1, b"".join(entries))
 
 
-def test_lists_that_are_not_packed_are_read():
+def test_lists_that_are_not_packed():
     integers = delimited(3, bytes([8, 5, 8, 0x80, 1, 8, 0]))
     assert tf_example.int64_values(example(integers), ["x"]).tolist() == [5, 128, 0]
     assert tf_example.count_int64(example(integers), ["x"]) == 3
@@ -113,23 +99,6 @@ def test_lists_that_are_not_packed_are_read():
     assert tf_example.int64_values(example(mixed), ["x"]).tolist() == [5, 6, 7]
     floats = delimited(2, b"\x0d" + np.float32(1.5).tobytes() + b"\x0d" + np.float32(-2).tobytes())
     np.testing.assert_array_equal(tf_example.decode(example(floats))["x"], [1.5, -2.0])
-
-
-def test_unknown_fields_are_skipped():
-    unknown = delimited(9, b"abc") + b"\x50\x07" + b"\x59" + b"8" * 8 + b"\x5d" + b"4444"
-    feature = unknown + delimited(3, unknown + delimited(1, b"\x07")) + unknown
-    entry = delimited(1, unknown + delimited(1, b"x") + delimited(2, feature))
-    record = unknown + delimited(1, unknown + entry)
-    assert tf_example.decode(record)["x"] == np.array([7])
-
-
-def test_repeated_parts_merge_as_in_protobuf():
-    one, two = delimited(3, delimited(1, b"\x01")), delimited(3, delimited(1, b"\x02"))
-    # The last of two entries with one name; the pieces of one list; the last of two kinds.
-    assert tf_example.int64_values(example(one, two), ["x"]).tolist() == [2]
-    assert tf_example.int64_values(example(one + two), ["x"]).tolist() == [1, 2]
-    text = delimited(1, delimited(1, b"t"))
-    assert tf_example.decode(example(one + text)) == {"x": [b"t"]}
 
 
 @pytest.mark.parametrize(
@@ -147,35 +116,9 @@ def test_repeated_parts_merge_as_in_protobuf():
     ],
     ids=range(9),
 )
-def test_other_bytes_are_refused(record):
-    with pytest.raises(ExampleError, match=r"the record is no tf\.train\.Example"):
+def test_other_bytes(record):
+    with pytest.raises(ExampleError):
         tf_example.decode(record)
-
-
-@hypothesis.settings(max_examples=200, deadline=None)
-@hypothesis.given(st.binary(max_size=60))
-def test_no_bytes_raise_anything_else(record):
-    try:
-        features = tf_example.decode(record)
-    except ExampleError:
-        return
-    assert isinstance(features, dict)
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        ([2**63], OverflowError, "64 bits"),
-        (np.array([2**63], np.uint64), OverflowError, "64 bits"),
-        ([b"a", 1], TypeError, "feature 'x': bytes and numbers are mixed"),
-        (np.zeros((2, 2), np.int32), TypeError, "shape"),
-        (np.array(["a"]), TypeError, "neither integers nor floats"),
-        ([None], TypeError, "neither numbers nor bytes"),
-    ],
-)
-def test_values_of_no_kind_are_refused(value, error, message):
-    with pytest.raises(error, match=message):
-        tf_example.encode({"x": value})
 
 
 def test_tensorflow_agrees_both_ways():

@@ -1,9 +1,10 @@
-"""Small texts to prepare, and what a prepared data set holds."""
+"""Small texts to prepare, and what a prepared dataset holds."""
 
 import functools
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.manifest import Manifest, read_manifest
@@ -36,20 +37,22 @@ def byte_options(source: Path | str, **keys) -> Preparation:
     return Preparation(prepare_source=str(source), tokenizer_path="bytes", **keys)
 
 
-def quiet(line: str) -> None:
-    """Takes a line and shows nothing."""
-    del line
+def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Manifest:
+    """Prepares a dataset; its manifest."""
+    manifest = preparing.prepare(keys, str(folder), show, **more)
+    assert manifest is not None
+    return manifest
 
 
-def cut_small(monkeypatch, unit_bytes: int) -> None:
+def split_small(monkeypatch: pytest.MonkeyPatch, unit_bytes: int) -> None:
     """Makes units of a few hundred bytes, so that small texts have many."""
     small = functools.partial(open_corpus, unit_bytes=unit_bytes)
     monkeypatch.setattr(preparing, "open_corpus", small)
 
 
-def documents(folder: Path, split: str, manifest: Manifest | None = None) -> list[list[int]]:
+def documents(folder: Path, split: str) -> list[list[int]]:
     """The ids of each document of a split."""
-    manifest = manifest or read_manifest(str(folder))
+    manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return []
     stream = TokenStream(str(folder), manifest, split)

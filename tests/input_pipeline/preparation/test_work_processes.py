@@ -1,22 +1,26 @@
-"""Work in several processes, and how its progress is shown."""
+"""Work in several processes, and the lock of a dataset in preparation."""
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import progress, work_processes
+from MaxText.input_pipeline.preparation import building_lock, work_processes
+
+
+def run(function, shared, jobs, num_processes, advance=lambda done: None):
+    return list(work_processes.run(function, shared, jobs, num_processes, advance))
 
 
 def multiply(factor, number, advance):
     """Work that says in which process it was done."""
     if number < 0:
         raise UserError("below 0")
-    if number == 1000:
-        os.kill(os.getpid(), signal.SIGKILL)
     advance(number)
     return factor * number, os.getpid()
 
@@ -25,62 +29,29 @@ def multiply(factor, number, advance):
 def test_every_job_is_done_once(num_processes):
     done = []
     jobs = list(range(20))
-    results = list(work_processes.run(multiply, 3, jobs, num_processes, done.append))
+    results = run(multiply, 3, jobs, num_processes, done.append)
     assert sorted(result for result, _ in results) == [3 * number for number in jobs]
     assert sum(done) == sum(jobs)
     assert (os.getpid() in {process for _, process in results}) == (num_processes == 1)
-
-
-def test_one_job_needs_no_process():
-    assert list(work_processes.run(multiply, 3, [2], 8, lambda done: None)) == [(6, os.getpid())]
-    assert list(work_processes.run(multiply, 3, [], 8, lambda done: None)) == []
-
-
-def test_mistakes_come_through():
+    assert run(multiply, 3, [2], 8) == [(6, os.getpid())]  # one job needs no process
+    assert run(multiply, 3, [], 8) == []
     with pytest.raises(UserError, match="below 0"):
-        list(work_processes.run(multiply, 3, [1, -1, 2], 2, lambda done: None))
-
-
-def test_a_killed_process_is_reported():
-    with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
-        list(work_processes.run(multiply, 3, [1000, 1000], 2, lambda done: None))
-
-
-class SlowToSend:
-    """Takes a second to be sent to the second process."""
-
-    def __init__(self):
-        self.times = 0
-
-    def __getstate__(self):
-        self.times += 1
-        if self.times == 2:
-            time.sleep(1)
-        return {}
+        run(multiply, 3, [1, -1, 2], num_processes)
 
 
 def kill_itself(shared, number, advance):
-    """Ends its process as kill -9 does."""
-    del shared, number, advance
+    """Ends its process as kill -9 does, perhaps with the lock of the counter."""
+    del number
+    if shared == "lock held":
+        advance.__closure__[0].cell_contents.get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_killed_while_another_one_starts():
-    with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
-        list(work_processes.run(kill_itself, SlowToSend(), [0, 1, 2], 2, lambda done: None))
+@pytest.mark.parametrize("shared", ["lock free", "lock held"])
+def test_killed_process_is_reported(shared):
+    with pytest.raises(UserError, match="killed"):
+        run(kill_itself, shared, [0, 1], 2)
     assert multiprocessing.active_children() == []
-
-
-def kill_itself_while_it_reports(shared, number, advance):
-    """Holds the lock of the counter when it ends."""
-    del shared, number
-    advance.__closure__[0].cell_contents.get_lock().acquire()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_process_killed_while_it_reports():
-    with pytest.raises(UserError, match="was killed, by hand or for want of memory"):
-        list(work_processes.run(kill_itself_while_it_reports, None, [0, 1], 2, lambda done: None))
 
 
 def wait_long(shared, number, advance):
@@ -90,34 +61,77 @@ def wait_long(shared, number, advance):
     time.sleep(60)
 
 
-def test_an_interrupt_does_not_wait_for_work_that_has_begun():
+def test_an_interrupt_does_not_wait_for_work():
     def interrupt(done):
         if done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(work_processes.run(wait_long, None, [0, 1, 2], 2, interrupt))
+        run(wait_long, None, [0, 1, 2], 2, interrupt)
     assert multiprocessing.active_children() == []
 
 
-def test_lines_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
-    monkeypatch.setattr(progress, "_SILENT_SECONDS", 0.0)
-    seconds = iter(range(0, 1000, 10))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+@pytest.fixture
+def lock(tmp_path):
+    return tmp_path / ".d.lock"
+
+
+def test_lock_names_its_holder_and_is_released(lock):
+    lock.write_text("{half")  # names nobody
+
+    def fail():
+        with building_lock.hold(lock, pytest.fail):
+            assert json.loads(lock.read_text()) == [socket.gethostname(), os.getpid()]
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert not lock.exists()
+
+
+def hold_lock(path, pipe):
+    """A process that holds the lock until it is killed."""
+    with building_lock.hold(path, print):
+        pipe.send("held")
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_lock_of_a_living_and_a_killed_process(lock, monkeypatch, locks):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold_lock, args=(lock, theirs))
+    process.start()
+    assert ours.recv() == "held"
+
+    def no_locks(descriptor, operation):
+        raise OSError(building_lock.errno.ENOLCK, "No locks available")
+
+    if not locks:  # on this file system
+        monkeypatch.setattr(building_lock.fcntl, "flock", no_locks)
     lines = []
-    with progress.show_progress("Encoding", 4_000_000, lines.append) as advance:
-        for _ in range(8):
-            advance(500_000)
-    assert lines == [
-        "Encoding: 1.0 of 4.0 MB, 60 s left",
-        "Encoding: 2.0 of 4.0 MB, 40 s left",
-        "Encoding: 3.0 of 4.0 MB, 20 s left",
-    ]
+
+    def show(line):
+        lines.append(line)
+        process.kill()
+        process.join()
+
+    with building_lock.hold(lock, show):
+        assert process.exitcode == -signal.SIGKILL
+    (line,) = lines
+    assert f"process {process.pid} on {socket.gethostname()}" in line
 
 
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    with progress.show_progress("Encoding", 10, pytest.fail) as advance:
-        advance(10)
-    assert "Encoding" in capsys.readouterr().err
+def test_lock_of_another_machine(lock):
+    """It counts while it gives signs of life."""
+    lock.write_text(json.dumps(["elsewhere", 5]))
+    lines = []
+
+    def show(line):
+        lines.append(line)
+        os.utime(lock, (0, 0))
+
+    with building_lock.hold(lock, show):
+        assert json.loads(lock.read_text())[0] == socket.gethostname()
+    (line,) = lines
+    assert "process 5 on elsewhere" in line

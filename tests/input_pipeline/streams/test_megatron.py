@@ -1,15 +1,15 @@
-"""The sample order of GPT-NeoX, against its definition written out token by token."""
+"""Megatron data sets, and the sample order of GPT-NeoX against its definition."""
 
 import numpy as np
 import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder, document_range
+from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
 
 
-def defined_samples(
-    documents: list[list[int]], length: int, seed: int, num_samples: int | None
-) -> list[list[int]]:
+def defined_samples(documents, length, seed, num_samples):
     """The samples as GPT-NeoX defines them: shuffle documents of all epochs, join, cut, shuffle."""
     tokens = sum(map(len, documents))
     epochs = 1
@@ -26,44 +26,21 @@ def defined_samples(
 
 
 @pytest.mark.parametrize("seed", [0, 1234])
-@pytest.mark.parametrize("num_samples", [None, 1, 40, 200])
-@pytest.mark.parametrize("length", [1, 7, 64])
-def test_samples_are_those_of_the_definition(seed, num_samples, length):
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(0, 30, 50)  # documents without tokens among them
+@pytest.mark.parametrize("num_samples", [None, 1, 200])
+@pytest.mark.parametrize(("length", "part"), [(1, None), (7, (10, 40)), (64, None)])
+def test_samples_are_those_of_the_definition(seed, num_samples, length, part):
+    sizes = np.random.default_rng(seed).integers(0, 30, 50)  # some without tokens
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.arange(offsets[-1])
     documents = [tokens[offsets[i] : offsets[i + 1]].tolist() for i in range(50)]
-    order = GptNeoxOrder(offsets, length, seed, num_samples)
-    expected = defined_samples(documents, length, seed, num_samples)
+    first, end = part or (0, 50)
+    order = GptNeoxOrder(offsets, length, seed, num_samples, part)
+    expected = defined_samples(documents[first:end], length, seed, num_samples)
     assert len(order) == len(expected)
     for sample, ids in enumerate(expected):
         pieces = order.pieces(sample)
         assert all(start < stop for start, stop in pieces)
         assert [int(t) for start, stop in pieces for t in tokens[start:stop]] == ids
-
-
-def test_a_known_order():
-    # numpy's RandomState(7) puts the documents in order 2, 1, 0: tokens 9..12, 4..8, 0..3. It then
-    # visits the samples of 3 + 1 tokens in order 3, 1, 0, 2.
-    order = GptNeoxOrder(np.array([0, 4, 9, 13]), 3, seed=7)
-    assert [order.pieces(sample) for sample in range(4)] == [
-        [(0, 4)],
-        [(12, 13), (4, 7)],
-        [(9, 13)],
-        [(6, 9), (0, 1)],
-    ]
-
-
-def test_one_part_of_the_documents():
-    offsets = np.array([0, 10, 20, 30, 40])
-    order = GptNeoxOrder(offsets, 4, 0, documents=(1, 3))
-    touched = {
-        token for sample in range(len(order)) for start, stop in order.pieces(sample)
-        for token in range(start, stop)
-    }  # fmt: skip
-    assert touched <= set(range(10, 30))
-    assert len(touched) == 17  # 4 samples of 4 tokens, and the last one's target
 
 
 @pytest.mark.parametrize(
@@ -82,13 +59,54 @@ def test_division_of_the_documents(split, total, expected):
     assert [document_range(split, part, total) for part in range(3)] == expected
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2,3"])
-def test_no_division(split):
-    with pytest.raises(UserError, match="is no division of a data set"):
-        document_range(split, 0, 10)
+def test_mistakes():
+    for split in ("", "a,b", "0,0,0", "-1,2,3"):
+        with pytest.raises(UserError, match=f"^'{split}' "):
+            document_range(split, 0, 10)
+    for offsets in ([0], [0, 0], [0, 1], [0, 4]):
+        with pytest.raises(UserError, match=f"{offsets[-1]} .* 5"):
+            GptNeoxOrder(np.array(offsets), 4, 0)
 
 
-@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 1], [0, 4]])
-def test_too_few_tokens(offsets):
-    with pytest.raises(UserError, match="too few for a sample of 5"):
-        GptNeoxOrder(np.array(offsets), 4, 0)
+@pytest.mark.parametrize("name", ["corpus", "corpus.bin", "corpus.idx", ""])
+def test_a_data_set_by_any_of_its_names(tmp_path, name):
+    ids = documents(0, [3, 14, 15])
+    (tmp_path / "d").mkdir()
+    token_files.write_megatron(tmp_path / "d" / "corpus", ids)
+    data = open_data(tmp_path / "d" / name, tmp_path)
+    assert tokens_of(data) == np.concatenate(ids).tolist()
+    assert data.stream.document_offsets.tolist() == [0, 3, 17, 32]
+    assert not data.rows
+    other = open_data(tmp_path / "d" / name, tmp_path, megatron_order="gpt_neox")
+    assert other.fingerprint == data.fingerprint
+
+
+def test_rows_of_a_shuffled_data_set_in_parts(tmp_path):
+    # As Pythia's were published: one index, data in parts that do not end with a row.
+    ids = documents(0, [9, 9, 9, 9])
+    token_files.write_megatron(tmp_path / "document", ids)
+    content = (tmp_path / "document.bin").read_bytes()
+    (tmp_path / "document.bin").unlink()
+    for number in range(3):
+        part = content[number * 28 : (number + 1) * 28]
+        (tmp_path / f"document-{number:05d}-of-00002.bin").write_bytes(part)
+    for location in (tmp_path, tmp_path / "document.idx", f"{tmp_path}/document-*.bin"):
+        data = open_data(location, tmp_path)
+        assert tokens_of(data) == np.concatenate(ids).tolist()
+        assert data.rows
+
+
+def test_an_incomplete_data_set_is_refused(tmp_path):
+    token_files.write_megatron(tmp_path / "a", documents(0, [9]))
+    (tmp_path / "a.bin").write_bytes(b"12")
+    with pytest.raises(UserError, match=r"a\.bin .*2 bytes.* 9 tokens .*18"):
+        open_data(tmp_path, tmp_path)
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(UserError, match=r"a\.idx"):
+        open_data(tmp_path, tmp_path)
+    (tmp_path / "b.bin").write_bytes(b"12")
+    with pytest.raises(UserError, match=r"b\.idx"):
+        open_data(tmp_path / "b.bin", tmp_path)
+    token_files.write_megatron(tmp_path / "c", documents(0, [9]))
+    with pytest.raises(UserError, match="2 Megatron"):
+        open_data(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""Small files of token ids in every format, written with each format's own library."""
+"""Small files of token ids in every format, written with its own library, and opening them."""
 
 import io
 import tarfile
@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 from array_record.python import array_record_module
 
+from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.megatron_index import write_index
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+from MaxText.input_pipeline.streams.opening import open_token_data
+from MaxText.input_pipeline.streams.token_data import TokenData
 
 Documents = Sequence[np.ndarray]
 
@@ -77,3 +80,18 @@ def write_arrow(path: Path, ids: Documents, stream: bool = True) -> None:
 def write_megatron(prefix: Path, ids: Documents, dtype: str = "<u2") -> None:
     np.concatenate([np.empty(0, np.int32), *ids]).astype(dtype).tofile(f"{prefix}.bin")
     write_index(f"{prefix}.idx", np.dtype(dtype), [*map(len, ids)], range(len(ids) + 1))
+
+
+def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
+    """Opens a location with keys of data, preparation and open_token_data."""
+    options = {"key": "dataset_path", "split": "train", "for_training": True, "show": str}
+    options |= {name: keys.pop(name) for name in options if name in keys}
+    preparation = {name: keys.pop(name) for name in [*keys] if name in Preparation.model_fields}
+    data = Data(data_cache_dir=str(cache_dir), **keys)
+    preparation = Preparation(**preparation)
+    return open_token_data(str(location), data=data, preparation=preparation, **options)
+
+
+def tokens_of(data: TokenData) -> list[int]:
+    """All ids of a data set."""
+    return data.stream.ranges([(0, len(data.stream))])[0].tolist()

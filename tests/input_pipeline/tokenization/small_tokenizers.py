@@ -23,6 +23,8 @@ SAMPLE = [
     "Grüße aus Zürich — 漢字とかな, русский, עברית 🙂🙃 \u00a0\u3000 \t\t x",
 ]
 
+ADDED = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>x", "<tool>", "<tool>x", "|>x", "tab\t")
+
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -132,36 +134,12 @@ def write(tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict | None =
 
 def texts() -> st.SearchStrategy[str]:
     """Texts of words, runs of white space, added tokens, combining and any other characters."""
+    words = "the quick| the|thequick|xxxaaa|doesxx|'ll|'LL've|'Sxs|'\u017fxs|1234567|..."
+    combining = "e\u0301\u0301|\u00e9t\u00e9|e\u0301te\u0301|\u1100\u1161|\u0344|\u212b|\u0958"
+    others = "a\u0323\u0307|q\u0307\u0323|\r\n|\n|\u00b2\u2160|\u00a0|\u3000|\u0085|\u200b|\x00"
+    chosen = [word for some in (words, combining, others) for word in some.split("|")]
     piece = st.one_of(
-        st.sampled_from(
-            [
-                *(
-                    "the quick",
-                    " the",
-                    "thequick",
-                    "xxxaaa",
-                    "doesxx",
-                    "'ll",
-                    "'LL've",
-                    "'Sxs",
-                    "'\u017fxs",
-                ),
-                *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>x", "<tool>", "<tool>x", "|>x"),
-                *("e\u0301\u0301", "\u00e9t\u00e9", "e\u0301te\u0301", "tab\t", "\u1100\u1161"),
-                *("\u0344", "\u212b", "\u0958", "a\u0323\u0307", "q\u0307\u0323", "\r\n", "\n"),
-                *(
-                    "1234567",
-                    "\u00b2\u2160",
-                    "\u00a0",
-                    "\u3000",
-                    "\u0085",
-                    "\u200b",
-                    "\x00",
-                    "...",
-                    UNUSED_TOKEN,
-                ),
-            ]
-        ),
+        st.sampled_from([*chosen, *ADDED, UNUSED_TOKEN]),
         st.builds(lambda n: " " * n, st.integers(1, 60)),
         st.text(" \t\n\r\u00a0", max_size=6),
         st.text("aAbx1'", max_size=5),

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 import sys
 
 import pytest
@@ -44,62 +43,39 @@ def test_ids_are_the_librarys(model):
     tokenizer = load_tokenizer(str(model), num_threads=2)
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     assert tokenizer.engine == "sentencepiece"
-    for text, ids in zip(TEXTS * 50, tokenizer.encode(TEXTS * 50), strict=True):
+    for text, ids in zip(TEXTS * 10, tokenizer.encode(TEXTS * 10), strict=True):
         assert ids.tolist() == library.encode(text)
         assert tokenizer.decode(ids.tolist()) == library.decode(library.encode(text))
     assert tokenizer.encode(["\ud800"])[0].tolist() == library.encode("\ufffd")
     assert tokenizer.check_engine(TEXTS)
 
 
-def test_byte_fallback_loses_nothing(model):
-    tokenizer = load_tokenizer(str(model))
-    (ids,) = tokenizer.encode(["x 🙂 ü"])
-    assert tokenizer.decode(ids.tolist()) == "x 🙂 ü"
-    assert tokenizer.decode([1, *ids.tolist(), 2, 10_000, -1]) == "x 🙂 ü"
-
-
-def test_control_ids_are_the_models(model):
+def test_control_ids_and_byte_fallback(model):
     tokenizer = load_tokenizer(str(model))
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.bos_id, entry.eos_id, entry.pad_id) == (300, 1, 2, None)
     assert tokenizer.mask_id == 3
     assert not {0, 1, 2, 3} & set(tokenizer.encode(["a </s> <s> <unk> [MASK]"])[0].tolist())
+    (ids,) = tokenizer.encode(["x 🙂 ü"])
+    assert tokenizer.decode([1, *ids.tolist(), 2, 10_000, -1]) == "x 🙂 ü"
 
 
-def test_control_ids_by_settings(model, tmp_path):
+def test_control_ids_by_settings(tmp_path):
     train(tmp_path / "spiece.model", control_symbols="<stop>,<fill>", pad_id=-1)
     settings = {"eos_token": "<stop>", "pad_token": {"content": "<fill>"}, "bos_token": "<absent>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     entry = load_tokenizer(str(tmp_path)).entry
     assert (entry.eos_id, entry.pad_id, entry.bos_id) == (3, 4, None)
-
-
-def test_a_control_token_that_text_can_spell_is_refused(tmp_path):
-    train(tmp_path / "tokenizer.model", user_defined_symbols="<stop>")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    with pytest.raises(UserError, match=r"contains '<stop>' would get the control id 3.*control_s"):
+    # Text can spell a user-defined symbol.
+    train(tmp_path / "spiece.model", user_defined_symbols="<stop>")
+    with pytest.raises(UserError, match=r"'<stop>'.* 3"):
         load_tokenizer(str(tmp_path))
 
 
-def test_saved_and_loaded_and_pickled(model, tmp_path):
-    tokenizer = load_tokenizer(str(model))
-    (written,) = tokenizer.save(tmp_path)
-    assert written.read_bytes() == model.read_bytes()
-    for again in (load_tokenizer(str(tmp_path)), pickle.loads(pickle.dumps(tokenizer))):
-        assert again.entry == tokenizer.entry
-        assert again.encode(TEXTS)[2].tolist() == tokenizer.encode(TEXTS)[2].tolist()
-
-
-def test_damaged_or_empty_models_are_named(tmp_path):
+def test_damaged_or_missing(model, tmp_path, monkeypatch):
     (tmp_path / "bad.model").write_bytes(b"\x00garbage")
-    with pytest.raises(UserError, match=r"bad.model is no SentencePiece model"):
+    with pytest.raises(UserError, match=r"bad\.model"):
         load_tokenizer(str(tmp_path / "bad.model"))
-    (tmp_path / "empty.model").write_bytes(b"")
-    with pytest.raises(UserError, match=r"empty\.model is empty"):
-        load_tokenizer(str(tmp_path / "empty.model"))
-
-
-def test_without_the_package_the_extra_is_named(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"pip install 'MaxText\[data\]'"):
+    with pytest.raises(UserError, match=r"MaxText\[data\]"):
         load_tokenizer(str(model))

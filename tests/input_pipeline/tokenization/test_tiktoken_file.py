@@ -2,7 +2,6 @@
 
 import base64
 import json
-import pickle
 
 import pytest
 import tiktoken
@@ -49,18 +48,16 @@ def published(tmp_path_factory):
     return found
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(text=texts())
-def test_published_names_give_tiktokens_own_ids(published, text):
+def test_ids_are_those_of_tiktoken(published, text):
     for ours, library in published.values():
         (ids,) = ours.encode([text])
         assert ids.tolist() == library.encode_ordinary(text)
         assert ours.decode(ids.tolist()) == text
 
 
-def test_the_file_of_llama_3_is_known_by_its_size(tmp_path):
+def test_llama_3(tmp_path):
     tokens = [*BYTES, *(bytes([a, b, c]) for a in range(2) for b in range(250) for c in range(256))]
     path = write(tmp_path / "tokenizer.model", tokens[:128_000])
     tokenizer = load_tokenizer(str(path))
@@ -94,75 +91,45 @@ def test_words_and_control_tokens_by_settings(tmp_path):
     assert load_tokenizer(str(other)).encode(["ab"])[0].tolist() == [97, 98]
 
 
-def test_control_tokens_as_transformers_writes_them(tmp_path):
-    write(
-        tmp_path / "own.tiktoken",
-        word_pattern="llama3",
-        added_tokens_decoder={"3000": {"content": "</s>"}, "3001": {"content": "<pad>"}},
-    )
-    entry = load_tokenizer(str(tmp_path)).entry
-    assert (entry.vocab_size, entry.eos_id, entry.pad_id) == (3002, 3000, 3001)
-
-
-def test_a_run_of_white_space_beyond_the_word_finder(tmp_path):
+def test_long_run_of_white_space(tmp_path):
     path = write(tmp_path / "gpt2.tiktoken")
     tokenizer = load_tokenizer(str(path))
-    longer, short = " \n" * 200_000 + "the 's", " \n" * 20 + "the 's"
+    longer, short = " \n" * 150_000 + "the 's", " \n" * 20 + "the 's"
     (ids,), (few,) = tokenizer.encode([longer]), tokenizer.encode([short])
     assert tokenizer.decode(ids.tolist()) == longer
     assert ids[-3:].tolist() == few[-3:].tolist()
 
 
-def test_saved_and_loaded_and_pickled(tmp_path):
-    path = write(tmp_path / "o200k_base.tiktoken", special_tokens={"<|endoftext|>": 2000})
-    tokenizer = load_tokenizer(str(path))
-    target = tmp_path / "saved"
-    target.mkdir()
-    written = tokenizer.save(target)
-    assert [file.name for file in written] == ["tokenizer.tiktoken", "tokenizer_config.json"]
-    assert written[0].read_bytes() == path.read_bytes()
-    again = load_tokenizer(str(target))
-    assert again.entry == tokenizer.entry.model_copy(update={"origin": "file tokenizer.tiktoken"})
-    for copy in (again, pickle.loads(pickle.dumps(tokenizer))):
-        assert copy.encode(SAMPLE)[1].tolist() == tokenizer.encode(SAMPLE)[1].tolist()
-
-
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (b"YQ== 0\nYQ==\n", r"line 2: b'YQ==' is not a token"),
-        (b"YQ== 0\n!!== 1\n", r"line 2"),
-        (b"YQ== 0\nYQ== 1\n", r"line 2: token b'a' with rank 1 is empty, repeated"),
-        (b"YQ== 0\nYg== 0\n", r"gives one rank to two tokens"),
-        (b"YQ== 0\nYg== 1\n", r"no token for byte 0 and 240 others"),
-        (b"YQ== 99999999999\n", r"impossible rank"),
+        (b"YQ== 0\nYQ==\n", "line 2"),
+        (b"YQ== 0\n!!== 1\n", "line 2"),
+        (b"YQ== 0\nYQ== 1\n", "line 2.*b'a'"),
+        (b"YQ== 0\nYg== 0\n", "one rank"),
+        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"),
+        (b"YQ== 99999999999\n", "rank"),
     ],
 )
-def test_damaged_files_are_named(tmp_path, contents, message):
+def test_damaged_files(tmp_path, contents, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_bytes(contents)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"gpt2\.tiktoken.*{message}"):
         load_tokenizer(str(path))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "does not say how text is cut into words"),
-        ({"word_pattern": "("}, "is no regular expression"),
-        ({"word_pattern": "gpt2", "special_tokens": {"<s>": 97}}, "'<s>' in .* has the id 97"),
-        ({"word_pattern": "gpt2", "special_tokens": {"<s>": "9"}}, "has the id '9'"),
-        ({"word_pattern": "gpt2", "special_tokens": {"": 2000}}, "or it is empty"),
-        ({"word_pattern": "gpt2", "special_tokens": ["<s>"]}, "is a list"),
+        ({}, "word_pattern"),
+        ({"word_pattern": "("}, "word_pattern"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": 97}}, "'<s>'.* 97"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": "9"}}, "'9'"),
+        ({"word_pattern": "gpt2", "special_tokens": {"": 2000}}, "empty"),
+        ({"word_pattern": "gpt2", "special_tokens": ["<s>"]}, "special_tokens.* list"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path, config, message):
+def test_impossible_settings(tmp_path, config, message):
     path = write(tmp_path / "own.tiktoken", **config)
     with pytest.raises(UserError, match=message):
         load_tokenizer(str(path))
-
-
-def test_without_control_tokens_there_are_none(tmp_path):
-    tokenizer = load_tokenizer(str(write(tmp_path / "gpt2.tiktoken")))
-    assert (tokenizer.entry.vocab_size, tokenizer.entry.eos_id) == (len(pairs()), None)
-    assert tokenizer.decode([len(pairs())]) == ""

@@ -1,136 +1,154 @@
-"""report.py as a user runs it."""
+"""report.py as a user runs it, and which runs a command line names."""
 
-import os
-import signal
+import importlib
+import json
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from MaxText.errors import UserError
+from MaxText.monitoring.report.finding import find_runs
 from tests.house.sources import REPOSITORY
 from tests.monitoring.report.run_files import RunFiles, completed
 
-PROGRAM = REPOSITORY / "MaxText" / "report.py"
-
 
 @pytest.fixture
-def report(users_environment, tmp_path):
-    def run(*words):
-        return subprocess.run(
-            [sys.executable, str(PROGRAM), *map(str, words)],
-            env=users_environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+def report(monkeypatch, tmp_path, capsys):
+    """Runs the program in process; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*words, sleep=None):
+        program = importlib.import_module("MaxText.report")
+        monkeypatch.setattr(program, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(sys, "argv", ["report.py", *words])
+        try:
+            code = program.main()
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
 
     return run
 
 
+@pytest.fixture
+def started(tmp_path):
+    """A run that is running."""
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    run.write(old=False)
+    return run
+
+
 def test_one_run_and_several(report, tmp_path):
-    a, b = completed(tmp_path / "a"), completed(tmp_path / "b")
-    done = report("a")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0] == "a/report/report.html"
-    assert "loss_tokens.png" in done.stdout
-    assert (a / "report" / "report.html").exists()
-    done = report(a, b)
-    assert done.returncode == 0
-    assert (tmp_path / "report" / "report.html").exists()
-
-
-def test_warnings_go_to_the_terminal_and_the_page(report, tmp_path):
     for name, tokenizer in (("a", "one"), ("b", "two")):
         run = RunFiles(tmp_path / name)
         run.start(data={"tokenizer": tokenizer, "vocab_size": 10})
         run.steps(0, 3)
         run.write()
-    done = report("a", "b", "output=both")
-    assert done.returncode == 0
-    assert done.stderr.startswith("warning: The runs have different tokenizers.")
-    assert "different tokenizers" in (tmp_path / "both" / "report.html").read_text()
+    code, output, errors = report("a")
+    assert (code, errors) == (0, "")
+    assert output.splitlines()[0] == "a/report/report.html"
+    assert "loss_tokens.png" in output
+    assert (tmp_path / "a" / "report" / "report.html").exists()
+    # Warnings go to the terminal and the page.
+    code, _, errors = report("a", "b")
+    warning = "The runs have different tokenizers."
+    assert code == 0
+    assert errors.startswith(f"warning: {warning}")
+    assert warning in (tmp_path / "report" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no run is named"),
-        (["none"], "none: there is no such folder"),
-        (["a", "outputs=x"], "outputs=x: no such option. Did you mean output=?"),
-        (["a", "--watch"], "--watch: no such option. Did you mean watch=?"),
-        (["a", "watch=soon"], "watch=soon: seconds must be a whole number, 1 or more"),
-        (["a", "watch=0"], "watch=0: seconds must be a whole number, 1 or more"),
-        (["a", "output="], "output= names no folder"),
-    ],
-)
-def test_mistakes(report, words, message):
-    done = report(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_and_help(report, told):
+    said = []
+    for words in ([], ["none"], ["a", "outputs=x"], ["a", "--watch"], ["watch=0"], ["output="]):
+        code, output, errors = report(*words)
+        assert (code, output) == (2, "")
+        said.append(f"{words}\n{errors}")
+    told("".join(said))
+    code, output, _ = report("--help")
+    assert code == 0
+    assert "watch=SECONDS" in output
 
 
-def test_help(report):
-    done = report("--help")
-    assert done.returncode == 0
-    assert "watch=SECONDS" in done.stdout
+def test_the_program_does_without_jax(started, tmp_path):
+    program = f"""
+import runpy, sys
+sys.argv = ["report.py", "run"]
+try:
+    runpy.run_path({str(REPOSITORY / "MaxText" / "report.py")!r}, run_name="__main__")
+except SystemExit as end:
+    sys.exit(end.code or len({{"jax", "flax", "pandas", "tensorflow"}} & set(sys.modules)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    assert (tmp_path / "run" / "report" / "report.html").exists()
 
 
-def test_it_starts_without_jax(tmp_path):
-    completed(tmp_path / "a")
-    program = (
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from MaxText.monitoring.report.finding import find_runs\n"
-        "from MaxText.monitoring.report.writing import write_report\n"
-        "from pathlib import Path\n"
-        f"write_report(find_runs([{str(tmp_path)!r}]).runs, Path({str(tmp_path)!r}) / 'out')\n"
-        "assert not {'jax', 'flax', 'pandas', 'tensorflow'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_watching_ends_with_the_run(users_environment, tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    run.steps(0, 5)
-    run.write(old=False)
+def test_watching_ends_with_the_run(report, started, tmp_path):
     page = tmp_path / "run" / "report" / "report.html"
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "run", "watch=1"],
-        env=users_environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    first = process.stdout.readline()
-    assert first == "run/report/report.html\n"
-    assert 'content="1"' in page.read_text()
-    run.steps(5, 8)
-    run.add("stop", 0.1, 7, reason="completed")
-    run.write(old=False)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
+
+    def sleep(seconds):
+        assert f'content="{seconds}"' in page.read_text()
+        started.add("stop", 0.1, 0, reason="completed")
+        started.write(old=False)
+
+    assert report("run", "watch=7", sleep=sleep)[0] == 0
     assert 'http-equiv="refresh"' not in page.read_text()
     assert "completed" in page.read_text()
 
 
-def test_ctrl_c_ends_watching(users_environment, tmp_path, ctrl_c_counts):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    run.write(old=False)
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "run", "watch=600"],
-        env=users_environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdout.readline()
-    process.stdout.readline()
-    time.sleep(0.3)
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == ""
+def test_ctrl_c_ends_watching(report, started):
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    code, _, errors = report("run", "watch=600", sleep=sleep)
+    assert (code, errors) == (130, "")
+
+
+def names(found):
+    return [run.name for run in found.runs]
+
+
+def test_a_run_a_folder_of_runs_and_no_run_twice(tmp_path):
+    for name in ("runs/lr10", "runs/lr9", "runs/a/deep", "alone"):
+        completed(tmp_path / name)
+    (tmp_path / "runs" / "lr9" / "checkpoints").mkdir()
+    # Links that lead back end.
+    (tmp_path / "runs" / "again").symlink_to(tmp_path / "alone")
+    (tmp_path / "runs" / "up").symlink_to(tmp_path)
+    (tmp_path / "runs" / "here").symlink_to(".")
+    found = find_runs([str(tmp_path / "alone"), str(tmp_path / "runs"), str(tmp_path / "alone/")])
+    assert names(found) == ["alone", "deep", "lr9", "lr10"]
+    assert (found.groups, found.problems) == ({}, [])
+    # One that has just begun does not hide the others.
+    (tmp_path / "runs" / "lr9" / "events.jsonl").write_text('{"time"')
+    found = find_runs([str(tmp_path / "runs")])
+    assert ("lr10" in names(found), "lr9" in names(found), len(found.problems)) == (True, False, 1)
+
+
+def test_a_comparison_says_what_belongs_together(tmp_path):
+    for name in ("x/seed0", "x/seed1", "y/seed0"):
+        completed(tmp_path / name)
+    groups = {"x": ["x/seed0", "x/seed1"], "y": ["y/seed0", "y/not_yet"]}
+    (tmp_path / "comparison.json").write_text(json.dumps({"groups": groups, "more": 1}))
+    found = find_runs([str(tmp_path)])
+    assert len(found.runs) == 3
+    assert found.groups["x"] == [str(tmp_path / "x/seed0"), str(tmp_path / "x/seed1")]
+    (tmp_path / "comparison.json").write_text('{"groups": ["a"]}')
+    with pytest.raises(UserError, match=r"comparison\.json"):
+        find_runs([str(tmp_path)])
+
+
+def test_folders_without_runs(tmp_path):
+    with pytest.raises(UserError, match="none"):
+        find_runs([str(tmp_path / "none")])
+    with pytest.raises(UserError, match=r"events\.jsonl"):
+        find_runs([str(tmp_path)])
+    file = completed(tmp_path / "a") / "events.jsonl"
+    with pytest.raises(UserError, match="is a file"):
+        find_runs([str(file)])
+    file.write_text("")
+    with pytest.raises(UserError, match=r"(?s)No run in .*0 whole rows"):
+        find_runs([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""From runs to curves: positions, marks, ranges, and the mean of seeds."""
+"""From runs to curves: positions, marks, ranges, the mean of seeds, and fewer points."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,9 @@ from MaxText.monitoring.report.curves import Axes
 from MaxText.monitoring.report.entries import arrange
 from MaxText.monitoring.report.pictures import draw_bars, draw_chart
 from MaxText.monitoring.report.run_charts import goodput_bars, loss_chart, quantity_charts
+from MaxText.monitoring.report.thinning import MOST_POINTS, MOST_SMOOTH_POINTS, running_median, thin
 from MaxText.monitoring.run_record import read_run
-from tests.monitoring.report.run_files import TOKENS_PER_UPDATE, RunFiles, completed, eventful
-
-PNG = b"\x89PNG"
+from tests.monitoring.report.run_files import TOKENS_PER_UPDATE, RunFiles, completed
 
 
 def charts_of(folders, groups=None):
@@ -24,8 +23,8 @@ def of_kind(chart, kind):
     return [series for series in chart.series if series.kind == kind]
 
 
-def test_a_single_run(tmp_path):
-    charts = charts_of([completed(tmp_path / "run")])
+def test_a_single_run(completed_run):
+    charts = charts_of([completed_run])
     assert list(charts) == ["loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu"]
     raw, line, dots = charts["loss"].series
     assert (raw.kind, line.kind, dots.kind) == ("raw", "line", "dots")
@@ -41,14 +40,16 @@ def test_a_single_run(tmp_path):
     assert line.colour != dots.colour
 
 
-def test_several_runs_have_a_colour_each(tmp_path):
-    chart = charts_of([completed(tmp_path / "a"), completed(tmp_path / "b")])["loss"]
+def test_several_runs_have_a_colour_each_and_shares_that_add_up(completed_run, eventful_run):
+    chart = charts_of([completed_run, eventful_run])["loss"]
     colours = {owner: {s.colour for s in chart.series if s.owner == owner} for owner in "ab"}
     assert colours == {"a": {0}, "b": {1}}
+    bars = goodput_bars(arrange([read_run(completed_run), read_run(eventful_run)]))
+    assert np.sum(list(bars.parts.values()), axis=0) == pytest.approx([1, 1], abs=1e-3)
 
 
-def test_what_happened_is_marked_on_the_curve(tmp_path):
-    chart = charts_of([eventful(tmp_path / "run")])["loss"]
+def test_what_happened_is_marked_on_the_curve(eventful_run):
+    chart = charts_of([eventful_run])["loss"]
     kinds = {mark.kind for mark in chart.marks}
     assert kinds == {"checkpoint", "restart", "skipped update", "rewind", "diverged or failed"}
     (restart,) = [mark for mark in chart.marks if mark.kind == "restart"]
@@ -57,11 +58,15 @@ def test_what_happened_is_marked_on_the_curve(tmp_path):
     x, y = restart.places["tokens"]
     assert x == 151 * TOKENS_PER_UPDATE
     assert y == pytest.approx(np.interp(x, line.x, line.y))
+    # Time running has no hole where nothing ran.
+    minutes = of_kind(chart, "raw")[0].points["time"].x
+    assert np.diff(minutes).max() < 1
 
 
 def test_a_spike_does_not_flatten_the_rest(tmp_path):
     run = RunFiles(tmp_path / "run")
     run.start()
+    assert charts_of([run.write()]) == {}
     run.steps(0, 300)
     run.rows[200]["learning/lm_loss"] = 900.0
     chart = charts_of([run.write()])["loss"]
@@ -69,34 +74,26 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path):
     assert max(of_kind(chart, "raw")[0].points["step"].y) == 900.0
 
 
-def test_time_running_has_no_hole_where_nothing_ran(tmp_path):
-    chart = charts_of([eventful(tmp_path / "run")])["loss"]
-    minutes = of_kind(chart, "raw")[0].points["time"].x
-    assert np.diff(minutes).max() < 1
-
-
-def test_a_run_without_numbers_has_no_charts(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
-    assert charts_of([run.write()]) == {}
-    run.steps(0, 1, nan_at=0)
-    assert "loss" not in charts_of([run.write()])
-
-
 def test_ancestors_shift_a_run_to_the_right(tmp_path):
     run = RunFiles(tmp_path / "run")
     ancestor = {"run_name": "a", "folder": "a", "step": 9, "how": "growth", "tokens": 1e6}
     run.start(lineage=[ancestor | {"flops": 1e15}])
+    run.steps(0, 1, nan_at=0)
+    assert "loss" not in charts_of([run.write()])
     run.steps(0, 5)
     chart = charts_of([run.write()])["loss"]
     assert of_kind(chart, "raw")[0].points["tokens"].x[0] == 1e6 + TOKENS_PER_UPDATE
-    assert "ancestors included" in Axes([read_run(run.folder)]).axis("tokens").title
+    assert "ancestors" in Axes([read_run(run.folder)]).axis("tokens").title
 
 
 def test_seeds_have_a_mean_and_a_band(tmp_path):
-    folders = [
-        completed(tmp_path / f"seed{seed}", seed=seed, floor=3 + 0.1 * seed) for seed in range(3)
-    ]
+    """They end where the shortest seed ends."""
+    folders = []
+    for seed, end in enumerate((200, 120, 200)):
+        run = RunFiles(tmp_path / f"seed{seed}", seed=seed, floor=3 + 0.1 * seed)
+        run.start()
+        run.steps(0, end, every=50)
+        folders.append(run.write())
     chart = charts_of(folders, {"three": [str(folder) for folder in folders]})["loss"]
     assert len(of_kind(chart, "thin")) == 3
     assert not of_kind(chart, "raw")
@@ -105,49 +102,49 @@ def test_seeds_have_a_mean_and_a_band(tmp_path):
         points = series.points["flops"]
         assert (points.low <= points.y).all()
         assert (points.y <= points.high).all()
-    finals = [read_run(folder).final_loss for folder in folders]
+    assert mean.points["step"].x[-1] == 119
     last = dots.points["step"]
-    assert last.y[-1] == pytest.approx(np.mean(finals))
-    assert (last.low[-1], last.high[-1]) == (min(finals), max(finals))
+    assert last.x.tolist() == [49, 99]
+    losses = [read_run(folder).evaluations[1]["eval/avg_loss"] for folder in folders]
+    assert last.y[-1] == pytest.approx(np.mean(losses))
+    assert (last.low[-1], last.high[-1]) == (min(losses), max(losses))
 
 
-def test_the_mean_ends_where_the_shortest_seed_ends(tmp_path):
-    long, short = RunFiles(tmp_path / "a"), RunFiles(tmp_path / "b", seed=1)
-    for run, end in ((long, 200), (short, 120)):
-        run.start()
-        run.steps(0, end, every=50)
-    folders = [long.write(), short.write()]
-    chart = charts_of(folders, {"both": [str(folder) for folder in folders]})["loss"]
-    assert of_kind(chart, "line")[0].points["step"].x[-1] == 119
-    assert of_kind(chart, "dots")[0].points["step"].x.tolist() == [49, 99]
-
-
-def test_a_group_of_one_seed_has_no_band(tmp_path):
-    folder = completed(tmp_path / "a")
-    chart = charts_of([folder], {"one": [str(folder)]})["loss"]
-    assert of_kind(chart, "line")[0].points["step"].low is None
-
-
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
-    runs = [completed(tmp_path / parent / "run") for parent in ("first", "second")]
-    entries = arrange([read_run(folder) for folder in runs])
-    assert [entry.label for entry in entries] == ["first/run", "second/run"]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["_hidden", "a $x$ b", "50 % <b>", "\u65e5\u672c"])
-def test_pictures_show_any_name(tmp_path, name):
-    folders = [completed(tmp_path / name), eventful(tmp_path / "other")]
+def test_pictures_show_any_name(tmp_path):
+    """Names that matplotlib would read as something else; runs of one name show their folders."""
+    names = ["_hidden", "a $x$ b", "50 % <b>", "日本", "first/run", "second/run"]
+    folders = [completed(tmp_path / name) for name in names]
     runs = [read_run(folder) for folder in folders]
     entries, axes = arrange(runs), Axes(runs)
-    for chart in charts_of(folders).values():
-        picture = draw_chart(chart, axes.axis("flops"), name)
+    assert [entry.label for entry in entries] == names
+    chart = charts_of(folders)["loss"]
+    for picture in (draw_chart(chart, axes.axis("flops"), names[0]),
+                    *(draw_bars(goodput_bars(entries), name) for name in names[1:4])):  # fmt: skip
         assert picture is not None
-        assert picture.startswith(PNG)
-    assert draw_bars(goodput_bars(entries), name).startswith(PNG)
+        assert picture.startswith(b"\x89PNG")
 
 
-def test_shares_of_the_bars_add_up(tmp_path):
-    runs = [read_run(completed(tmp_path / "a")), read_run(eventful(tmp_path / "b"))]
-    bars = goodput_bars(arrange(runs))
-    assert np.sum(list(bars.parts.values()), axis=0) == pytest.approx([1, 1], abs=1e-3)
+def test_thinning_keeps_spikes_gaps_and_both_ends():
+    assert thin(np.arange(7.0)).tolist() == list(range(7))
+    assert thin(np.zeros(0)).size == 0
+    values = np.sin(np.arange(1_000_000) / 1e4)
+    values[123_456], values[700_001] = 50.0, -50.0
+    values[400_000:400_003] = np.nan
+    kept = thin(values)
+    assert kept.size <= MOST_POINTS
+    assert {0, 123_456, 400_000, 700_001, 999_999} <= set(kept.tolist())
+    assert (np.diff(kept) > 0).all()
+    assert {0, 9_999} <= set(thin(np.full(10_000, np.nan)).tolist())
+
+
+def test_running_median_does_not_lag_and_ignores_spikes():
+    line = 9.0 - np.arange(500) / 100
+    spiked = line.copy()
+    spiked[250], spiked[100] = 99.0, np.nan
+    indices, medians = running_median(spiked)
+    there = ~np.isnan(medians)
+    assert medians[there] == pytest.approx(line[indices[there]], abs=0.06)
+    assert indices[~there].tolist() == [100]
+    indices, _ = running_median(np.ones(100_000))
+    assert indices.size <= MOST_SMOOTH_POINTS
+    assert indices[-1] == 99_999

@@ -9,7 +9,7 @@ import lzma
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -119,36 +119,22 @@ def parquet_file(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> 
     return content.getvalue()
 
 
-def arrow_stream(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> bytes:
-    """An arrow stream in batches of 2."""
+def arrow_stream(
+    texts: Sequence[str], kind: pyarrow.DataType | None = None, new=pyarrow.ipc.new_stream
+) -> bytes:
+    """An arrow stream, or file, in batches of 2."""
     content, data = io.BytesIO(), table(texts, kind)
-    with pyarrow.ipc.new_stream(content, data.schema) as writer:
+    with new(content, data.schema) as writer:
         writer.write_table(data, max_chunksize=2)
     return content.getvalue()
 
 
-def arrow_file(texts: Sequence[str]) -> bytes:
-    """An arrow file in batches of 2."""
-    content, data = io.BytesIO(), table(texts)
-    with pyarrow.ipc.new_file(content, data.schema) as writer:
-        writer.write_table(data, max_chunksize=2)
-    return content.getvalue()
-
-
-def write_array_record(path: Path, records: Sequence[bytes]) -> None:
+def write_array_record(path: Path, records: Iterable[bytes]) -> None:
     """An ArrayRecord file."""
     writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for record in records:
         writer.write(record)
     writer.close()
-
-
-def _write_text_array_record(path: Path, texts: Sequence[str]) -> None:
-    write_array_record(path, [text.encode() for text in texts])
-
-
-def _write_example_array_record(path: Path, texts: Sequence[str]) -> None:
-    write_array_record(path, [tf_example.encode({"id": [7], "text": text}) for text in texts])
 
 
 def _write_tfrecord(path: Path, texts: Sequence[str]) -> None:
@@ -165,14 +151,6 @@ def _packed(content: Callable[[Sequence[str]], bytes], compression: str) -> Call
     return _bytes_writer(lambda texts: COMPRESS[compression](content(texts)))
 
 
-def _list(texts: Sequence[str]) -> bytes:
-    return json.dumps(list(texts)).encode()
-
-
-def _objects(texts: Sequence[str]) -> bytes:
-    return json.dumps([{"text": text, "meta": {}} for text in texts], indent=1).encode()
-
-
 def _strings(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts).encode()
 
@@ -180,15 +158,17 @@ def _strings(texts: Sequence[str]) -> bytes:
 WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
     ".jsonl": _bytes_writer(rows),
     ".json": _bytes_writer(rows),
-    "_list.json": _bytes_writer(_list),
-    "_objects.json": _bytes_writer(_objects),
+    "_list.json": _bytes_writer(lambda texts: json.dumps(texts).encode()),
+    "_objects.json": _bytes_writer(
+        lambda texts: json.dumps([{"text": text, "meta": {}} for text in texts], indent=1).encode()
+    ),
     "_strings.jsonl": _bytes_writer(_strings),
     ".jsonl.gz": _packed(rows, "gz"),
     ".jsonl.zst": _bytes_writer(frames),
     ".jsonl.xz": _packed(rows, "xz"),
     ".jsonl.bz2": _packed(rows, "bz2"),
     ".json.gz": _packed(_strings, "gz"),
-    ".json.zst": _packed(_list, "zst"),
+    ".json.zst": _packed(lambda texts: json.dumps(texts).encode(), "zst"),
     ".dat.zst": _packed(counted, "zst"),
     ".tar": _bytes_writer(lambda texts: tar(members_of(texts))),
     ".tar.gz": _bytes_writer(lambda texts: tar(members_of(texts), "w:gz")),
@@ -202,9 +182,11 @@ WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
     "_zips.tar": _bytes_writer(lambda texts: tar([("a.zip", zipped(texts))])),
     ".parquet": _bytes_writer(parquet_file),
     ".arrow": _bytes_writer(arrow_stream),
-    "_file.arrow": _bytes_writer(arrow_file),
-    "_text.array_record": _write_text_array_record,
-    "_example.array_record": _write_example_array_record,
+    "_file.arrow": _bytes_writer(lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file)),
+    "_text.array_record": lambda path, texts: write_array_record(path, map(str.encode, texts)),
+    "_example.array_record": lambda path, texts: write_array_record(
+        path, [tf_example.encode({"id": [7], "text": text}) for text in texts]
+    ),
     ".tfrecord": _write_tfrecord,
     ".tfrecord-00000-of-00001": _write_tfrecord,
 }

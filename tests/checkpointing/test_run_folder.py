@@ -1,0 +1,126 @@
+"""The folder of a run: writable or refused, owned by one process, and full of other files."""
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+from etils import epath
+
+from MaxText.checkpointing import run_lock
+from MaxText.checkpointing.run_folder import prepare_run_folder
+from MaxText.checkpointing.whole_files import write_whole
+from MaxText.errors import UserError
+from tests.parallelism.child_programs import ended, started, wait_for
+
+
+def test_it_is_created_and_probed(tmp_path):
+    folder = prepare_run_folder(tmp_path / "a" / "b")
+    assert folder.is_dir()
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"file/run.*base_output_directory"):
+        prepare_run_folder(tmp_path / "file" / "run")
+
+
+def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+    monkeypatch.setattr("os.fsync", lambda descriptor: calls.append("fsync"))
+    monkeypatch.setattr("os.replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    path = epath.Path(tmp_path / "file")
+    write_whole(path, "text")
+    assert calls == ["fsync", "replace"]
+    assert path.read_text() == "text"
+
+
+# --- Its lock ---------------------------------------------------------------------------------
+
+HOLDER = """
+    import sys, time
+    from etils import epath
+    from MaxText.checkpointing import run_lock
+
+    run_lock.hold(epath.Path(sys.argv[1]))
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
+    lock = tmp_path / ".lock"
+    lock.write_bytes(b"\xff{")  # damage is no obstacle
+    with started(HOLDER, str(tmp_path)) as holder:
+        wait_for(holder, "held")
+        assert json.loads(lock.read_text())["process"] == holder.pid
+        with pytest.raises(UserError, match=f"process {holder.pid} on {socket.gethostname()}"):
+            run_lock.hold(epath.Path(tmp_path), patience=0)
+        lock.write_bytes(b"\xff{")
+        with pytest.raises(UserError, match="another process"):
+            run_lock.hold(epath.Path(tmp_path), patience=0)
+        holder.send_signal(signal.SIGKILL)
+        assert ended(holder)[0] == -signal.SIGKILL
+    run_lock.hold(epath.Path(tmp_path), patience=0)
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        run_lock.hold(epath.Path(tmp_path), patience=0)
+    run_lock.release()
+    run_lock.hold(epath.Path(tmp_path), patience=0)
+    run_lock.release()
+
+
+# --- A full disk ------------------------------------------------------------------------------
+
+FULL = """
+    import re, resource, sys
+    from MaxText.checkpointing.run_folder import prepare_run_folder
+    from MaxText.errors import UserError
+    folder = prepare_run_folder(sys.argv[1])
+    from jax._src import xla_bridge
+    # jax.distributed.initialize, which comes later, refuses once a backend is up.
+    assert not xla_bridge.backends_are_initialized()
+    from MaxText.checkpointing.manager import Checkpoints
+    from MaxText.configuration.training_sections import Checkpoint
+    from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
+    from tests.checkpointing.small_state import on_host, update
+
+    def fill(is_full):
+        limit = 10_000 if is_full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    def tell(kind, text):
+        print(kind, re.search(r"the checkpoint of step (\\d+)", str(text))[1], flush=True)
+
+    section = Checkpoint(async_checkpointing=sys.argv[2] == "async", max_to_keep=1)
+    checkpoints = Checkpoints(folder / "checkpoints", section, show=lambda x: tell("warning", x))
+    state, kept = fresh_state(rows=1000), {}
+    for step in range(6):
+        state = update(state)
+        fill(step in (1, 4, 5))
+        kept[step] = on_host(state)
+        try:
+            checkpoints.save(step, state, {"step": step + 1}, {})
+            checkpoints.latest_good()  # waits
+        except UserError as error:
+            tell("stopped", error)
+    print(checkpoints.steps())
+    again = Checkpoints(folder / "checkpoints", section)
+    assert_bit_equal(again.restore(3, abstract(state))[0], kept[3])
+    fill(False)
+    again.resume_from(3)
+    print(again.save(6, update(state), None, {}))
+    again.close()
+    print(sorted(path.name for path in (folder / "checkpoints").iterdir()))
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def test_a_full_disk(tmp_path, mode):
+    """A save that fails is a warning, the second in a row stops; the last checkpoint stays.
+
+    Nothing else is printed, whatever Orbax's threads would print. A limit of file sizes stands in
+    for a full disk.
+    """
+    with started(FULL, str(tmp_path), mode) as process:
+        code, output = ended(process)
+    assert code == 0, output
+    expected = ["warning 1", "warning 4", "stopped 5", "[3]", "True", "['6', 'good.json']"]
+    assert output.splitlines() == expected

@@ -1,0 +1,217 @@
+"""The golden models of tests/golden as checkpoints of the programs that made them.
+
+Each is stored as its program stores it and read as users read it, by the converter.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.serialization import msgpack_serialize
+
+from MaxText.configuration.loading import load
+from MaxText.conversion.fattorib_checkpoint import FattoribWeights
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
+from MaxText.conversion.weights import Weights, nested
+from MaxText.input_pipeline.batch import Batch
+from tests.conversion.small_folders import muddformer, tokenformer, write
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# What a training state holds besides parameters.
+MORE = {"step": np.int32(20), "opt_state": {"mu": {"kernel": np.zeros(3, np.float32)}}}
+Arrays = dict[str, np.ndarray]
+
+
+class Golden(NamedTuple):
+    """A golden model.
+
+    Attributes:
+      facts: its JSON file.
+      arrays: its NPZ file.
+      batch: what it was run on.
+      parameters: by their names in its program.
+      gradients: of the loss, by the same names; NaN where none were recorded.
+      source: what convert.py calls such a checkpoint: hf, maxtext or fattorib.
+      config_json: of a folder of Hugging Face.
+      arguments: the configuration as it is typed, for checkpoints that hold none.
+    """
+
+    facts: dict[str, Any]
+    arrays: Arrays
+    batch: Batch
+    parameters: Arrays
+    gradients: Arrays
+    source: str = "hf"
+    config_json: Mapping[str, Any] = {}
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def logits(self) -> np.ndarray:
+        """As exact as they were recorded."""
+        names = ("logits_f64", "small/logits_exact_embedding", "small/logits", "logits")
+        return self.arrays[next(name for name in names if name in self.arrays)]
+
+    @property
+    def loss(self) -> np.ndarray:
+        return self.arrays["small/loss" if "small/loss" in self.arrays else "loss"]
+
+    def store(self, path: Path, tensors: Arrays) -> Path:
+        """Writes a checkpoint of its program."""
+        if self.source == "hf":
+            return write(path, dict(self.config_json), tensors)
+        if self.source == "fattorib":
+            path.write_bytes(msgpack_serialize(nested(tensors)))
+            return path
+        items = "state" if "muddformer" in self.arguments[0] else "items"
+        save_tree(path / "checkpoints" / "20" / items, {"params": nested(tensors)} | MORE)
+        return path
+
+    def opened(self, path: Path) -> Weights:
+        """The converter's view of what `store` wrote."""
+        if self.source == "hf":
+            return FolderWeights(path)
+        reader = MaxTextWeights if self.source == "maxtext" else FattoribWeights
+        return reader(str(path), load(self.arguments).config)
+
+    def ours(self, path: Path, tensors: Arrays) -> dict[str, Any]:
+        """A tree of our parameters from arrays by their names."""
+        weights = self.opened(self.store(path, tensors))
+        return nested({name: jnp.asarray(weights.read(name)) for name in weights.model.parameters})
+
+
+def below(arrays: Arrays, prefix: str) -> Arrays:
+    """The arrays whose names begin so, without it."""
+    return {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+
+
+def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
+    """As programs made from MaxText save."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+
+
+def typed(keys: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys as a command line has them."""
+    return tuple(f"{name}={str(value).lower()}" for name, value in keys.items())
+
+
+def next_tokens(tokens: np.ndarray) -> Batch:
+    """Every token's target is the next one; the last has none."""
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return Batch(tokens, np.roll(tokens, -1, axis=1), weights)
+
+
+def _read(family: str, case: str) -> tuple[dict, Arrays]:
+    path = GOLDEN / family / case
+    with np.load(path.with_suffix(".npz")) as file:
+        return json.loads(path.with_suffix(".json").read_text()), dict(file)
+
+
+def hugging_face(family: str) -> Golden:
+    """One of transformers."""
+    facts, arrays = _read(family, f"{family}_tiny_a")
+    return Golden(
+        facts, arrays, next_tokens(arrays["input_ids"]), below(arrays, "param/"),
+        below(arrays, "grad/"), config_json=facts["hf_config"],
+    )  # fmt: skip
+
+
+def of_muddformer(case: str) -> Golden:
+    """One of the released programs, or of the JAX one ("prepost")."""
+    facts, arrays = _read("muddformer", case)
+    parameters, gradients = below(arrays, "param/"), below(arrays, "grad/")
+    gradients = {
+        name: gradients.get(name, np.full_like(array, np.nan)) for name, array in parameters.items()
+    }
+    golden = Golden(facts, arrays, next_tokens(arrays["tokens"]), parameters, gradients)
+    theirs = facts["config"]
+    if "prepost" in case:
+        heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["n_head"])
+        keys = (
+            {"decoder_block": "muddformer_prepost"}
+            | heads
+            | {
+                "base_emb_dim": theirs["dim"],
+                "head_dim": -1,
+                "base_mlp_dim": theirs["mlp_dim"],
+                "base_num_decoder_layers": theirs["n_layer"],
+                "vocab_size": theirs["vocab_size"],
+                "normalization_layer_epsilon": theirs["norm_eps"],
+                "max_target_length": facts["length"],
+            }
+        )
+        return golden._replace(source="maxtext", arguments=typed(keys))
+    released = muddformer(case.partition("_")[0])[0]
+    fields = {name: released[name] for name in ("model_type", "architectures", "auto_map")}
+    return golden._replace(config_json=fields | theirs)
+
+
+def of_tokenformer(case: str, size: str = "small") -> Golden:
+    """One of the JAX program or of the PyTorch one; `size` is small, or large with more slots.
+
+    Only the small ones have gradients.
+    """
+    facts, arrays = _read("tokenformer", case)
+    theirs = facts["config" if size == "small" else "grown_config"]
+    prefix = "params_small/" if size == "small" else "params_large_init/"
+    if case == "torch_a":
+        batch = Batch(*(arrays[name] for name in ("tokens", "labels", "loss_mask")))
+        published = tokenformer()[0]
+        sizes = {name: theirs[name] for name in published if name in theirs}
+        config = published | sizes | {"vocab_size": theirs["padded_vocab_size"]}
+        return Golden(
+            facts, arrays, batch, below(arrays, prefix), below(arrays, "grads_small/"),
+            config_json=config,
+        )  # fmt: skip
+    # Keys that mean nothing here, or whose name is another option of convert.py.
+    unknown = {"param_scan_axis", "use_untrainable_positional_embedding", "trainable_position_size",
+               "dtype"}  # fmt: skip
+    if not theirs["logits_via_embedding"]:
+        unknown.add("normalize_embedding_logits")
+    keys = {name: value for name, value in theirs.items() if name not in unknown}
+    parts = [arrays[f"batch/{name}"] for name in ("inputs", "targets")]
+    parts.append((arrays["batch/targets_segmentation"] != 0).astype(np.float32))
+    parts += [arrays[f"batch/inputs_{name}"] for name in ("position", "segmentation")]
+    return Golden(
+        facts, arrays, Batch(*parts), below(arrays, f"{prefix}params/"),
+        below(arrays, "grads_small/params/"), "maxtext",
+        arguments=typed({"decoder_block": "tokenformer", **keys}),
+    )  # fmt: skip
+
+
+def of_fattorib(case: str) -> Golden:
+    """One of fattorib/transformer."""
+    facts, arrays = _read("fattorib", case)
+    theirs, width = facts["config"], facts["config"]["embedding_dim"]
+    heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["num_head"])
+    keys = (
+        {"decoder_block": "fattorib"}
+        | heads
+        | {
+            "base_emb_dim": width,
+            "base_mlp_dim": 4 * width,
+            "base_num_decoder_layers": theirs["N"],
+            "head_dim": width // theirs["num_head"],
+            "vocab_size": theirs["vocab_size"],
+            "max_target_length": arrays["tokens"].shape[1],
+        }
+    )
+    if theirs.get("use_static_sgu"):
+        keys |= {
+            "head_dim": width // theirs["num_head"] // 2,
+            "position_embedding": "learned",
+            "block_arrangement": "sequential",
+            "static_sgu": True,
+            "static_sgu_kernel": theirs["sgu_kernel"],
+            "head_qk": True,
+        }
+    return Golden(
+        facts, arrays, next_tokens(arrays["tokens"]), below(arrays, "params/"),
+        below(arrays, "grads/"), "fattorib", arguments=typed(keys),
+    )  # fmt: skip

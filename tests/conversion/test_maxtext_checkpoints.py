@@ -1,0 +1,169 @@
+"""Checkpoints of MaxText and of programs made from it, TokenFormer's and MUDDFormer's.
+
+Golden ones are compared with their programs in tests/layers/test_golden.py.
+"""
+
+import numpy as np
+import pytest
+
+from MaxText.configuration.loading import load
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.weights import model_of, nested
+from MaxText.errors import UserError
+from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree
+from tests.conversion.running import names, run
+
+KEYS = ("base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
+        "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=40",
+        "max_target_length=16")  # fmt: skip
+LLAMA_NORM = ("pre_mlp_layer_norm", "post_self_attention_layer_norm")
+
+
+def drawn(arguments):
+    """Random arrays of ours for a configuration."""
+    generator = np.random.default_rng(0)
+    return {
+        name: generator.standard_normal(info.shape, np.float32)
+        for name, info in model_of(load(arguments).config).parameters.items()
+    }
+
+
+def in_their_tree(arrays, *renamed, layers_apart=False, turned=False, query_factor=1.0):
+    """Our arrays in MaxText's layout, written out by hand: its names, the layer second.
+
+    Args:
+      renamed: pairs of names of parts, ours and theirs.
+      turned: stores dimensions that rotary pairs beside each other, as MaxText's llama3.1 does.
+    """
+    tree = {}
+    for name, array in arrays.items():
+        if "/query/" in name:
+            array = array * np.float32(query_factor)
+        if turned and ("/query/" in name or "/key/" in name):
+            halves = np.split(array, 2, axis=-1)
+            array = np.stack(halves, axis=-1).reshape(array.shape)
+        for ours, theirs in renamed:
+            name = name.replace(f"layers/{ours}", f"layers/{theirs}")
+        if not name.startswith("layers/"):
+            tree[name if name.startswith("token_embedder") else f"decoder/{name}"] = array
+        elif layers_apart:
+            for layer, part in enumerate(array):
+                tree[f"decoder/{name.replace('layers/', f'layers_{layer}/')}"] = part
+        else:
+            tree[f"decoder/{name}"] = np.swapaxes(array, 0, 1)
+    return nested(tree)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "nesting", "how", "scaling"),
+    [
+        # 1/sqrt(4) is exact.
+        ((), "checkpoints/7/items", 2, {"query_factor": 0.5}, "weights"),
+        # The folder "state" tells MUDDFormer's program, whose attention divides scores.
+        ((), "checkpoints/7/state", 1, {"layers_apart": True}, "model"),
+        (("query_scaling=model",), "", 1, {}, "model"),
+    ],
+    ids=["MaxText", "MUDDFormer's baseline", "another program"],
+)
+def test_llama(arguments, place, nesting, how, scaling, here):
+    arrays = drawn(KEYS)
+    tree = in_their_tree(arrays, LLAMA_NORM, **how)
+    for _ in range(nesting):
+        tree = {"params": tree}
+    save_tree(here / "theirs" / place, tree | {"step": np.int32(8)})
+    said = run(*KEYS, *arguments, "from=maxtext:theirs", "to=run")
+    assert f"query_scaling={scaling}" in said
+    weights = RunWeights("run")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
+
+
+def test_llama31_pairs_neighbours(here):
+    golden = hugging_face("llama31")
+    weights = FolderWeights(golden.store(here / "hf", golden.parameters))
+    arrays = {name: weights.read(name) for name in weights.model.parameters}
+    tree = in_their_tree(arrays, LLAMA_NORM, turned=True, query_factor=16**-0.5)
+    save_tree(here / "theirs", {"params": {"params": tree}})
+    keys = [
+        f"{name}={list(value) if isinstance(value, tuple) else value}".replace("'", "").lower()
+        for name, value in weights.keys.items()
+    ]
+    run(*keys, "from=maxtext:theirs", "to=run")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(RunWeights("run").read(name), array, err_msg=name)
+
+
+def test_gpt3(here):
+    keys = [key for key in KEYS if key != "base_num_kv_heads=2"]
+    keys += ["base_num_kv_heads=4", "decoder_block=gpt3", "normalization_zero_centered=true"]
+    arrays = drawn(keys)
+    norms = (("pre_self_attention_layer_norm", "pre_self_attention_norm"),
+             ("pre_mlp_layer_norm", "mlp/mlp_layer_norm"))  # fmt: skip
+    save_tree(here / "theirs", {"params": {"params": in_their_tree(arrays, *norms)}})
+    assert "query_scaling=model" in run(*keys, "from=maxtext:theirs", "to=run")
+    weights = RunWeights("run")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
+    with pytest.raises(UserError, match="normalization_zero_centered=true"):
+        run(*keys[:-1], "from=maxtext:theirs", "to=other")
+
+
+JAX_A, PREPOST = of_tokenformer("jax_a"), of_muddformer("muddllama_prepost_l4_d32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["model_name=gemma-2b"], "Gemma"),
+        (["model_name=llama3.1-8b", "rope_type=yarn"], "rope_type=yarn"),
+        ([*KEYS], "no checkpoint there"),
+        ([], "do not say which model they hold"),
+        ([*JAX_A.arguments, "query_scaling=weights"], "query_scaling=weights"),
+        ([*JAX_A.arguments, "position_embedding=rotary"], "position_embedding=rotary"),
+        ([*PREPOST.arguments, "mudd_postnorm=all"], "q, k, v and r"),
+        ([*PREPOST.arguments, "normalization_layer_epsilon=1e-5"], "epsilon=1e-05"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_that_cannot_be_read(arguments, problem, here):
+    named = {argument.partition("=")[0]: argument for argument in arguments}
+    with pytest.raises(UserError, match=problem):
+        run(*named.values(), "from=maxtext:theirs", "to=run")
+    assert names(here) == []
+
+
+def test_another_configuration_than_that_of_the_checkpoint(here):
+    tree = in_their_tree(drawn(KEYS), LLAMA_NORM)
+    save_tree(here / "llama", {"params": {"params": tree}})
+    tensors = {
+        name: array
+        for name, array in PREPOST.parameters.items()
+        if name != "decoder/mudd_prenorm_2/scale"
+    }
+    PREPOST.store(here / "muddformer", tensors)
+    JAX_A.store(here / "tokenformer", JAX_A.parameters)
+    connection = "decoder/layers_0/dynamic_dense_conn1/kernel"
+    for name, arguments, wanted in (
+        ("llama", [*(key for key in KEYS if "mlp" not in key), "base_mlp_dim=25",
+                   "use_qk_norm=true"],
+         {"other shape params/params/decoder/layers/mlp/wo/kernel: stored float32[24,2,16], "
+          "wanted [25, 2, 16]",
+          "missing     params/params/decoder/layers/self_attention/query_norm/scale: wanted [4, 2]"
+          }),
+        ("muddformer", [*PREPOST.arguments, "dense_hidden_rounding=none"],
+         {"missing     params/decoder/mudd_prenorm_2/scale: wanted [32]",
+          f"other shape params/{connection}: stored float32[32,64], wanted [32, 8]"}),
+        ("tokenformer",
+         [*(key for key in JAX_A.arguments if not key.startswith("slot_num")), "slot_num=40",
+          "proj_slot_num=24"],
+         {"other shape params/decoder/layers/self_attention/qkv_key_slot/kernel: stored "
+          "float32[32,2,3,24], wanted [32, 2, 3, 40]"}),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            run(*arguments, f"from=maxtext:{name}", "to=run")
+        lines = [line.strip() for line in str(caught.value).splitlines()]
+        assert wanted <= set(lines)
+        assert len(lines) == len(set(lines))  # several of ours may share an array of theirs
+        assert not any("proj_key" in line for line in lines)
+    assert names(here) == ["llama", "muddformer", "tokenformer"]

@@ -1,0 +1,94 @@
+"""What a config.json cannot be, by the names that it has there."""
+
+import pytest
+
+from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
+from MaxText.conversion.importing import FolderWeights
+from MaxText.conversion.settings import family_of, to_keys
+from MaxText.errors import UserError
+from tests.conversion.golden_models import hugging_face
+from tests.conversion.small_folders import muddformer, random, tokenformer, write
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+REFUSED = [
+    ("llama", {"rope_scaling": {"type": "dynamic"}}),
+    ("llama", {"rope_scaling": {"rope_type": "llama3"}}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}),
+    ("llama", {"rope_scaling": "x"}),
+    ("qwen3", {"rope_scaling": YARN | {"mscale": 1.0}}),
+    ("qwen3", {"rope_scaling": YARN | {"truncate": False}}),
+    ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+    ("llama", {"hidden_act": "xielu", "partial_rotary_factor": 0.5}),
+    ("llama", {"hidden_size": None}),
+    ("qwen2", {"use_sliding_window": True}),
+    ("mistral", {"sliding_window": "x"}),
+    ("mixtral", {"sliding_window": 0}),
+    ("mixtral", {"num_local_experts": 1}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("mixtral", {"router_jitter_noise": 0.1}),
+    ("gemma", {"hidden_activation": "gelu"}),
+    ("gemma", {"use_bidirectional_attention": True}),
+    ("gptneo", {"attention_types": [[["linear"], 4]]}),
+    ("gptneo", {"attention_layers": ["local"] * 4}),
+    ("llama", {"model_type": "opt"}),
+    ("llama", {"model_type": ["llama"]}),
+    ("muddformer", {"dense_type": "qkr", "dense": False}),
+    ("muddformer", {"n_local_heads": 1, "head_dim": 4}),
+    ("muddformer", {"n_layer": 1}),
+    ("muddformer", {"intermediate_size": 64}),
+    ("muddpythia", {"intermediate_size": None}),
+    ("muddpythia", {"window_size": 256}),
+    ("muddpythia", {"rotary_pct": 0.1}),
+    ("tokenformer", {"norm": "layernorm", "pos_emb": "alibi", "no_weight_tying": True}),
+    ("tokenformer", {"norm_activation_type": "relu"}),
+    ("tokenformer", {"ffn_slot_num": "many", "proj_slot_num": 0}),
+    ("tokenformer", {"seq_length": None, "max_position_embeddings": None}),
+    ("tokenformer", {"rotary_pct": 0.2}),
+    ("tokenformer", {"architectures": "TokenFormerForCausalLM"}),
+]
+
+
+def folder_of(model_type):
+    """config.json and tensors."""
+    if model_type.startswith("gpt"):
+        golden = hugging_face(model_type)
+        return dict(golden.config_json), golden.parameters
+    if model_type == "tokenformer":
+        return tokenformer()
+    return muddformer(model_type) if model_type.startswith("mudd") else random(model_type)
+
+
+def name_of(row):
+    model_type, change = row
+    return f"{model_type}: {', '.join(f'{key}={value}' for key, value in change.items())}"
+
+
+@pytest.mark.parametrize(("model_type", "change"), REFUSED, ids=map(name_of, REFUSED))
+def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, told):
+    config, tensors = folder_of(model_type)
+    with pytest.raises(UserError) as caught:
+        FolderWeights(write(tmp_path, config | change, tensors))
+    told(caught.value)
+
+
+def test_families_without_a_table():
+    for model_type, reason in WITHOUT_PARTS.items():
+        with pytest.raises(UserError) as caught:
+            family_of({"model_type": model_type}, "hf:folder")
+        assert f"model_type={model_type} " in str(caught.value)
+        assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_key_value_heads", "head_dim"])
+def test_wrong_sizes_are_named_as_in_config_json(name):
+    for value, problem in {
+        "abc": f"{name}: 'abc' is not an integer",
+        -4: f"{name}=-4 is not >= 1",
+        0: f"{name}=0 is not >= 1",
+        2.5: f"{name}: 2.5 is not an integer",
+        True: f"{name}: true is not an integer",
+    }.items():
+        config = random("mistral")[0] | {name: value}
+        with pytest.raises(UserError) as caught:
+            to_keys(FAMILIES["mistral"], config, "here", {})
+        assert f"\n  {problem}" in str(caught.value)

@@ -1,0 +1,62 @@
+"""Runs that the tests here share: one text, one configuration, compiled programs, a whole run."""
+
+import json
+import os
+
+import pytest
+
+from benchmarks import kills
+from tests import programs
+
+
+class Runs(kills.Attack):
+    """Starts train.py with the configuration of benchmarks/kills.py in one folder.
+
+    Attributes:
+      place: the folder.
+    """
+
+    def __init__(self, place):
+        users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
+        super().__init__(place, users | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
+        self.place = place
+
+    def command(self, run_name, *arguments):
+        return super().command(run_name, f"data_cache_dir={self.place}/data_cache", *arguments)
+
+    def complete(self, run_name, *arguments, code=0):
+        """The output of a run that ends by itself with an exit code."""
+        run = self.start(run_name, *arguments)
+        assert run.end() == code, run.output
+        assert "Traceback" not in run.output
+        return run.output
+
+    def rows(self, run_name, name="metrics.jsonl"):
+        """Rows of a JSON lines file of a run."""
+        return [json.loads(row) for row in (self.folder(run_name) / name).read_text().splitlines()]
+
+    def events(self, run_name, *kinds):
+        """The events of some kinds."""
+        return [row for row in self.rows(run_name, "events.jsonl") if row["event"] in kinds]
+
+    def has_happened(self, run_name, kind, times=1):
+        """Whether an event of a run that goes on is in its file; its output may come later."""
+        path = self.folder(run_name) / "events.jsonl"
+        return path.exists() and path.read_text().count(f'"event": "{kind}"') >= times
+
+    def arrays(self, run_name, step):
+        """Every array of a checkpoint, by name, as bytes."""
+        arrays = kills.arrays_of(self.folder(run_name), step)
+        return {name: array.tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def whole(runs):
+    """Folder and output of a run that nothing disturbs, with all that a run shows and leaves."""
+    shown = "sample_tokens=8 loss_curve=true enable_tensorboard=true log_config=true"
+    return runs.folder("whole"), runs.complete("whole", *shown.split())

@@ -1,0 +1,240 @@
+"""A preparation that is interrupted and run again ends with the bytes of an unbroken one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.manifest import read_manifest
+from MaxText.input_pipeline.preparation import building, unit_encoding
+from MaxText.input_pipeline.sync import publish, writing_name
+from tests import programs
+from tests.house.sources import REPOSITORY
+
+from .small_corpus import byte_options, contents, made, split_small, write_texts
+
+# Kills itself at every STRIDE-th fsync, later once more, and finishes in a third process.
+KILLED = """
+import functools, json, os, signal, sys
+from pathlib import Path
+from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.preparation import preparing
+
+source, target, keys, first, stride = sys.argv[1:]
+preparing.open_corpus = functools.partial(preparing.open_corpus, unit_bytes=1000)
+preparation = Preparation(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
+manifest = preparing.manifest_name_of(preparation)
+
+def work(folder, moment):
+    if (child := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = [moment]
+    def fsync(descriptor):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = fsync
+    preparing.prepare(preparation, str(folder), functools.partial(print, flush=True))
+    os._exit(0)
+
+moment = int(first)
+while (code := work(folder := Path(target, str(moment)), moment)) != 0:
+    assert code == -signal.SIGKILL, code
+    assert not manifest or not folder.exists() or (folder / manifest).exists()
+    published = {path: path.stat().st_ino for path in folder.glob("*_data_*[!g]")}
+    work(folder, 4)
+    assert work(folder, 0) == 0
+    # Only one that is not in the ledger yet is written again.
+    assert sum(path.stat().st_ino != inode for path, inode in published.items()) <= 1
+    moment += int(stride)
+"""
+
+
+def start(folder, program, *arguments, **keywords):
+    """Starts a program that is given as text."""
+    (folder / "program.py").write_text(program)
+    return programs.popen(
+        [sys.executable, str(folder / "program.py"), *map(str, arguments)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True, **keywords,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "first", "stride"),
+    [
+        ({"tokenizer_path": "bytes"}, 1, 5),
+        ({"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 44, 9),
+        ({"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3}, 1, 4),
+    ],
+    ids=["tokens", "token records", "text_tfrecord"],
+)
+def test_killed_at_any_moment(tmp_path, keys, first, stride):
+    write_texts(tmp_path / "text", count=6)
+    (tmp_path / "made").mkdir()
+    shards = {} if keys == {"tokenizer_path": "bytes"} else {"prepare_num_shards": 4}
+    arguments = [tmp_path / "text", tmp_path / "made", json.dumps(keys | shards), first, stride]
+    # It forks itself: an interpreter of its own has no threads and little memory.
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *map(str, arguments)],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folders = {path.name: contents(path) for path in (tmp_path / "made").glob("[!.]*")}
+    for found in folders.values():
+        found.pop("export.json", None)
+    expected = folders.pop(max(folders, key=int))
+    assert len(expected) >= 4
+    assert len(folders) >= 3
+    for moment, found in folders.items():
+        assert found == expected, moment
+    if "tokenizer_path" in keys:
+        assert done.stdout.count("Going on: ") >= len(folders) - 2
+
+
+WORKERS = """
+import functools, sys, time
+from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.preparation import building, preparing
+encode = building.encode_unit
+def encode_then_wait(*arguments):
+    encode(*arguments)
+    time.sleep(60)
+building.encode_unit = encode_then_wait
+building.Workers.for_corpus = lambda self, *arguments: (2, 1)
+preparing.open_corpus = functools.partial(preparing.open_corpus, unit_bytes=600)
+if __name__ == "__main__":
+    keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
+    preparing.prepare(keys, sys.argv[2], lambda line: None)
+"""
+
+
+def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
+    if not Path("/proc/self/task").exists():
+        pytest.skip("the processes of another process are listed on Linux only")
+    write_texts(tmp_path / "text", count=6)
+    parts = tmp_path / ".d.preparing" / "parts"
+    with start(tmp_path, WORKERS, tmp_path / "text", tmp_path / "d") as process:
+        while not list(parts.glob("*.json")) and process.poll() is None:
+            time.sleep(0.01)
+        listed = Path(f"/proc/{process.pid}/task").glob("*/children")
+        workers = [int(child) for path in listed for child in path.read_text().split()]
+        process.kill()
+    assert len(workers) >= 2
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker lives on"
+        time.sleep(0.01)
+    split_small(monkeypatch, 600)
+    made(byte_options(tmp_path / "text"), tmp_path / "d")
+    made(byte_options(tmp_path / "text"), tmp_path / "whole")
+    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
+    assert not (tmp_path / ".d.preparing").exists()
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+from MaxText.input_pipeline.preparation import building
+signal.signal(signal.SIGINT, signal.default_int_handler)
+encode = building.encode_unit
+def encode_then_stop(*arguments):
+    encode(*arguments)
+    os.kill(os.getpid(), signal.SIGINT)
+building.encode_unit = encode_then_stop
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_program_is_interrupted_and_resumes(tmp_path, users_environment):
+    write_texts(tmp_path / "text", count=3)
+    keys = ["prepare_source=text", "dataset_path=d", "tokenizer_path=bytes"]
+    script = REPOSITORY / "MaxText" / "prepare_data.py"
+    with start(tmp_path, INTERRUPTED, script, *keys, stdout=PIPE, stderr=PIPE) as process:
+        _, stderr = process.communicate()
+    assert process.returncode == 130, stderr
+    assert len(stderr.splitlines()) == 1
+    done = programs.run("prepare_data.py", keys, tmp_path, users_environment)
+    assert done.returncode == 0, done.stderr
+    # Nothing was left to encode, so no speed is shown.
+    splits = read_manifest(str(tmp_path / "d")).splits.values()
+    assert f"Kept {sum(split.num_tokens for split in splits):,} tokens in 1 of 1" in done.stdout
+    assert "Encoded" not in done.stdout
+    mistake = programs.run("prepare_data.py", ["prepare_source=absent.txt", *keys[1:]],
+                           tmp_path, users_environment)  # fmt: skip
+    assert mistake.returncode == 2
+    assert "absent.txt" in mistake.stderr
+    assert "Traceback" not in mistake.stderr
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A preparation that failed after its second unit; makes units of about one text."""
+    write_texts(tmp_path / "text", count=6)
+    split_small(monkeypatch, 600)
+    encode = unit_encoding.encode_unit
+
+    def fail_later(encoding, job, advance):
+        if job.number == 2:
+            raise OSError(28, "No space left on device")
+        return encode(encoding, job, advance)
+
+    lines = []
+    with monkeypatch.context() as context:
+        context.setattr(building, "encode_unit", fail_later)
+        with pytest.raises(UserError, match=r"d .*No space left on device"):
+            made(byte_options(tmp_path / "text"), tmp_path / "d", lines.append)
+    assert ".d.preparing" in lines[-1]
+    return tmp_path
+
+
+def damaged_files(folder):
+    parts = folder / ".d.preparing" / "parts"
+    (parts / "000000-train.tokens").write_bytes(b"12")
+    (parts / "000001.json").write_bytes(b"{")
+    (parts / "000003-train.tokens.0123.writing").write_bytes(b"left by a killed process")
+
+
+def changed_text(folder):
+    path = folder / "text" / "001.txt"
+    path.write_bytes(path.read_bytes().swapcase())
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "first_line"),
+    [
+        (lambda folder: None, {}, "Going on: 2 of 6 "),
+        (changed_text, {}, "Going on: 2 of 6 "),
+        (damaged_files, {}, ""),
+        (lambda folder: None, {"add_bos": True}, "Deleting "),
+    ],
+)
+def test_finished_units_are_kept_where_nothing_changed(interrupted, change, keys, first_line):
+    change(interrupted)
+    lines = []
+    source = interrupted / "text"
+    made(byte_options(source, **keys), interrupted / "d", lines.append)
+    made(byte_options(source, **keys), interrupted / "fresh")
+    assert contents(interrupted / "d") == contents(interrupted / "fresh")
+    assert not (interrupted / ".d.preparing").exists()
+    assert lines[0].startswith(first_line)
+    assert ("Going on" in "".join(lines)) == ("Going on" in first_line)
+
+
+def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(descriptor):
+        inode = os.fstat(descriptor).st_ino
+        synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writing = writing_name(tmp_path / "a")
+    writing.write_text("contents")
+    publish(writing, tmp_path / "a")
+    assert synced == [writing.name]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

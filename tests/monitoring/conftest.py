@@ -1,0 +1,17 @@
+"""Folders of runs that tests only read."""
+
+import pytest
+
+from tests.monitoring.report.run_files import completed, eventful
+
+
+@pytest.fixture(scope="session")
+def completed_run(tmp_path_factory):
+    """The folder a, of a run from start to end."""
+    return completed(tmp_path_factory.mktemp("completed") / "a")
+
+
+@pytest.fixture(scope="session")
+def eventful_run(tmp_path_factory):
+    """The folder b, of a run that was killed, went back and diverged."""
+    return eventful(tmp_path_factory.mktemp("eventful") / "b")

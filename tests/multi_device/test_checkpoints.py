@@ -1,0 +1,174 @@
+"""A checkpoint written on one mesh is read or grown on any other, or on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from MaxText.checkpointing.checksums import array_checksums, host_checksum
+from MaxText.checkpointing.growth.settling import settle
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.matching import checkpoint_metadata
+from MaxText.checkpointing.starting_point import restore_or_initialize
+from MaxText.configuration.saved import flat
+from MaxText.configuration.training_sections import Checkpoint
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import make_layout
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.step import make_initialize
+from tests.checkpointing.growing import by_name, config_of, grow_by, save, trained
+from tests.checkpointing.small_state import CONFIG, assert_bit_equal, fresh_state, on_host, update
+from tests.multi_device.same_results import MIXED, assert_read_as, planned, train
+
+pytestmark = pytest.mark.multi_device
+
+
+def shardings(state, shape, names, spec):
+    """Splits arrays of two dimensions and more by `spec`, the rest stays whole everywhere."""
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, PartitionSpec(*spec[-x.ndim :]) if x.ndim > 1 else
+                                PartitionSpec()),
+        state,
+    )  # fmt: skip
+
+
+def abstract_on(state, sharding):
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, sharding
+    )
+
+
+MESHES = {
+    "fsdp 8": ((8,), ("fsdp",), (None, "fsdp", None)),
+    "fsdp 4 tensor 2": ((4, 2), ("fsdp", "tensor"), (None, "fsdp", "tensor")),
+    "data 2": ((2,), ("data",), (None, None, None)),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run on fsdp 8, saved in the background while donating steps go on."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    state = fresh_state()
+    state = jax.device_put(state, shardings(state, *MESHES["fsdp 8"]))
+    for _ in range(3):
+        state = jax.block_until_ready(update(state))
+    wanted = on_host(state)
+    checkpoints = Checkpoints(folder, Checkpoint())
+    checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
+    for _ in range(5):
+        state = jax.block_until_ready(update(state))
+    checkpoints.close()
+    return folder, wanted
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 4 tensor 2", "data 2"])
+def test_full_state_on_another_mesh(saved, mesh):
+    folder, wanted = saved
+    state = fresh_state()
+    target = abstract_on(state, shardings(state, *MESHES[mesh]))
+    start = restore_or_initialize(
+        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
+    )
+    assert start.first_step == 3
+    for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
+        assert got.sharding == asked.sharding
+    assert_bit_equal(start.state, wanted)
+    jax.block_until_ready(update(start.state))
+
+
+def test_parameters_on_another_mesh(saved, tmp_path):
+    folder, wanted = saved
+    state = fresh_state()
+    sharding = shardings(state, *MESHES["fsdp 4 tensor 2"])
+    section = Checkpoint(load_parameters_path=str(folder))
+    start = restore_or_initialize(
+        Checkpoints(tmp_path / "checkpoints", Checkpoint()),
+        section,
+        abstract_on(state, sharding),
+        lambda: jax.device_put(state, sharding),
+        CONFIG,
+        lambda line: None,
+    )
+    table = start.state.params["token_embedder"]
+    assert table.sharding == sharding.params["token_embedder"]
+    np.testing.assert_array_equal(table, wanted.params["token_embedder"])
+    assert int(start.state.step) == 0
+    assert jnp.all(start.state.opt_state[1][0].mu["token_embedder"] == 0)
+
+
+def test_one_device_when_no_sharding_is_asked_for(saved):
+    folder, wanted = saved
+    target = jax.eval_shape(fresh_state)
+    start = restore_or_initialize(
+        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
+    )
+    assert_bit_equal(start.state, wanted)
+    assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(start.state))
+
+
+def test_moments_of_unrolled_layers_are_read_on_another_mesh(tmp_path):
+    keys = {"scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in"}
+    _, state = train(jax.devices(), "muddformer", **keys, **MIXED)
+    other = planned(jax.devices(), "muddformer", **keys, ici_fsdp_parallelism=8).state
+    assert any(other.params["layers"]["1"]["mlp"]["wi_0"]["kernel"].sharding.spec)
+    assert_read_as(state, other, tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sharded_arrays_have_the_checksum_of_the_whole(dtype):
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(auto, auto))
+    array = np.random.default_rng(0).normal(size=(4, 160, 120)).astype(dtype)
+    specs = [(), ("fsdp",), (None, "fsdp", "tensor"), (None, None, ("tensor", "fsdp"))]
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs
+    ] + [jax.device_put(array, jax.devices()[3])]
+    assert set(array_checksums(placed).values()) == {host_checksum(array)}
+
+
+def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
+    config = config_of()
+    run = save(tmp_path / "small", config, trained(config))
+    keys = {
+        "load_parameters_path": str(run),
+        "slot_num": 10,  # 40 in the feed-forward: 8 devices divide these, and not the other
+        "growth_mode": "random",
+        "growth_moments": "warmed",
+    }
+    asked = config_of(**keys, **MIXED)
+    settled = settle(asked, [])
+    config = settled.config
+    layout = make_layout(config.mesh, jax.devices())
+    model = Model(config.model)
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config.schedule), model.parameters
+    )
+    initialize = make_initialize(model, optimizer)
+    abstract = layout.abstract_state(initialize, model.parameters)
+    drawn = layout.draw_state(initialize, abstract, 0)
+    # Drawn on another mesh they would differ in the last bit, which is not about growth.
+    whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
+    start = restore_or_initialize(
+        Checkpoints(tmp_path / "sharded" / "checkpoints", config.checkpoint),
+        config.checkpoint,
+        abstract,
+        lambda: drawn,
+        flat(config),
+        lambda line: None,
+        settled,
+    )
+    for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
+        assert got.sharding == wanted.sharding
+    keys_of_ffn = start.state.params["layers"]["mlp"]["keys"]["kernel"]
+    assert keys_of_ffn.addressable_shards[0].data.shape != keys_of_ffn.shape
+    for name, array in by_name(start.state.params).items():
+        np.testing.assert_array_equal(array, whole.params[name], err_msg=name)
+    moments = whole.start.state.opt_state[1]
+    for kind in ("mu", "nu"):
+        expected = by_name(getattr(moments, kind))
+        for name, array in by_name(getattr(start.state.opt_state[1], kind)).items():
+            np.testing.assert_array_equal(array, expected[name], err_msg=name)
