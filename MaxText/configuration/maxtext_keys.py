@@ -61,7 +61,7 @@ class Translation(NamedTuple):
 
 
 def _read() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("maxtext_keys.yml").read_text(encoding="utf-8")
+    text = resources.files("MaxText.configuration").joinpath("maxtext_keys.yml").read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
