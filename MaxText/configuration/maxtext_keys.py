@@ -61,7 +61,8 @@ class Translation(NamedTuple):
 
 
 def _read() -> dict[str, Any]:
-    text = resources.files("MaxText.configuration").joinpath("maxtext_keys.yml").read_text(encoding="utf-8")
+    tables = resources.files("MaxText.configuration") / "maxtext_keys.yml"
+    text = tables.read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
