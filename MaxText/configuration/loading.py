@@ -343,9 +343,12 @@ def _broken_rules(
             facts += _defaults(named or rule.keys, origins)
             problem = Problem(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file brings along, nothing is said.
+            # A message begins with the key that has no effect.
+            first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
+            subjects = [first[0]] if first else rule.keys
             by_user = [
                 name
-                for name in rule.keys
+                for name in subjects
                 if origins[name].layer in _DELIBERATE and typed[name] != all_keys()[name].default
             ]
             if not rule.is_idle:

@@ -239,7 +239,7 @@ def accepted_or_refused(told: Input, program: str) -> Loaded | None:
     return loaded
 
 
-@pytest.mark.parametrize("number", some_quick([100, 2000], 2))
+@pytest.mark.parametrize("number", some_quick([100, 1000], 2))
 def test_inputs(number):
     @given(_INPUTS, st.sampled_from(_PROGRAMS))
     @settings(_SETTINGS, max_examples=number)
@@ -272,7 +272,7 @@ def _models(draw: st.DrawFn) -> list[str]:
     return [*_TINY, block, *(f"{name}={draw(_right(name))}" for name in names)]
 
 
-@pytest.mark.parametrize("number", some_quick([25, 1000], 2))
+@pytest.mark.parametrize("number", some_quick([25, 500], 2))
 def test_accepted_models_build(number):
     from MaxText.layers.model import Model
     from MaxText.training import backend_defaults

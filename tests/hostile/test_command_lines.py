@@ -196,7 +196,7 @@ def _inspections(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 _COMMAND_LINES = {
-    "convert.py": (_conversions(), 40, 1500),
+    "convert.py": (_conversions(), 40, 800),
     "decode.py": (_runs_of_weights("decode.py"), 20, 200),
     "eval.py": (_runs_of_weights("eval.py"), 20, 200),
     "inspect_data.py": (_inspections(), 30, 200),
