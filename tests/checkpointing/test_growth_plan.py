@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.growth.plan import Misfits, new_part, plan
+from MaxText.checkpointing.growth.plan import new_part, plan
 from MaxText.checkpointing.matching import Leaf
 from MaxText.layers.weights import ParameterInfo
 
-F32 = np.dtype("float32")
 # Names say nothing here: "a" makes slots, "b" sums over them, "c" is added to them.
 AXES = {
     "a": (("layers", "embed", "slots"), 1),
@@ -23,17 +22,6 @@ def shapes(slots=4, layers=2, embed=3):
             "d": (5, embed)}  # fmt: skip
 
 
-def stored(dtype=F32):
-    return {name: Leaf(shape, dtype) for name, shape in shapes().items()}
-
-
-def wanted(**sizes):
-    return {
-        name: ParameterInfo(shape, jnp.float32, *AXES[name])
-        for name, shape in shapes(**sizes).items()
-    }
-
-
 def ramp(shape, first=1):
     return np.arange(first, first + np.prod(shape), dtype=np.float32).reshape(shape)
 
@@ -43,7 +31,12 @@ def ramp(shape, first=1):
 def test_stored_slots_lead_and_layers_repeat(slots, layers):
     """Layer j is layer floor(j * old / new); the whole is made of the parts of devices."""
     halves = np.dtype(jnp.bfloat16)
-    for leaf in plan(stored(halves), wanted(slots=slots, layers=layers)).leaves.values():
+    stored = {name: Leaf(shape, halves) for name, shape in shapes().items()}
+    wanted = {
+        name: ParameterInfo(shape, jnp.float32, *AXES[name])
+        for name, shape in shapes(slots=slots, layers=layers).items()
+    }
+    for leaf in plan(stored, wanted).leaves.values():
         old, fresh = ramp(leaf.old.shape).astype(halves), ramp(leaf.new.shape, 1000)
         expected = fresh.copy()
         taken = old
@@ -63,20 +56,3 @@ def test_stored_slots_lead_and_layers_repeat(slots, layers):
                 index = (axis_0, axis_1, *[slice(None)] * (fresh.ndim - 2))
                 again[index] = new_part(leaf, old, index, fresh[index])
         np.testing.assert_array_equal(again, expected)
-
-
-def test_whatever_else_differs_is_listed():
-    old = stored()
-    old["a"] = Leaf((2, 12), F32)
-    old["b"] = Leaf((4, 2, 3), np.dtype("int32"))
-    old["d"] = Leaf((6, 9), F32)
-    old["z"] = old.pop("c")
-    with pytest.raises(Misfits) as caught:
-        plan(old, wanted(slots=7))
-    assert caught.value.problems == [
-        "missing     c: wanted float32[2,7]",
-        "extra       z: stored float32[2,4]",
-        "other shape a: stored float32[2,12], wanted float32[2,3,7]",
-        "other kind  b: stored int32[4,2,3], wanted float32[7,2,3]",
-        "other shape d: stored float32[6,9], wanted float32[5,3] (vocab 6 -> 5, embed 9 -> 3)",
-    ]

@@ -62,9 +62,6 @@ def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     shutil.rmtree(small)
     output = train("slot_num=40", "steps=3")
     assert "zoom_dim=24, growth_old_slots_learning_rate=0" in output
-    written = configure(large / "config.yml")
-    assert written.model.pattention.zoom_dim == 24
-    assert written.checkpoint.growth_old_slots_learning_rate == 0
     last = stored_in(large)
     assert last.step == 2
     assert latest(metadata_if_any(last)) == record

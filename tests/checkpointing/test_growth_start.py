@@ -68,26 +68,34 @@ def test_growth_keeps_the_function(tmp_path, keys, times):
 
 
 @pytest.mark.parametrize(
-    ("mode", "zoom", "moments", "data"),
+    ("mode", "zoom", "moments", "data", "layers"),
     [
-        ("function_preserving", 6, "zeroed", "continue"),
-        ("random", 0, "reused", "restart"),
-        ("zero", 0, "warmed", "restart"),
+        ("function_preserving", 6, "zeroed", "continue", [0, 1]),
+        ("zero", 0, "reused", "restart", [0, 1]),
+        ("random", 0, "warmed", "restart", [0, 0, 1, 1]),
     ],
 )
-def test_slots_scale_and_moments(small, tmp_path, mode, zoom, moments, data):
+def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, data, layers):
+    def by_name_repeated(tree):
+        return {
+            name: array[layers] if name.startswith("layers/") else array
+            for name, array in by_name(tree).items()
+        }
+
     run, config, state = small
     assert config.model.pattention.zoom_dim == 0
     keys = {"growth_mode": mode, "growth_moments": moments, "growth_data": data}
-    grown = grow_from_random(tmp_path, run, slot_num=10, **keys)
+    grown = grow_from_random(
+        tmp_path, run, slot_num=10, base_num_decoder_layers=len(layers), **keys
+    )
     assert grown.settled.config.model.pattention.zoom_dim == zoom
     assert grown.start.changes["slot_num"] == ("6", "10")
     position = {"step": 0, "samples": 8} if data == "continue" else None
     assert grown.start[1:5] == (0, position, f"parameters grown from {stored_in(run)}", "growth")
     assert int(grown.start.state.step) == 0
-    leaves, old = grown.settled.growth.plan.leaves, by_name(state.params)
+    leaves, old = grown.settled.growth.plan.leaves, by_name_repeated(state.params)
     for name, array in grown.params.items():
-        stored = tuple(slice(size) for size in leaves[name].old.shape)
+        stored = tuple(slice(size) for size in old[name].shape)
         np.testing.assert_array_equal(array[stored], old[name])
     slot_keys, values = (grown.params[f"layers/mlp/{kind}/kernel"] for kind in ("keys", "values"))
     assert np.any(slot_keys[..., 24:]) == (mode == "random")
@@ -98,9 +106,10 @@ def test_slots_scale_and_moments(small, tmp_path, mode, zoom, moments, data):
     assert int(found[1].count) == (0 if moments == "zeroed" else 2)
     assert int(found[4].count) == 0  # the schedule begins anew
     for kind in ("mu", "nu"):
-        got, old = by_name(getattr(found[1], kind)), by_name(getattr(state.opt_state[1], kind))
+        got = by_name(getattr(found[1], kind))
+        old = by_name_repeated(getattr(state.opt_state[1], kind))
         for name, leaf in leaves.items():
-            stored = tuple(slice(size) for size in leaf.old.shape)
+            stored = tuple(slice(size) for size in old[name].shape)
             expected = np.zeros(leaf.new.shape)
             if kind == "nu" and moments == "warmed" and leaf.slots:
                 expected += old[name].mean(leaf.slots.axis, keepdims=True)
@@ -108,26 +117,6 @@ def test_slots_scale_and_moments(small, tmp_path, mode, zoom, moments, data):
                 expected[stored] = old[name]
                 np.testing.assert_array_equal(got[name][stored], old[name])
             np.testing.assert_allclose(got[name], expected, rtol=1e-6)
-
-
-def test_a_deeper_model_repeats_layers(small, tmp_path):
-    run, _, state = small
-    deep = grow_from_random(
-        tmp_path, run, slot_num=8, base_num_decoder_layers=4, growth_mode="random",
-        growth_moments="warmed",
-    )  # fmt: skip
-    assert deep.settled.record["layers"] == [2, 4]
-    old = by_name(state.params)
-    for name, array in deep.params.items():
-        expected = old[name][[0, 0, 1, 1]] if name.startswith("layers/") else old[name]
-        leading = tuple(slice(size) for size in expected.shape)
-        np.testing.assert_array_equal(array[leading], expected)
-    name = "layers/mlp/values/kernel"
-    stored = by_name(state.opt_state[1].nu)[name]
-    got = by_name(deep.start.state.opt_state[1].nu)[name]
-    np.testing.assert_array_equal(got[:, :24], stored[[0, 0, 1, 1]])
-    means = stored.mean(1, keepdims=True)[[0, 0, 1, 1]]
-    np.testing.assert_allclose(got[:, 24:], np.broadcast_to(means, (4, 8, 32)), rtol=1e-6)
 
 
 def test_moments_and_data_that_are_not_there(small, tmp_path):

@@ -86,15 +86,6 @@ def test_given_paths(tmp_path, saved_run, place, step):
     assert (result.first_step, result.position) == (0, None)
 
 
-def test_moved_items_without_neighbours(tmp_path, run, kept):
-    (run / "checkpoints" / "2" / "items").rename(tmp_path / "moved")
-    section = Checkpoint(load_full_state_path=str(tmp_path / "moved"))
-    result, _ = start(tmp_path / "new", section)
-    assert_bit_equal(result.state, kept[2])
-    assert (result.first_step, result.position, result.stored_step) == (3, None, None)
-    assert not result.metadata
-
-
 def test_refused_paths(tmp_path, saved_run):
     section = Checkpoint(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
     with pytest.raises(UserError, match=r"(?s)^load_parameters_path.* 0, 2, 4"):
@@ -102,6 +93,11 @@ def test_refused_paths(tmp_path, saved_run):
     section = Checkpoint(load_parameters_path="a", load_full_state_path="b")
     with pytest.raises(UserError, match="load_full_state_path and load_parameters_path"):
         start(tmp_path, section)
+    checkpoints = Checkpoints(tmp_path / "newer" / "checkpoints", Checkpoint())
+    checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
+    checkpoints.close()
+    with pytest.raises(UserError, match="schema 10000"):
+        start(tmp_path / "newer")
 
 
 @pytest.mark.parametrize("key", ["", "load_full_state_path", "load_parameters_path"])
@@ -129,10 +125,8 @@ def test_floating_formats_are_cast(saved_run):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
     result, lines = start(run, state=TrainState(state.step, params, state.opt_state))
     assert any("float32 -> bfloat16" in line for line in lines)
-    for got, wanted in zip(
-        jax.tree.leaves(result.state.params), jax.tree.leaves(kept[4].params), strict=True
-    ):
-        np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), kept[4].params)
+    jax.tree.map(np.testing.assert_array_equal, result.state.params, expected)
 
 
 def test_masked_and_empty_optimizer_states_come_back(tmp_path):
@@ -149,12 +143,3 @@ def test_masked_and_empty_optimizer_states_come_back(tmp_path):
     checkpoints.close()
     result, _ = start(tmp_path, state=state, initialize=pytest.fail)
     assert_bit_equal(result.state, on_host(state))
-
-
-def test_a_newer_schema_is_refused(tmp_path):
-    state = update(fresh_state())
-    checkpoints = Checkpoints(tmp_path / "checkpoints", Checkpoint())
-    checkpoints.save(0, state, None, {"schema_version": 10_000})
-    checkpoints.close()
-    with pytest.raises(UserError, match="schema 10000"):
-        start(tmp_path, state=state)

@@ -172,10 +172,10 @@ def test_adam_without_bias_correction_by_hand():
 
 def test_adafactor_has_its_keys_and_follows_the_schedule():
     """Against optax.adafactor, whose learning rate is a schedule here too."""
-    name = "logits_dense/kernel"
-    config = tiny_config(lr_schedule_type="linear", learning_rate=0.1)
-    schedule = learning_rate_schedule(config.schedule)
-    ours, parameters = optimizer_of(
+    name, linear = "logits_dense/kernel", {"lr_schedule_type": "linear", "learning_rate": 0.1}
+    gradients = [functools.partial(jax.random.normal, jax.random.key(step)) for step in range(3)]
+    found, state = steps_of(
+        gradients,
         only=name,
         opt_type="adafactor",
         adafactor_decay_exponent=0.7,
@@ -183,25 +183,19 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
         adafactor_clipping_threshold=0.5,
         adafactor_min_dim_size_to_factor=8,
         adam_weight_decay=0.0,
-        lr_schedule_type="linear",
-        learning_rate=0.1,
+        **linear,
     )
+    schedule = learning_rate_schedule(tiny_config(**linear).schedule)
     theirs = optax.adafactor(
         schedule, min_dim_size_to_factor=8, decay_rate=0.7, eps=1e-6, clipping_threshold=0.5
     )
-    shape = parameters[name].shape
-    params = per_parameter(parameters, lambda name: jax.random.normal(jax.random.key(0), shape))
-    rules = [(rule.update, rule.init(params)) for rule in (ours, theirs)]
+    params = jnp.full(found[0][name].shape, 2.0)
     # The factors are a row and a column in place of the matrix.
-    assert np.prod(shape) not in {leaf.size for leaf in jax.tree.leaves(rules[0][1])}
-    for step in range(3):
-        gradients = per_parameter(
-            parameters,
-            lambda name: jax.random.normal(jax.random.key(step), shape),  # noqa: B023
-        )
-        done = [update(gradients, state, params) for update, state in rules]
-        np.testing.assert_allclose(*(by_name(updates)[name] for updates, _ in done), rtol=1e-5)
-        rules = [(rule, state) for (rule, _), (_, state) in zip(rules, done, strict=True)]
+    assert params.size not in {leaf.size for leaf in jax.tree.leaves(state)}
+    state = theirs.init(params)
+    for gradient, updates in zip(gradients, found, strict=True):
+        expected, state = theirs.update(gradient(params.shape), state, params)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
     # Updates are as large as the parameter or as this, or a mean over them.
     keys = {"only": name, "opt_type": "adafactor", "adam_weight_decay": 0.0}
     for more, expected in (

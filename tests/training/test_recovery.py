@@ -139,9 +139,7 @@ def test_back_to_the_newest_good_checkpoint_before_the_trouble():
     # From two updates before the first suspicious one; what was left out before stays so.
     assert batches.calls == [("resume", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
     row = rows[-1]
-    assert row.kind == "rewind"
-    assert row.step == row.facts["to"] == 51
-    assert row.facts["samples"] == [220, 244]
+    assert (row.kind, row.step) == ("rewind", 51)
     assert "log_z by 50%" in row.facts["reason"]
     assert recovery.rewinds == 1
     assert recovery.trouble is None

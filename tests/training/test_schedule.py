@@ -55,14 +55,8 @@ def test_gpt_neo(kind):
         shape = 0.5 * (1 + math.cos(math.pi * over)) if kind == "cosine" else 1 - over
         return peak * (0.9 * shape + 0.1) * min(step / warmup, 1)
 
-    values = rates(
-        steps,
-        learning_rate=peak,
-        learning_rate_schedule_steps=end,
-        lr_schedule_type=kind,
-        warmup_steps=warmup,
-        warmup_multiplies_schedule=True,
-        learning_rate_after_schedule="final",
-    )
+    keys = {"learning_rate": peak, "learning_rate_schedule_steps": end, "warmup_steps": warmup}
+    keys |= {"warmup_multiplies_schedule": True, "learning_rate_after_schedule": "final"}
+    values = rates(steps, lr_schedule_type=kind, **keys)
     assert values == pytest.approx([expected(step) for step in steps], rel=1e-5)
     assert values[0] == 0.0

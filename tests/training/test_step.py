@@ -225,9 +225,7 @@ def test_dropout_at_each_place(place):
 
 
 def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
-    memory = known_memory.memory_of(jax.devices("cpu")[0])
-    assert memory is not None
-    assert memory > 2**28  # of the host
+    assert (known_memory.memory_of(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
     layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
     built = assemble(Settled(config), layout)
