@@ -5,8 +5,7 @@
 Prints its address, and ends with its standard input. What TensorStore, gcsfs and
 google-cloud-storage ask for is answered as the JSON API documents it: objects with generations,
 preconditions, listings in pages with prefix and delimiter, media, multipart and resumable uploads,
-ranges, rewrite, compose, batches. There are no permissions, versions or folders of hierarchical
-buckets. https://cloud.google.com/storage/docs/json_api
+ranges, moves. All else is refused with 501. https://cloud.google.com/storage/docs/json_api
 
 Beside it stand
     POST /faults     a JSON list of `Fault`s, which replaces those before
@@ -16,7 +15,6 @@ Beside it stand
 import base64
 import collections
 import dataclasses
-import email
 import hashlib
 import http.server
 import itertools
@@ -166,61 +164,32 @@ class Service:
         path, _, query = target.partition("?")
         given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
-        if parts[:3] == ["batch", "storage", "v1"]:
-            return self._batch(headers, body)
         with self._lock:
             match parts:
                 case ["upload", "storage", "v1", "b", bucket, "o"]:
                     return self._upload(bucket, given, headers, body)
                 case ["storage", "v1", "b"]:
-                    return self._buckets_of(method, body)
+                    return self._make_bucket(json.loads(body)["name"])
                 case ["storage", "v1", "b", bucket]:
-                    return self._bucket(method, bucket)
+                    self._objects(bucket)
+                    return _json({"kind": "storage#bucket", "name": bucket, "id": bucket})
                 case ["storage", "v1", "b", bucket, "o"]:
                     return self._list(self._objects(bucket), given)
                 case ["storage" | "download", *_, "v1", "b", bucket, "o", name]:
-                    return self._object(method, bucket, name, given, headers, body)
-                case ["storage", "v1", "b", bucket, "o", name, "compose"]:
-                    return self._compose(bucket, name, given, body)
+                    return self._object(method, bucket, name, given, headers)
                 case ["storage", "v1", "b", bucket, "o", name, "moveTo", "o", other]:
-                    moved = self._copy(bucket, name, bucket, other, given)
+                    moved = self._copy(bucket, name, other, given)
                     del self._objects(bucket)[name]
                     return _json(moved.resource(self._address))
-                case ["storage", "v1", "b", bucket, "o", name, how, "b", other, "o", to]:
-                    copied = self._copy(bucket, name, other, to, given).resource(self._address)
-                    if how == "copyTo":
-                        return _json(copied)
-                    return _json(
-                        {
-                            "kind": "storage#rewriteResponse",
-                            "totalBytesRewritten": copied["size"],
-                            "objectSize": copied["size"],
-                            "done": True,
-                            "resource": copied,
-                        }
-                    )
         raise Refused(501, f"{method} {target} is not known here")
 
     # --- Buckets ----------------------------------------------------------------------------------
 
-    def _buckets_of(self, method: str, body: bytes) -> Answer:
-        if method == "POST":
-            name = json.loads(body)["name"]
-            if name in self._buckets:
-                raise Refused(409, f"bucket {name} exists")
-            self._buckets[name] = {}
-            return _json({"kind": "storage#bucket", "name": name, "id": name})
-        names = [{"kind": "storage#bucket", "name": name, "id": name} for name in self._buckets]
-        return _json({"kind": "storage#buckets", "items": names})
-
-    def _bucket(self, method: str, bucket: str) -> Answer:
-        objects = self._objects(bucket)
-        if method == "DELETE":
-            if objects:
-                raise Refused(409, f"bucket {bucket} is not empty")
-            del self._buckets[bucket]
-            return Answer(204)
-        return _json({"kind": "storage#bucket", "name": bucket, "id": bucket, "location": "US"})
+    def _make_bucket(self, name: str) -> Answer:
+        if name in self._buckets:
+            raise Refused(409, f"bucket {name} exists")
+        self._buckets[name] = {}
+        return _json({"kind": "storage#bucket", "name": name, "id": name})
 
     def _objects(self, bucket: str) -> dict[str, Stored]:
         if bucket not in self._buckets:
@@ -263,7 +232,6 @@ class Service:
         name: str,
         given: Mapping[str, str],
         headers: Mapping[str, str],
-        body: bytes,
     ) -> Answer:
         stored = self._checked(bucket, name, given, reads=method in ("GET", "HEAD"))
         if stored is None:
@@ -271,12 +239,6 @@ class Service:
         if method == "DELETE":
             del self._objects(bucket)[name]
             return Answer(204)
-        if method in ("PATCH", "PUT"):
-            changed = dataclasses.replace(
-                stored, metadata={**stored.metadata, **json.loads(body).get("metadata", {})}
-            )
-            self._objects(bucket)[name] = changed
-            return _json(changed.resource(self._address))
         if given.get("alt") != "media":
             return _json(stored.resource(self._address))
         return self._media(stored, headers.get("Range", ""))
@@ -343,25 +305,14 @@ class Service:
         self._objects(bucket)[name] = stored
         return stored
 
-    def _copy(
-        self, bucket: str, name: str, other: str, to: str, given: Mapping[str, str]
-    ) -> Stored:
+    def _copy(self, bucket: str, name: str, to: str, given: Mapping[str, str]) -> Stored:
         source = self._objects(bucket).get(name)
         if source is None:
             raise Refused(404, f"No such object: {bucket}/{name}")
         resource = {
             "name": to, "contentType": source.content_type, "metadata": source.metadata
         }  # fmt: skip
-        return self._write(other, resource, given, source.content)
-
-    def _compose(self, bucket: str, name: str, given: Mapping[str, str], body: bytes) -> Answer:
-        asked, objects = json.loads(body), self._objects(bucket)
-        names = [source["name"] for source in asked["sourceObjects"]]
-        if missing := [source for source in names if source not in objects]:
-            raise Refused(404, f"No such object: {bucket}/{missing[0]}")
-        content = b"".join(objects[source].content for source in names)
-        resource = {**asked.get("destination", {}), "name": name}
-        return _json(self._write(bucket, resource, given, content).resource(self._address))
+        return self._write(bucket, resource, given, source.content)
 
     # --- Uploads ----------------------------------------------------------------------------------
 
@@ -416,24 +367,6 @@ class Service:
             return Answer(308, b"", reached)
         del self._uploads[identity]
         return _json(self._write(bucket, resource, given, bytes(content)).resource(self._address))
-
-    def _batch(self, headers: Mapping[str, str], body: bytes) -> Answer:
-        whole = email.message_from_bytes(
-            b"Content-Type: " + headers["Content-Type"].encode() + b"\n\n" + body
-        )
-        answers = []
-        for part in whole.walk():
-            if part.is_multipart():
-                continue
-            request = part.get_payload(decode=True).decode()
-            method, target, _ = request.lstrip().split(" ", 2)
-            answer = self.answer(method, target, {}, b"")
-            answers.append(
-                f"--batch\r\nContent-Type: application/http\r\n\r\n"
-                f"HTTP/1.1 {answer.status} Answer\r\n\r\n{answer.body.decode()}\r\n"
-            )
-        text = "".join(answers) + "--batch--"
-        return Answer(200, text.encode(), {"Content-Type": "multipart/mixed; boundary=batch"})
 
 
 def _json(value: Any) -> Answer:
@@ -492,17 +425,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
         self.close_connection |= status < 0
 
-    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _answer
+    do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = _answer
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: /requests has the counts."""

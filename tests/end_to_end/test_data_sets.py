@@ -71,6 +71,7 @@ def test_a_pass_ends_with_its_last_window_also_after_another_batch(runs, folder)
     assert "num_epoch=1" in runs.complete("pass", *larger)
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_learned(runs, folder):
     output = runs.complete(
         "masked", *KEYS.split(), f"dataset_path={folder}/a", "mlm_training=true", "mlm_mask_id=127",

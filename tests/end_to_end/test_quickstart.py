@@ -90,6 +90,7 @@ def test_a_mistake_gives_one_message_and_exit_code_2(runs, arguments, named):
     assert named in output.partition("error: ")[2]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(runs):
     output = runs.complete(
         "diverged", "learning_rate=1e30", "gradient_clipping_threshold=0", "adam_eps=0",
