@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
@@ -58,7 +58,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     return iter(evaluating)
 
 
-def train(config: Config, callbacks: Sequence[Callback] = ()) -> Path:
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
     """Trains as train.py does, from wherever the run folder stands.
 
     Args:
@@ -75,6 +75,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Path:
       RuntimeError: the run diverged.
     """
     from MaxText import exit_codes
+    from MaxText.buckets.paths import path_of
     from MaxText.checkpointing import run_lock
     from MaxText.parallelism.preemption import StopSignal
     from MaxText.train import train as run
@@ -83,13 +84,15 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Path:
         code = run(config, StopSignal(), callbacks)
     finally:
         run_lock.release()
-    folder = Path(config.run.base_output_directory) / config.run.run_name
+    folder = path_of(
+        f"{config.run.base_output_directory}/{config.run.run_name}", "base_output_directory"
+    )
     if code == exit_codes.DIVERGED:
         raise RuntimeError(f"the run in {folder} diverged; its checkpoints are kept")
     return folder
 
 
-def metrics(run: "str | Path | Run") -> dict[str, np.ndarray]:
+def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     """Returns the metrics of a run as columns: name -> one value per reported step.
 
     pandas.DataFrame(metrics(run)) makes a table of it. Numbers that a step does not have, such as
@@ -101,15 +104,17 @@ def metrics(run: "str | Path | Run") -> dict[str, np.ndarray]:
     Raises:
       UserError: the folder has no metrics.jsonl.
     """
-    path = Path(run.path if isinstance(run, Run) else run) / "metrics.jsonl"
-    if not path.is_file():
+    from MaxText.buckets.paths import path_of
+
+    path = path_of(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
+    if not path.exists():
         raise UserError(f"{path} does not exist: {path.parent} is not the folder of a run")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 
 
-def load(path: str | Path, **keys: Any) -> "Run":
+def load(path: epath.PathLike, **keys: Any) -> "Run":
     """Opens trained weights, with the configuration and the tokenizer that lie with them.
 
     Args:
@@ -230,7 +235,7 @@ class Run:
 
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         trained, tokenizer = self.trained, self.tokenizer
-        num_ids = min(tokenizer.tokenizer.entry.vocab_size, self.config.model.shape.vocab_size)
+        num_ids = tokenizer.num_ids_of(self.config.model.shape.vocab_size)
         choice = Choice(temperature, **sampling)
         engine = Engine(trained.model, self.params, trained.layout, choice, num_ids=num_ids)
         texts = [""] * len(asked)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # The script's own folder comes first on the path; its parent gives every module one name.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from MaxText import early_signals
 

@@ -84,7 +84,7 @@ def choice_of(section: Decoding) -> Choice:
 
 def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:
     """An engine of its own arrays; those of `trained` are given up to it."""
-    num_ids = min(tokenizer.tokenizer.entry.vocab_size, trained.model.section.shape.vocab_size)
+    num_ids = tokenizer.num_ids_of(trained.model.section.shape.vocab_size)
     return Engine(
         trained.model,
         trained.model.in_parts(trained.params),

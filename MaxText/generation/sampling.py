@@ -31,7 +31,7 @@ def write_sample(
     """
     section = config.decoding
     tokenizer = tokenizer_at(str(tokenizer_folder), config)
-    num_ids = min(tokenizer.tokenizer.entry.vocab_size, model.section.shape.vocab_size)
+    num_ids = tokenizer.num_ids_of(model.section.shape.vocab_size)
     engine = Engine(model, params, layout, choice_of(section), num_ids=num_ids)
     ((_, completion),) = generate(
         engine,

@@ -40,6 +40,10 @@ class ModelTokenizer:
     ends: tuple[int, ...]
     folder: Path
 
+    def num_ids_of(self, rows: int) -> int:
+        """Ids that a model with so many rows may choose: padding of its table is none of them."""
+        return min(self.tokenizer.entry.vocab_size, rows)
+
     def encode(self, text: str) -> list[int]:
         """Prefix and ids of a text. An empty text without prefix is the end of the one before."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]

@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.values import to_yaml
-from tests.house.sources import main_of
+from tests.house.sources import run_main
 from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
 
@@ -54,19 +53,12 @@ def run(program: str, arguments: list[str]) -> int:
     """Exit code of a program; fails where there is a mistake without message."""
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
     with contextlib.ExitStack() as patches:
-        # The environment says that the allocator is set, and the program does not start anew.
-        patches.enter_context(
-            mock.patch.dict(os.environ, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
-        )
-        patches.enter_context(mock.patch.object(sys, "argv", [program, *arguments]))
         for name in _WORK:
             patches.enter_context(mock.patch(f"MaxText.{name}", _reached))
         patches.enter_context(contextlib.redirect_stdout(out))
         patches.enter_context(contextlib.redirect_stderr(err))
         try:
-            code = main_of(program)()
-        except SystemExit as stopped:
-            code = stopped.code
+            code = run_main(program, arguments)
         except _Reached:
             code = 0
     assert code in (0, 2), (code, err.getvalue())

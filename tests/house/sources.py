@@ -3,8 +3,9 @@
 import ast
 import functools
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -53,6 +54,19 @@ def main_of(program: str) -> Callable[[], int]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", [*sys.path]):  # a program replaces its first entry
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module.main
+
+
+def run_main(program: str, arguments: Sequence[str]) -> int:
+    """Runs the main of a program in this process; returns its exit code."""
+    # The environment says that the allocator is set, so the program does not start anew.
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", [program, *arguments]),
+    ):
+        try:
+            return main_of(program)()
+        except SystemExit as stopped:
+            return stopped.code or 0

@@ -1,11 +1,10 @@
 """launch.py as it is typed: what it would run, and once a run."""
 
 import shlex
-import sys
 
 import pytest
 
-from tests.house.sources import main_of
+from tests.house.sources import run_main
 
 RUN = ("--", "quickstart.yml", "base_output_directory=out", "prompt=it's")
 
@@ -17,11 +16,7 @@ def launch(capsys, tmp_path, monkeypatch):
     def launch(place, *others, dry_run=True):
         """Exit code, output and errors."""
         options = ["--dry-run"] * dry_run
-        monkeypatch.setattr(sys, "argv", ["launch.py", place, *options, *others])
-        try:
-            code = main_of("launch.py")()
-        except SystemExit as stopped:
-            code = stopped.code
+        code = run_main("launch.py", [place, *options, *others])
         return code, *capsys.readouterr()
 
     return launch

@@ -1,7 +1,6 @@
 """Hardware by its names, plans of small configurations, and plan.py as a user runs it."""
 
 import dataclasses
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from MaxText.planning.hardware import CHIPS, find
 from MaxText.planning.memory import memory_of
 from MaxText.planning.planning import Plan, make_plan, peak_of
 from MaxText.planning.program import make_program
-from tests.house.sources import main_of
+from tests.house.sources import run_main
 from tests.small_models import tiny_config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
@@ -237,14 +236,9 @@ def test_words_of_the_command_line():
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(capsys):
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["plan.py", "model_name=gpt2-124m", *arguments])
-        monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
-        try:
-            code = main_of("plan.py")()
-        except SystemExit as stopped:
-            code = stopped.code
+        code = run_main("plan.py", ["model_name=gpt2-124m", *arguments])
         return code, *capsys.readouterr()
 
     return run
