@@ -25,6 +25,7 @@ from MaxText.checkpointing.matching import (
     leaves_by_path,
     path_name,
 )
+from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
 from MaxText.errors import UserError
 
 _GUARD = "guard"
@@ -89,8 +90,7 @@ def read_state(
     else:
         fresh = {_GUARD: wanted.pop(_GUARD).fresh()}
     hint = ConfigHint(described.metadata.get("config"), config_flat, is_own)
-    casts = _check(stored, tree, wanted, hint, show)
-    arrays = _read_arrays(stored, wanted, casts, described.checksums, show)
+    arrays = _read(stored, tree, wanted, hint, described, show)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
 
 
@@ -106,23 +106,44 @@ def read_params(
       UserError: names or shapes differ.
       Unreadable: files are damaged, or the numbers in them are not those that were saved.
     """
-    casts, described = _check_params(stored, abstract_params, config_flat, show)
+    tree, described = _verified_description(stored)
+    found = {"params": tree["params"]} if "params" in tree else {}
+    hint = ConfigHint(described.metadata.get("config"), config_flat)
     wanted = {"params": abstract_params}
-    return _read_arrays(stored, wanted, casts, described.checksums, show)["params"]
+    return _read(stored, found, wanted, hint, described, show)["params"]
 
 
 def check_params(
     stored: layout.Stored, abstract_params: Any, config_flat: Mapping[str, Any]
 ) -> None:
     """Raises what `read_params` would raise for a mismatch, without reading arrays."""
-    _check_params(stored, abstract_params, config_flat, lambda line: None)
-
-
-def _check_params(stored, abstract_params, config_flat, show) -> tuple[list[Cast], Description]:
     tree, described = _verified_description(stored)
     found = {"params": tree["params"]} if "params" in tree else {}
     hint = ConfigHint(described.metadata.get("config"), config_flat)
-    return _check(stored, found, {"params": abstract_params}, hint, show), described
+    wanted = _as_stored(found, {"params": abstract_params})
+    _check(stored, found, wanted, hint, lambda line: None)
+
+
+def _as_stored(tree: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """What to ask a checkpoint for, which may be of a version that stacked fewer layers."""
+    if is_unstacked(tree.get("params", {}), wanted["params"]):
+        return unstack(wanted)
+    return wanted
+
+
+def _read(
+    stored: layout.Stored,
+    tree: dict[str, Any],
+    wanted: dict[str, Any],
+    hint: ConfigHint,
+    described: Description,
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Compares what is stored with what is wanted, and reads it."""
+    asked = _as_stored(tree, wanted)
+    casts = _check(stored, tree, asked, hint, show)
+    arrays = _read_arrays(stored, asked, casts, described.checksums, show)
+    return arrays if asked is wanted else stack(arrays, wanted)
 
 
 def _verified_description(stored: layout.Stored) -> tuple[dict[str, Any], Description]:

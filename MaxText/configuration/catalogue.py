@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from MaxText.configuration.keys import Section
+from MaxText.configuration.layer_kinds import LayerKinds
+from MaxText.configuration.registry import Name, Parts, when_changed
 from MaxText.configuration.schema import Config
 
 _BOUNDS = {
@@ -94,7 +96,7 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
         name=name,
         section=section,
         title=title,
-        annotation=field.annotation,
+        annotation=_annotation(field),
         default=field.default,
         meaning=field.description or "",
         unit=str(extra["unit"]),
@@ -104,7 +106,19 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
     )
 
 
+def _annotation(field: FieldInfo) -> Any:
+    """The type of a key; of one that names a part, the choices that there are now."""
+    for fact in field.metadata:
+        if isinstance(fact, Name):
+            return Literal[fact.choices]
+    return field.annotation
+
+
 def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
+    if issubclass(section, Parts):
+        for part in section.with_keys():
+            yield from _walk(part.keys, (*path, part.name))  # type: ignore[arg-type]
+        return
     title = (section.__doc__ or "").strip().splitlines()[0]
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -123,6 +137,27 @@ def all_keys() -> dict[str, Key]:
     return keys
 
 
+when_changed(all_keys.cache_clear)
+
+
+# Sections whose keys may differ from layer to layer, and single keys of others.
+_OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention", "parts")
+_ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
+_OF_ALL_LAYERS = ("share_parameters", "layer_pattern", "layer_kinds", "attention_types", "causal")
+_OF_ALL_LAYERS += ("moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention")
+
+
+def is_of_layer(key: Key) -> bool:
+    """Whether layer_kinds may give a key other values in some layers."""
+    if key.name in _ALSO_OF_LAYERS:
+        return True
+    return (
+        key.section[:1] == ("model",)
+        and key.section[1] in _OF_LAYERS
+        and (key.name not in _OF_ALL_LAYERS)
+    )
+
+
 def by_section() -> dict[tuple[str, ...], list[Key]]:
     """Keys grouped by the section that owns them, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
@@ -137,8 +172,10 @@ def flat(config: Config) -> dict[str, Any]:
     for key in all_keys().values():
         section: Any = config
         for name in key.section:
-            section = getattr(section, name)
-        values[key.name] = getattr(section, key.name)
+            is_parts = isinstance(section, Parts)
+            section = section.named(name) if is_parts else getattr(section, name)
+        value = getattr(section, key.name)
+        values[key.name] = value.as_dict() if isinstance(value, LayerKinds) else value
     return values
 
 

@@ -1,9 +1,11 @@
 """Keys that choose and size the parts of a layer. Each class is handed to the part it names."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.configuration.keys import Section, key
+from MaxText.configuration.layer_kinds import LayerKinds
+from MaxText.configuration.registry import Name
 
 Activation = Literal[
     "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
@@ -39,6 +41,21 @@ class Dimensions(NamedTuple):
 class Block(Section):
     """How a layer arranges its mixer and its feed-forward."""
 
+    mixer: Annotated[str, Name("mixer")] = key(
+        "attention",
+        "What mixes the tokens of a layer, by the name of a registered part. attention_types and "
+        "layer_kinds choose it layer by layer.",
+    )
+    layer_pattern: str = key(
+        "",
+        'A letter of layer_kinds for each layer: a cycle that is repeated ("GGG*"), or a prefix, a '
+        'cycle and a suffix ("DD(EE*)D"). Empty: all layers are alike.',
+    )
+    layer_kinds: LayerKinds = key(
+        LayerKinds(),
+        "What the letters of layer_pattern stand for: {letter: {key: value}}, with any keys of a "
+        'layer\'s parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}.',
+    )
     block_arrangement: Literal["sequential", "parallel"] = key(
         "sequential",
         "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
@@ -91,6 +108,15 @@ class Block(Section):
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
+# What attention_types calls the built-in mixers.
+MIXERS: dict[AttentionKind, str] = {
+    "global": "attention",
+    "local": "local_attention",
+    "linear": "linear_attention",
+    "none": "none",
+}
+SOFTMAX_MIXERS = ("attention", "local_attention")
+ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
 
 _ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
 
@@ -279,8 +305,10 @@ class Attention(Section):
 class FeedForward(Section):
     """The feed-forward part."""
 
-    feed_forward_type: Literal["mlp", "pattention"] = key(
-        "mlp", "An MLP, plain or gated, or Pattention over slots (TokenFormer)."
+    feed_forward_type: Annotated[str, Name("feed_forward")] = key(
+        "mlp",
+        "mlp: an MLP, plain or gated. pattention: Pattention over slots (TokenFormer). Or the name "
+        "of another registered part.",
     )
     mlp_activations: tuple[MLPActivation, ...] = key(
         ("silu", "linear"),
@@ -366,10 +394,6 @@ class MixtureOfExperts(Section):
         "all", "The same outside of training.", only_if=_TWO
     )
     moe_second_threshold: float = key(0.2, "See moe_second_policy.", ge=0, only_if=_TWO)
-
-    def stands_in(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return self.num_experts > 1 and (self.moe_layers is None or layer in self.moe_layers)
 
 
 _QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}

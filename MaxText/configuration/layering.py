@@ -221,6 +221,8 @@ def _without_dashes(arguments: Sequence[str]) -> list[str]:
     """`--key=value` and `--key value` as key=value."""
     joined: list[str] = []
     for argument in arguments:
+        if argument == "--import" or argument.startswith("--import="):
+            argument = argument.replace("--import", "--import_modules", 1)
         before = joined[-1] if joined else ""
         is_value = not ARGUMENT.fullmatch(argument) and not YAML_PATH.fullmatch(argument)
         is_value = is_value and (argument[:1] != "-" or _NUMBER.fullmatch(argument) is not None)
@@ -323,7 +325,16 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
-    if chosen not in known:
+    file = folder / f"{chosen}.yml"
+    if setting is not None and YAML_PATH.fullmatch(chosen):
+        beside = setting.origin.file.parent if setting.origin.file else None
+        try:
+            file = config_files.find(chosen, beside)
+        except FileProblem as error:
+            problem = dataclasses.replace(error.problem, where=place)
+            result.problems.append(problem)
+            return []
+    elif chosen not in known:
         close = nearest(str(chosen), known)
         facts = [("nearest", ", ".join(close))] if close else []
         facts += [("known", ", ".join(known)), ("default", default)]
@@ -331,7 +342,7 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
         result.problems.append(Problem(what, place, tuple(facts)))
         return []
     try:
-        settings = _read_chain(folder / f"{chosen}.yml", layer, result)
+        settings = _read_chain(file, layer, result)
     except FileProblem as error:
         result.problems.append(dataclasses.replace(error.problem, where=place))
         return []

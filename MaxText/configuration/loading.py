@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.configuration import axis_rules, config_files, layering, values
-from MaxText.configuration.catalogue import Key, all_keys, build
+from MaxText.configuration import (
+    axis_rules,
+    config_files,
+    import_modules,
+    layer_kinds,
+    layering,
+    values,
+)
+from MaxText.configuration.catalogue import Key, all_keys, build, is_of_layer
 from MaxText.configuration.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
 from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
 from MaxText.configuration.problems import ConfigurationError, Problem, nearest
@@ -90,7 +97,7 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
 
 def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     layering.announce(gathered.notices)
-    problems = list(gathered.problems)
+    problems = [*gathered.problems, *import_modules.import_named(gathered.settings)]
     problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
     typed, origins, kept, wrong = _winners(gathered.settings, problems)
     _derive(typed, origins, gathered.config_path)
@@ -148,16 +155,30 @@ def _winners(
 
 def _typed(setting: Setting, key: Key) -> Any:
     value = setting.value
-    if key.name == "logical_axis_rules":
-        return axis_rules.parse(value)
+    if key.name == import_modules.KEY:
+        value = import_modules.as_list(value)
     # A text key takes what was typed as it is: prompt=[hello] is no list.
     from_shell = setting.origin.layer in (Layer.COMMAND_LINE, Layer.ENVIRONMENT)
     if key.annotation is str and from_shell and not isinstance(value, str):
         value = values.Plain(setting.origin.raw)
-    converted = values.convert(value, key.annotation)
+    converted = converted_value(value, key)
     if key.out_of_bounds(converted):
         raise values.WrongValue(f"{values.show(converted)} is not {key.bounds_text}")
     return converted
+
+
+def converted_value(value: Any, key: Key) -> Any:
+    """A value of a key's type.
+
+    Raises:
+      values.WrongValue: it has another type.
+    """
+    if key.name == "logical_axis_rules":
+        return axis_rules.parse(value)
+    if key.name == "layer_kinds":
+        names = {name: one.annotation for name, one in all_keys().items() if is_of_layer(one)}
+        return layer_kinds.parse(value, names)
+    return values.convert(value, key.annotation)
 
 
 def _unknown(setting: Setting) -> Problem:
@@ -178,6 +199,8 @@ def accepted(key: Key) -> str:
     """The values a key takes, in words."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
+    if key.name == "layer_kinds":
+        return "{letter: {key: value}}, with keys of a layer's parts"
     bounds = f", {key.bounds_text}" if key.bounds_text else ""
     return values.describe(key.annotation) + bounds
 

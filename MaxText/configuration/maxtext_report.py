@@ -1,8 +1,8 @@
 """What this program makes of a YAML file that was written for MaxText or one of its forks."""
 
-from MaxText.configuration import axis_rules, config_files, values
+from MaxText.configuration import config_files, values
 from MaxText.configuration.catalogue import Key, all_keys
-from MaxText.configuration.loading import accepted
+from MaxText.configuration.loading import accepted, converted_value
 from MaxText.configuration.maxtext_keys import ALIASES, VALUE_NOTES, absent, translation
 from MaxText.configuration.problems import nearest
 
@@ -56,10 +56,7 @@ def _judge(entry: config_files.Entry) -> tuple[str, str]:
 
 def _refusal(entry: config_files.Entry, key: Key) -> str:
     try:
-        if key.name == "logical_axis_rules":
-            axis_rules.parse(entry.value)
-            return ""
-        converted = values.convert(entry.value, key.annotation)
+        converted = converted_value(entry.value, key)
     except values.WrongValue as error:
         note = VALUE_NOTES.get((key.name, str(entry.value)), "")
         return f"{error}" + (f" ({note})" if note else f"; {accepted(key)}")

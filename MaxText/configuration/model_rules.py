@@ -2,7 +2,14 @@
 
 from typing import get_args
 
-from MaxText.configuration.layer_sections import MixtureOfExperts, NotElementwise
+from MaxText.configuration import layer_kinds
+from MaxText.configuration.layer_sections import (
+    ATTENTION_MIXERS,
+    SOFTMAX_MIXERS,
+    MixtureOfExperts,
+    NotElementwise,
+)
+from MaxText.configuration.registry import KINDS, registration
 from MaxText.configuration.rule import Rule
 from MaxText.configuration.schema import Config
 
@@ -196,6 +203,64 @@ def _dense_places(config: Config) -> str | None:
     return None
 
 
+def _layer_pattern(config: Config) -> str | None:
+    block, num_layers = config.model.block, config.model.shape.dimensions.num_layers
+    if not block.layer_pattern:
+        return None
+    try:
+        found = layer_kinds.letters(block.layer_pattern, num_layers)
+    except ValueError as error:
+        return str(error)
+    known = [letter for letter, _ in block.layer_kinds]
+    if unknown := sorted(set(found) - set(known)):
+        return f"layer_pattern: layer_kinds has no letter {unknown[0]}, only {', '.join(known)}"
+    if config.model.attention.attention_types and any(
+        name == "mixer" for _, keys in block.layer_kinds for name, _ in keys
+    ):
+        return "layer_pattern: attention_types chooses the mixers of layers as well"
+    for letter, keys in block.layer_kinds:
+        position = dict(keys).get("position_embedding", "none")
+        if position not in ("none", config.model.position.position_embedding):
+            return (
+                f"layer_kinds: {letter}: position_embedding: a layer can only leave out the "
+                "model's rotary positions (none)"
+            )
+    return None
+
+
+def _parts(config: Config) -> str | None:
+    """What parts of other modules refuse themselves."""
+    for layer in dict.fromkeys(config.model.layers):
+        section = layer.section
+        for kind, name in (
+            ("mixer", section.block.mixer),
+            ("feed_forward", section.feed_forward.feed_forward_type),
+        ):
+            registered = registration(kind, name)
+            if registered.is_built_in:
+                continue  # rules above
+            part = registered.load()
+            if found := part.problem(part.keys_of(layer), layer.dimensions):
+                return f"{KINDS[kind]}={name}: {found}"
+            mixes = section.dense_connections.mixes_attention_inputs
+            if kind == "mixer" and mixes and not part.has_separate_inputs:
+                return (
+                    f"mixer={name} has one input, and dense_conn=true makes several\ndense_ways=[r]"
+                )
+    return None
+
+
+def _no_decode_state(config: Config) -> str | None:
+    for name in dict.fromkeys(config.model.mixers):
+        registered = registration("mixer", name)
+        if not registered.is_built_in and not registered.load().decodes():
+            return (
+                f"mixer={name} has no decode state: give {registered.load().__name__} the methods "
+                f"prefill and decode_step ({registered.place})"
+            )
+    return None
+
+
 def _attention_types(config: Config) -> str | None:
     section, num_layers = config.model.attention, config.model.shape.dimensions.num_layers
     if any(times < 1 or not pattern for pattern, times in section.attention_types):
@@ -210,34 +275,34 @@ def _attention_types(config: Config) -> str | None:
     return None
 
 
-# Key -> the kinds of attention that read it, one of which has to be there.
+# Key -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "sliding_window_size": ("local",),
-    "linear_attention_chunk": ("linear",),
-    "linear_attention_epsilon": ("linear",),
-    "num_mem_kv": ("global",),
+    "sliding_window_size": ("local_attention",),
+    "linear_attention_chunk": ("linear_attention",),
+    "linear_attention_epsilon": ("linear_attention",),
+    "num_mem_kv": ("attention",),
     "none_doubles_residual": ("none",),
-    "attention_scale": ("global", "local"),
-    "attn_logits_soft_cap": ("global", "local"),
+    "attention_scale": SOFTMAX_MIXERS,
+    "attn_logits_soft_cap": SOFTMAX_MIXERS,
 }
 
 
 def _read_by_no_layer(config: Config) -> str | None:
-    section, kinds = config.model.attention, set(config.model.attention_kinds)
+    section, mixers = config.model.attention, set(config.model.mixers)
     for name, readers in _READ_BY.items():
         default = type(section).model_fields[name].default
-        if getattr(section, name) != default and not kinds.intersection(readers):
-            found = ", ".join(sorted(kinds))
+        if getattr(section, name) != default and not mixers.intersection(readers):
+            found = ", ".join(sorted(mixers))
             return (
-                f"{name} is for layers of kind {' and '.join(readers)}, and attention_types has "
-                f"{found} alone"
+                f"{name} is for layers with mixer {' or '.join(readers)}, and all layers have "
+                f"{found}"
             )
     return None
 
 
 def _linear(config: Config) -> str | None:
-    kinds, position = config.model.attention_kinds, config.model.position
-    if "linear" in kinds and position.position_embedding == "alibi":
+    mixers, position = config.model.mixers, config.model.position
+    if "linear_attention" in mixers and position.position_embedding == "alibi":
         return "position_embedding=alibi lowers scores, and linear attention has none"
     return None
 
@@ -315,14 +380,14 @@ def _shared(config: Config) -> str | None:
     model = config.model
     if not model.block.share_parameters:
         return None
-    given = model.attention_kinds
-    kinds = set(given)
+    mixers = set(model.mixers)
     if model.feed_forward.dynamic_mlp_dim:
         return "share_parameters=true: with dynamic_mlp_dim=true layers have different widths"
-    if len(kinds) > 1 and ("none" in kinds or model.attention.num_mem_kv):
-        found = ", ".join(sorted(kinds))
-        return f"share_parameters=true: layers of kinds {found} have different parameters"
-    if len({model.mixture_of_experts.stands_in(layer) for layer in range(len(given))}) > 1:
+    alike = mixers <= set(ATTENTION_MIXERS) and not model.attention.num_mem_kv
+    if len(mixers) > 1 and not alike:
+        found = ", ".join(sorted(mixers))
+        return f"share_parameters=true: layers with mixers {found} have different parameters"
+    if len({layer.section.mixture_of_experts.num_experts for layer in model.layers}) > 1:
         return "share_parameters=true: moe_layers gives some layers experts and others none"
     dense = model.dense_connections
     if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
@@ -450,6 +515,9 @@ MODEL_RULES: tuple[Rule, ...] = (
         ),
         _scan,
     ),
+    Rule(("layer_pattern", "layer_kinds", "base_num_decoder_layers"), _layer_pattern),
+    Rule(("mixer", "feed_forward_type", "dense_ways"), _parts),
+    Rule(("mixer",), _no_decode_state, programs=("decode",)),
     Rule(("attention_types", "base_num_decoder_layers"), _attention_types),
     Rule((*_READ_BY, "attention_types"), _read_by_no_layer, is_idle=True),
     Rule(("position_embedding", "attention_types"), _linear),

@@ -1,13 +1,16 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+from MaxText.configuration import layer_kinds
 from MaxText.configuration.dense_connections_section import DenseConnections
 from MaxText.configuration.keys import Section, key
+from MaxText.configuration.layer_plan import LayerPlan, plan_layers
 from MaxText.configuration.layer_sections import (
+    MIXERS,
+    SOFTMAX_MIXERS,
     Attention,
-    AttentionKind,
     Block,
     Dimensions,
     FeedForward,
@@ -16,6 +19,7 @@ from MaxText.configuration.layer_sections import (
     Position,
 )
 from MaxText.configuration.pipeline_schedule import PipelineSchedule
+from MaxText.configuration.registry import Parts
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -23,6 +27,8 @@ RematPolicy = Literal[
     "qkv_proj_offloaded",
 ]  # fmt: skip
 
+# ((section, key), value) of keys that a layer has other values of than the model.
+Overrides = tuple[tuple[tuple[str, str], Any], ...]
 
 # What to set where layers cannot be cut into stages, as a line of a message.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
@@ -323,33 +329,84 @@ class Model(Section):
     numerics: Numerics = Numerics()
     memory: Memory = Memory()
     pipeline: Pipeline = Pipeline()
+    parts: Parts = Parts()
 
     @property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer."""
-        return self.attention.kinds(self.shape.dimensions.num_layers)
+    def layer_overrides(self) -> tuple[Overrides, ...]:
+        """What each layer has in place of the model's own keys."""
+        num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
+        kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
+        experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
+        letters = self._layer_kinds
+        try:
+            pattern = self.block.layer_pattern
+            chosen = layer_kinds.letters(pattern, num_layers) if pattern else ""
+        except ValueError:
+            chosen = ""  # said by a rule
+        found = []
+        for index in range(num_layers):
+            own: dict[tuple[str, str], Any] = dict(letters.get(chosen[index], ())) if chosen else {}
+            if index < len(kinds):
+                own["block", "mixer"] = MIXERS[kinds[index]]
+            if experts.moe_layers is not None and index not in experts.moe_layers:
+                own["mixture_of_experts", "num_experts"] = 1
+            if self.feed_forward.dynamic_mlp_dim:
+                own["", "mlp_dim"] = widths[index]
+            if index == 0 and dense.mixes_attention_inputs and dense.dense_first_norms == "one":
+                own["dense_connections", "dense_ways"] = ("r",)
+            found.append(tuple(own.items()))
+        return tuple(found)
 
     @property
-    def softmax_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of the layers whose attention has a softmax over keys."""
-        return tuple(kind for kind in self.attention_kinds if kind in ("global", "local"))
+    def _layer_kinds(self) -> dict[str, Overrides]:
+        """What each letter of layer_pattern stands for."""
+        owners = {}
+        for section, field in type(self).model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                owners |= dict.fromkeys(field.annotation.model_fields, section)
+        for own in self.parts.sections:
+            owners |= dict.fromkeys(type(own).model_fields, "parts")
+        return {
+            letter: tuple(((owners[name], name), value) for name, value in keys)
+            for letter, keys in self.block.layer_kinds
+        }
 
     @property
-    def attention_period(self) -> int:
-        """Length of the shortest pattern of kinds that layers repeat."""
-        kinds = self.attention_kinds
-        for period in range(1, len(kinds) + 1):
-            if len(kinds) % period == 0 and all(
-                kind == kinds[i % period] for i, kind in enumerate(kinds)
-            ):
-                return period
-        raise AssertionError("there are no layers")
+    def layers(self) -> tuple["Layer", ...]:
+        """Each layer's own keys and sizes; layers with the same share one object."""
+        overrides = self.layer_overrides
+        made = {own: self._layer(dict(own)) for own in set(overrides)}
+        return tuple(made[own] for own in overrides)
+
+    def _layer(self, own: dict[tuple[str, str], Any]) -> "Layer":
+        width = own.pop(("", "mlp_dim"), None)
+        changed: dict[str, dict[str, Any]] = {}
+        for (section, name), value in own.items():
+            changed.setdefault(section, {})[name] = value
+        sections = {
+            name: self.parts.with_values(values)
+            if name == "parts"
+            else getattr(self, name).model_copy(update=values)
+            for name, values in changed.items()
+        }
+        section = self.model_copy(update=sections)
+        dimensions = section.shape.dimensions
+        return Layer(section, dimensions if width is None else dimensions._replace(mlp_dim=width))
 
     @property
-    def layer_period(self) -> int:
-        """Layers after which kinds of attention and places of dense connections both repeat."""
-        dense = self.dense_connections
-        return math.lcm(self.attention_period, dense.dense_period if dense.dense_conn else 1)
+    def layer_plan(self) -> LayerPlan:
+        """Which layers repeat; a single layer that all share is the cycle of a plan, too."""
+        return plan_layers(self.layer_overrides)
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The name of each layer's mixer."""
+        return tuple(layer.section.block.mixer for layer in self.layers)
+
+    @property
+    def softmax_mixers(self) -> tuple[str, ...]:
+        """Those of layers whose attention has a softmax over keys."""
+        return tuple(name for name in self.mixers if name in SOFTMAX_MIXERS)
 
     @property
     def is_random(self) -> bool:
@@ -363,22 +420,6 @@ class Model(Section):
             and routing.moe_second_policy == "random"
         )
 
-    @property
-    def layers_are_alike(self) -> bool:
-        """Whether all layers have parameters of the same shapes, so that they can be stacked."""
-        if self.block.share_parameters:
-            return True
-        dense, d = self.dense_connections, self.shape.dimensions
-        kinds = set(self.attention.kinds(d.num_layers))
-        if len(kinds) > 1 and ("none" in kinds or self.attention.num_mem_kv):
-            return False
-        one_norm_first = dense.mixes_attention_inputs and dense.dense_first_norms == "one"
-        experts = {self.mixture_of_experts.stands_in(i) for i in range(d.num_layers)}
-        if len(experts) > 1:
-            return False
-        widths = set(self.feed_forward.mlp_dims(d))
-        return len(widths) == 1 and not one_norm_first
-
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
         """How the layers pass through the stages of a mesh.
 
@@ -389,7 +430,7 @@ class Model(Section):
         unlike = self._unfit_for_stages()
         if unlike:
             raise ValueError(f"{unlike}\n{NO_STAGES}")
-        period, per_stage = self.layer_period, asked.num_layers_per_pipeline_stage
+        period, per_stage = self._stage_period, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
@@ -417,38 +458,48 @@ class Model(Section):
             )
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
+    @property
+    def _stage_period(self) -> int:
+        """Layers after which mixers and places of dense connections both repeat."""
+        dense = self.dense_connections
+        return math.lcm(self.layer_plan.cycle, dense.dense_period if dense.dense_conn else 1)
+
     def _unfit_for_stages(self) -> str:
         """Why layers cannot be cut into stages at all; empty if they can."""
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to cut into stages"
-        if not self.layers_are_alike:
-            return (
-                "layers have weights of different shapes (dynamic_mlp_dim, experts or attention "
-                "in some layers only), so that stages cannot run one program"
-            )
-        refused = self.dense_connections.scan_refused(self.shape.dimensions.num_layers)
+        if not self.layer_plan.is_whole:
+            return "layers are no repeats of one pattern, so that stages cannot run one program"
+        refused = self.scan_refused
         return f"stages walk their layers in a scan: {refused}" if refused else ""
 
     def _fitting_stages(self, num_stages: int) -> str:
         """What to set instead, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
-        if rest == 0 and per_repeat % self.layer_period == 0:
+        if rest == 0 and per_repeat % self._stage_period == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
         return NO_STAGES
 
     @property
     def scan_refused(self) -> str | None:
         """Why no scan can walk the layers; None where one can."""
-        dense = self.dense_connections
-        if self.layers_are_alike:
-            if dense.dense_conn and self.block.share_parameters:
-                return "one layer for all depths is written out with dense_conn=true"
-            return dense.scan_refused(self.shape.dimensions.num_layers)
-        if self.feed_forward.dynamic_mlp_dim:
-            return "with dynamic_mlp_dim=true no two layers have the same width"
-        if self.mixture_of_experts.moe_layers is not None:
-            return "moe_layers gives some layers experts and others none"
-        if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
-            return "with dense_first_norms=one the first layer has fewer norms"
-        found = ", ".join(sorted(set(self.attention_kinds)))
-        return f"layers of kinds {found} have different parameters"
+        dense, plan = self.dense_connections, self.layer_plan
+        if not dense.dense_conn:
+            return None
+        if self.block.share_parameters:
+            return "one layer for all depths is unrolled with dense_conn=true"
+        if not plan.is_whole:
+            return "with dense_conn=true layers have to repeat from the first one on"
+        return dense.scan_refused(plan.num_layers)
+
+
+class Layer(NamedTuple):
+    """One layer's keys.
+
+    Attributes:
+      section: the model's keys with the layer's own values in their place.
+      dimensions: the sizes of this layer.
+    """
+
+    section: Model
+    dimensions: Dimensions

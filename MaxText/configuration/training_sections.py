@@ -1,9 +1,10 @@
 """Keys about data, optimisation, devices, checkpoints and what is written."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from MaxText.configuration.keys import Section, key
+from MaxText.configuration.registry import Name, OptimizerParts
 
 
 class Run(Section):
@@ -19,6 +20,11 @@ class Run(Section):
         "", "Root of all outputs, a folder or gs://. Empty: ./maxtext_output."
     )
     model_name: str = key("default", "Preset of configs/models/ laid over the config file.")
+    import_modules: tuple[str, ...] = key(
+        (),
+        "Modules, or paths of .py files, that register parts of your own. Imported before anything "
+        "else is read (docs/add_an_architecture.md).",
+    )
     steps: int = key(
         150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1
     )
@@ -88,7 +94,9 @@ _DECAYING: dict[str, Iterable[Any]] = {
 class Optimizer(Section):
     """Update rule."""
 
-    opt_type: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = key("adamw", "Update rule.")
+    opt_type: Annotated[str, Name("optimizer")] = key(
+        "adamw", "Update rule, by the name of a registered optimizer."
+    )
     adam_b1: float = key(
         0.9,
         "Decay of the first moment.",
@@ -163,6 +171,7 @@ class Optimizer(Section):
     gradient_clipping_type: Literal["global_norm", "value"] = key(
         "global_norm", "Whether the bound is on the global norm or on each element."
     )
+    parts: OptimizerParts = OptimizerParts()
 
 
 class Schedule(Section):

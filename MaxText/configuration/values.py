@@ -80,7 +80,8 @@ def from_text(text: str) -> Any:
         return ""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if isinstance(node, yaml.SequenceNode):
+        is_kinds = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
+        if isinstance(node, yaml.SequenceNode) or is_kinds:
             return from_node(node)
     except (yaml.YAMLError, WrongValue, RecursionError):
         return Plain(text)
@@ -242,6 +243,8 @@ def to_yaml(value: Any) -> str:
         return _float_text(value)
     if isinstance(value, Plain):
         return str(value)
+    if hasattr(value, "as_dict"):  # LayerKinds
+        value = value.as_dict()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_yaml(item) for item in value) + "]"
     if isinstance(value, dict):

@@ -114,15 +114,15 @@ def our_values(config: Config) -> dict[str, Any]:
 def _in_one_form(config: Config) -> dict[str, Any]:
     """What can be said in several ways, with the default where it means the default."""
     model, dimensions = config.model, config.model.shape.dimensions
-    experts, layers = model.mixture_of_experts, range(dimensions.num_layers)
+    experts = model.mixture_of_experts
     scale = model.attention.attention_scale
     return {
         "attention_types": ()
-        if set(model.attention_kinds) <= {"global"}
+        if set(model.mixers) <= {"attention"}
         else model.attention.attention_types,
         "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
         "moe_layers": None
-        if all(experts.stands_in(layer) for layer in layers)
+        if all(one.section.mixture_of_experts.num_experts > 1 for one in model.layers)
         else experts.moe_layers,
         "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
         "moe_activations": None

@@ -27,10 +27,9 @@ class Row:
     Attributes:
       theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
         many there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
-      ours: the arrays of ours that it holds, in the order of J. `{layer}` in them means an array
-        for each layer, where ours differ by layer; without it one array holds all layers. One array
-        holds all experts, after the layers. The row applies where the model has the first of them:
-        a model without biases has no row of biases.
+      ours: the arrays of ours that it holds, in the order of J. Those of a layer begin with
+        `layers/`, however layers are stored. One array holds all experts, after the layers. The row
+        applies where the model has the first of them: a model without biases has no row of biases.
       layout: how numbers are ordered, of one layer and one expert.
       older: other names for it in files that are about.
     """
@@ -44,11 +43,6 @@ class Row:
     def in_layers(self) -> bool:
         """Whether every layer has such a tensor."""
         return any(match[1] == "layer" for match in _NUMBER.finditer(self.theirs))
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether one array of ours holds all layers."""
-        return self.in_layers and not _NUMBER.search(self.ours[0])
 
     @property
     def in_experts(self) -> bool:
@@ -274,6 +268,9 @@ class Family:
 # (attention, attention_block_size, dense_kept_sums, dense_mixing, logits_dot_in_fp32) belong to no
 # family.
 SHARED_PARTS: Mapping[str, Any] = {
+    "mixer": "attention",
+    "layer_pattern": "",
+    "layer_kinds": {},
     "causal": True,
     "dense_conn": False,
     "dynamic_mlp_dim": False,

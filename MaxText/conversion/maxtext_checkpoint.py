@@ -36,7 +36,6 @@ _MOST_LINES = 20
 # What rotary turns: queries and keys, and the norms before it.
 _TURNED = re.compile(r"/(query|key)(_norm)?/")
 # The layer of an array of ours that is one layer's alone.
-_OF_LAYER = re.compile(r"layers/(\d+)/")
 _OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
 
 
@@ -157,24 +156,25 @@ class MaxTextWeights:
         if match := _OF_SUM.fullmatch(ours):
             name = CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
             return _Place([prefix + name], shape)
-        if not ours.startswith("layers/"):
+        within, layers = self.model.placed(ours)
+        if layers is None:
             return _Place([prefix + NAMES[ours]], shape)
-        theirs = self._layer_name(ours)
-        if match := _OF_LAYER.match(ours):
-            return _Place([f"{prefix}decoder/layers_{match[1]}/{theirs}"], shape)
-        shape, num_layers = shape[1:], shape[0]
-        if _slots_of(ours) in SHARED_SLOTS:
+        theirs = self._layer_name(within)
+        if "layers" not in self.model.parameters[ours].logical_axes:
+            return _Place([f"{prefix}decoder/layers_{layers[0]}/{theirs}"], shape)
+        shape = shape[1:]
+        if _slots_of(within) in SHARED_SLOTS:
             shape = (*shape[:-1], len(SHARED_SLOTS), shape[-1])
-        if written_out:
-            paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in range(num_layers)]
+        if written_out or len(layers) < num_layers:
+            paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in layers]
             return _Place(paths, shape, is_stack=True)
         shape = (*shape[:LAYER_AXIS], num_layers, *shape[LAYER_AXIS:])
         return _Place([f"{prefix}decoder/layers/{theirs}"], shape, is_scanned=True)
 
-    def _layer_name(self, ours: str) -> str:
-        if slots := SLOT_NAMES.get(_slots_of(ours)):
-            return f"{slots}/{ours.rpartition('/')[2]}"
-        part, _, rest = _in_layer(ours).partition("/")
+    def _layer_name(self, within: str) -> str:
+        if slots := SLOT_NAMES.get(_slots_of(within)):
+            return f"{slots}/{within.rpartition('/')[2]}"
+        part, _, rest = within.partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
 
     def _format(self, paths: list[str]) -> np.dtype:
@@ -188,7 +188,7 @@ class MaxTextWeights:
         array = np.stack(parts) if place.is_stack else parts[0]
         if place.is_scanned:
             array = np.moveaxis(array, LAYER_AXIS, 0)
-        if (which := SHARED_SLOTS.get(_slots_of(ours))) is not None:
+        if (which := SHARED_SLOTS.get(_slots_of(self.model.placed(ours)[0]))) is not None:
             array = array[..., which, :]
         if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
             # There dimension 2i pairs with 2i + 1, here i with i + H/2.
@@ -200,14 +200,9 @@ class MaxTextWeights:
         return np.ascontiguousarray(array, self.formats[ours])
 
 
-def _in_layer(ours: str) -> str:
-    """The name of an array within its layer."""
-    return _OF_LAYER.sub("", ours).removeprefix("layers/")
-
-
-def _slots_of(ours: str) -> str:
-    """The name without its layer and without kernel or bias, as in SLOT_NAMES."""
-    return _in_layer(ours).rpartition("/")[0]
+def _slots_of(within: str) -> str:
+    """A name within a layer without kernel or bias, as in SLOT_NAMES."""
+    return within.rpartition("/")[0]
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:

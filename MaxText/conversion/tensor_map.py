@@ -65,9 +65,10 @@ class TensorMap:
         num_experts = model.section.mixture_of_experts.num_experts
         for row in family.rows if rows is None else rows:
             for layer in range(num_layers) if row.in_layers else (0,):
-                ours = row.arrays(num_layers, layer)
+                stored = [self._stored(name, layer) for name in row.arrays(num_layers, layer)]
+                ours = tuple(name for name, _ in stored)
                 if ours[0] in model.parameters:
-                    outer = (layer,) if row.is_stacked else ()
+                    outer = stored[0][1]
                     for expert in range(num_experts) if row.in_experts else (0,):
                         place = (*outer, expert) if row.in_experts else outer
                         name = row.name(num_layers, layer, expert)
@@ -80,10 +81,18 @@ class TensorMap:
             raise UnknownParameters(family.model_type, unknown)
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
+    def _stored(self, name: str, layer: int) -> tuple[str, tuple[int, ...]]:
+        """The array that holds ours of a table's row in a layer, and the place in it."""
+        folder, _, within = name.partition("/")
+        if folder != "layers":
+            return name, ()
+        found, row = self.model.stored(layer, within)
+        return found, () if row is None else (row,)
+
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
         """Sizes of one array by the letters of its layout; they may differ from layer to layer."""
-        shape = self.model.parameters[ours].shape
-        return row.layout.sizes(shape[row.is_stacked + row.in_experts :])
+        info = self.model.parameters[ours]
+        return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
 
     @functools.cached_property
     def tensors(self) -> list[Tensor]:

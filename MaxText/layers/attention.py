@@ -3,18 +3,29 @@
 Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim.
 """
 
+from typing import Any, Self
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import Attention as AttentionSection
-from MaxText.configuration.layer_sections import AttentionKind, SlotPlace
+from MaxText.configuration.layer_sections import Dimensions, SlotPlace
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
-from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
+from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.attention_core import (
+    MAX_BLOCKS,
+    Memory,
+    Scoring,
+    softmax_attention,
+    window_blocks,
+)
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
-from MaxText.layers.flash_attention import flash_attention, serves
+from MaxText.layers.flash_attention import TILE, flash_attention, serves
+from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multiplied
 from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
 from MaxText.layers.linear_attention import (
     LinearState,
@@ -22,13 +33,13 @@ from MaxText.layers.linear_attention import (
     causal_linear_attention,
 )
 from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.pattention import PattentionProjection
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import rotate
 from MaxText.layers.weights import Initializer, Shape, weight
 from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
 
-Scalars = dict[str, jax.Array]
 # Names of the dimensions of queries and of keys and values.
 _OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 _OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
@@ -36,8 +47,21 @@ _OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "act
 State = KeyValueCache | WindowCache | LinearState
 
 
-class Attention(nnx.Module):
+class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
+
+    has_separate_inputs = True
+    mixer = "attention"
+    has_memories = True  # whether it reads num_mem_kv learned keys and values
+
+    @classmethod
+    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Self:
+        """Makes the attention of a layer."""
+        section, epsilon = layer.section, layer.section.block.normalization_layer_epsilon
+        rate = section.dropout.rate("attention")
+        made = cls(section.attention, section.pattention, epsilon, rate, init, rngs)
+        made.has_positions = section.position.position_embedding in ("rotary", "alibi")
+        return made
 
     def __init__(
         self,
@@ -47,15 +71,11 @@ class Attention(nnx.Module):
         dropout_rate: float,
         building: Building,
         rngs: nnx.Rngs,
-        *,
-        kind: AttentionKind = "global",
-        width: int | None = None,
     ):
-        """`width` is D where it is not that of the model; memories are for layers of one kind."""
         D, N, K, H = building.dimensions[:4]
-        D = width or D
         init = building.initializers
         self.section = section
+        self.has_positions = True
         self.dropout_rate = dropout_rate
         self.max_length = building.dimensions.max_target_length
         self.precision = building.precision
@@ -79,7 +99,7 @@ class Attention(nnx.Module):
         self.out = projection(
             (N, H), (D,), out_axes, init.attention_output, "proj", section.proj_bias
         )
-        memories = section.num_mem_kv if kind == "global" else 0
+        memories = section.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
             weight(
                 rngs, (memories, K, H), (None, "kv_heads", "kv"), init.memory,
@@ -93,35 +113,60 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
 
-    def __call__(
-        self,
-        inputs: tuple[jax.Array, jax.Array, jax.Array],
-        context: Context,
-        state: State | None = None,
-    ) -> tuple[jax.Array, Scalars, State | None]:
-        """The mixer.
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Products of queries with keys, and of probabilities with values."""
+        section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
+        window = section.sliding_window_size if cls.mixer == "local_attention" else None
+        memories = section.num_mem_kv if cls.has_memories else 0
+        counted = keys_by_rule(length, causal=section.causal, window=window) + memories
+        multiplied = keys_multiplied(section, length, cls.mixer) + memories
+        found = Flops(per_key * counted, per_key * multiplied)
+        is_flash = section.attention == "flash" and length % TILE == 0
+        # Both kernels of the backward pass make scores and the gradient of probabilities.
+        again = 3 * per_key * keys_multiplied(section, length, cls.mixer) if is_flash else 0.0
+        return {"attention scores": found._replace(recomputed=again), "attention values": found}
+
+    @classmethod
+    def state_bytes(
+        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Keys and values: of all tokens, or of a window."""
+        of_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
+        if cls.mixer == "local_attention":
+            return 0, min(keys.attention.sliding_window_size, length) * of_token
+        return of_token, keys.attention.num_mem_kv * of_token
+
+    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+        """Output of whole sequences.
 
         Args:
-          inputs: x_BTD of queries, of keys and of values, most often one and the same.
-          state: of the tokens before these; None where there are none.
-
-        Returns:
-          y_BTD; scalars to be summed over layers (none here); and the state after these tokens,
-          None unless there was one before or the context asks for one.
+          x_BTD: those of queries, of keys and of values.
         """
+        return self._run(x_BTD, context, None)[0], {}
+
+    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, State]:
+        """Output of prompts, and their keys and values."""
+        return self._run(x_BTD, context, None)
+
+    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, State]:
+        """Output of the next tokens, and the keys and values up to them."""
+        return self._run(x_BTD, context, state)
+
+    def _run(self, inputs: Any, context: Context, state: State | None) -> tuple[jax.Array, Any]:
         q_BTD, k_BTD, v_BTD = inputs
         q_BTNH = checkpoint_name(self.query(q_BTD), "query_proj")
         k_BTKH = checkpoint_name(self.key(k_BTD), "key_proj")
         v_BTKH = checkpoint_name(self.value(v_BTD), "value_proj")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if context.rotary is not None:
+        if context.rotary is not None and self.has_positions:
             q_BTNH, k_BTKH = rotate(q_BTNH, context.rotary), rotate(k_BTKH, context.rotary)
         q_BTNH = constrain(q_BTNH, *_OF_QUERIES)
         k_BTKH, v_BTKH = constrain(k_BTKH, *_OF_KEYS), constrain(v_BTKH, *_OF_KEYS)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
         o_BTNH = constrain(o_BTNH, *_OF_QUERIES)
-        return checkpoint_name(self.out(o_BTNH), "out_proj"), {}, state
+        return checkpoint_name(self.out(o_BTNH), "out_proj"), state
 
     def _core(
         self,
@@ -131,18 +176,15 @@ class Attention(nnx.Module):
         context: Context,
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
-        """Who sees what: the part that the kind of attention chooses."""
+        """From queries, keys and values to the weighted values."""
         section = self.section
-        if context.attention_kind == "linear":
-            return self._linear(q_BTNH, k_BTKH, v_BTKH, context, state)
-        local = context.attention_kind == "local"
-        window = section.sliding_window_size if local else None
+        window = section.sliding_window_size if self.mixer == "local_attention" else None
         scoring = Scoring(
             causal=section.causal,
             window=window,
             scale=section.attention_scale,
             soft_cap=section.attn_logits_soft_cap,
-            slopes_N=context.slopes_N,
+            slopes_N=context.slopes_N if self.has_positions else None,
             precision=self.precision,
         )
         if state is not None:
@@ -209,7 +251,50 @@ class Attention(nnx.Module):
         )  # fmt: skip
         return _named(o_BTNH)
 
-    def _linear(
+
+class LocalAttention(Attention):
+    """Attention to the last `sliding_window_size` tokens."""
+
+    mixer = "local_attention"
+    has_memories = False
+
+
+class LinearAttention(Attention):
+    """Attention whose state does not grow (layers/linear_attention.py)."""
+
+    mixer = "linear_attention"
+    has_memories = False
+
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """By the rule a token is added to the state, k v^T, and reads it, q S.
+
+        Executed are the chunks' squares and the sum of keys as well.
+        """
+        N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
+        adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
+        if not keys.attention.causal:
+            return {"attention scores": Flops(adds), "attention values": Flops(reads)}
+        chunk = min(keys.attention.linear_attention_chunk, length)
+        filled = -(-length // chunk) * chunk / length
+        square, counts = 2.0 * N * H * chunk, 2.0 * N * H
+        scores, values = filled * (square + counts + adds), filled * (square + reads)
+        # The state after a chunk was kept: adding to it is not done again.
+        again = length > keys.attention.linear_attention_chunk
+        return {
+            "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),
+            "attention values": Flops(reads, values, values if again else 0.0),
+        }
+
+    @classmethod
+    def state_bytes(
+        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Float32 sums, and the number of a segment."""
+        K, H = dimensions.num_kv_heads, dimensions.head_dim
+        return 0, 4 * (K * (H * H + H + 1) + 1)
+
+    def _core(
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
@@ -217,6 +302,7 @@ class Attention(nnx.Module):
         context: Context,
         state: State | None,
     ) -> tuple[jax.Array, LinearState | None]:
+        """Sums of keys and values in place of scores."""
         section = self.section
         if not section.causal:
             o_BTNH = bidirectional_linear_attention(
@@ -242,3 +328,46 @@ class Attention(nnx.Module):
 def _named(o_BTNH: jax.Array) -> jax.Array:
     """With the name that policies of rematerialisation know; kernels name what they keep."""
     return checkpoint_name(o_BTNH, "context")
+
+
+def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
+    """Keys that a query counts on average, by the rule of MFU.
+
+    Args:
+      length: T, tokens of a sequence.
+      causal: whether a token sees only earlier ones.
+      window: keys a query may see, itself included; None is all of them.
+    """
+    visible = min(window or length, length)
+    return visible - visible**2 / (2 * length) if causal else float(visible)
+
+
+def keys_multiplied(section: AttentionSection, length: int, mixer: str = "attention") -> float:
+    """Keys that a query is multiplied with on average, those masked afterwards included.
+
+    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
+    not skip. The others take query rows in blocks, each
+    with the keys up to its last row; without a causal mask that is the whole square, too. With a
+    window, blocks are about as long as it is, each with those beside it.
+
+    Args:
+      mixer: attention or local_attention.
+    """
+    if section.attention == "flash" and length % TILE == 0:
+        window = section.sliding_window_size if mixer == "local_attention" else None
+        return flash_keys_multiplied(length, causal=section.causal, window=window)
+    if mixer == "local_attention":
+        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
+        if rows is None:
+            return float(length)
+        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
+    block = query_block(section, length)
+    ends = ((start, min(start + block, length)) for start in range(0, length, block))
+    return sum((end - start) * end for start, end in ends) / length
+
+
+def query_block(section: AttentionSection, length: int) -> int:
+    """Query rows that are multiplied at once, as attention_core.softmax_attention chooses them."""
+    if section.attention == "dot_product" or not section.causal:
+        return length
+    return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

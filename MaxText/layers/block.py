@@ -7,20 +7,18 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers.attention import Attention, Scalars
+from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.registry import lookup
 from MaxText.layers.building import Building
 from MaxText.layers.connections import Inputs, Normalized
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
-from MaxText.layers.mixture_of_experts import MixtureOfExperts
 from MaxText.layers.normalization import normalization
-from MaxText.layers.pattention import PattentionFeedForward
-from MaxText.layers.static_sgu import NewestInputs, static_sgu
+from MaxText.layers.part import Mixer, Scalars
+from MaxText.layers.static_sgu import beside_static_sgu
 from MaxText.layers.weights import weight, zeros
 from MaxText.parallelism.constraints import constrain
 
@@ -31,16 +29,13 @@ _PATH = 2  # added for drop path
 _MACARON_SLOPES = 11
 
 
-def feed_forward(
-    section: ModelSection, index: int, building: Building, rngs: nnx.Rngs
-) -> MLP | PattentionFeedForward | MixtureOfExperts:
-    """The feed-forward that the configuration chooses for a layer."""
-    own, experts = section.feed_forward, section.mixture_of_experts
-    if experts.stands_in(index):
-        return MixtureOfExperts(experts, own.mlp_activations, building, rngs)
-    if own.feed_forward_type == "pattention":
-        return PattentionFeedForward(section.pattention, own.ffn_bias, building, rngs)
-    return MLP(own, building, rngs)
+def mixer_of(layer: Layer) -> type[Mixer] | None:
+    """The class of a layer's mixer; None for a layer without one."""
+    name = layer.section.block.mixer
+    if name == "none":
+        return None
+    found = lookup("mixer", name)
+    return beside_static_sgu(found) if layer.section.attention.static_sgu else found
 
 
 class Gate(nnx.Module):
@@ -53,24 +48,6 @@ class Gate(nnx.Module):
         return x * self.scale[...].astype(x.dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SplitState:
-    """What the two halves of a layer with static SGU keep of earlier tokens."""
-
-    attention: Any
-    sums: NewestInputs
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens that there is room for."""
-        return self.attention.capacity
-
-    def with_capacity(self, capacity: int) -> "SplitState":
-        """With room for more."""
-        return dataclasses.replace(self, attention=self.attention.with_capacity(capacity))
-
-
 class Block(nnx.Module):
     """Pre-norm block.
 
@@ -79,23 +56,22 @@ class Block(nnx.Module):
     macaron (Lu et al. 2019): sequential, with half a feed-forward before and half a one after.
     rezero (Bachlechner et al. 2020): each part has a gate in place of its norm.
 
-    A layer of attention kind none has its feed-forward alone. With dense connections x is the input
+    A layer without a mixer has its feed-forward alone. With dense connections x is the input
     of the residual stream, and queries, keys and values have inputs and norms of their own.
     """
 
-    def __init__(self, section: ModelSection, index: int, building: Building, rngs: nnx.Rngs):
-        """`index` counts layers from 0."""
-        dimensions = building.dimensions
-        mlp_dim = section.feed_forward.mlp_dims(dimensions)[index]
-        building = dataclasses.replace(building, dimensions=dimensions._replace(mlp_dim=mlp_dim))
-        own, kind = section.block, section.attention_kinds[index]
+    def __init__(self, layer: Layer, building: Building, rngs: nnx.Rngs):
+        section, dimensions = layer
+        building = dataclasses.replace(building, dimensions=dimensions)
+        own, dense = section.block, section.dense_connections
+        mixer = mixer_of(layer)
         self.arrangement = own.block_arrangement
         self.dropout_rate = section.dropout.rate("residual")
         self.path_rate = section.dropout.rate("path")
         self.path_ramps = section.dropout.drop_path_schedule == "linear"
         self.num_layers = dimensions.num_layers
         self.precision = building.precision
-        self.doubles = kind == "none" and section.attention.none_doubles_residual
+        self.doubles = mixer is None and section.attention.none_doubles_residual
 
         def norm() -> nnx.Module | None:
             if own.use_rezero:
@@ -112,32 +88,20 @@ class Block(nnx.Module):
         self.macaron_layer_norm = norm() if normed_first else None
         self.macaron_gate = gate() if normed_first else None
 
-        splits = section.attention.static_sgu
-        self.sgu_kernel = section.attention.static_sgu_kernel if splits else None
-        dense = section.dense_connections
-        one = not dense.mixes_attention_inputs or (index == 0 and dense.dense_first_norms == "one")
-        self.norm_names = ("",) if one else ("_q", "_k", "_v")
-        if kind == "none":
+        self.norm_names = ("_q", "_k", "_v") if dense.mixes_attention_inputs else ("",)
+        if mixer is None:
             self.self_attention = self.attention_gate = None
         else:
             for name in self.norm_names:
                 setattr(self, f"pre_self_attention_layer_norm{name}", norm())
-            epsilon = own.normalization_layer_epsilon
-            self.self_attention = Attention(
-                section.attention,
-                section.pattention,
-                epsilon,
-                section.dropout.rate("attention"),
-                building,
-                rngs,
-                kind=kind,
-                width=dimensions.emb_dim // 2 if self.sgu_kernel is not None else None,
-            )
+            self.self_attention = mixer.build(layer, building, rngs)
             self.attention_gate = gate()
         parallel = own.block_arrangement == "parallel"
-        self.shares_norm = parallel and own.parallel_residual_shared_norm and kind != "none"
+        self.shares_norm = parallel and own.parallel_residual_shared_norm and mixer is not None
         self.pre_mlp_layer_norm = None if self.shares_norm else norm()
-        self.mlp = feed_forward(section, index, building, rngs)
+        self.mlp = lookup("feed_forward", section.feed_forward.feed_forward_type).build(
+            layer, building, rngs
+        )
         self.mlp_gate = gate()
 
     def __call__(
@@ -181,27 +145,17 @@ class Block(nnx.Module):
     def _mixed(
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
-        """What other tokens say: attention, or static SGU and attention on half the width each."""
-        assert self.self_attention is not None
-        kernel = self.sgu_kernel
-        if kernel is None:
-            return self.self_attention(normed, context, state)
-        x_BTD, half = normed[0], normed[0].shape[-1] // 2
-        rest = x_BTD[..., half:]
-        own = None if state is None else state.attention
-        out, scalars, own = self.self_attention((rest, rest, rest), context, own)
-        first = jax.lax.stop_gradient(x_BTD[..., :half])
-        new_state = None
+        """The mixer's output, its scalars and its decode state."""
+        mixer = self.self_attention
+        assert mixer is not None
+        x_BTD = normed if mixer.has_separate_inputs else normed[0]
         if state is not None:
-            sums, kept = state.sums.step(first, kernel, self.precision)
-            new_state = SplitState(own, kept)
-        else:
-            sums = static_sgu(first, kernel, context.segments_BT, self.precision)
-            if context.capacity is not None:
-                assert context.lengths_B is not None
-                kept = NewestInputs.of_prompt(first, context.lengths_B, kernel)
-                new_state = SplitState(own, kept)
-        return jnp.concatenate([sums, out], axis=-1), scalars, new_state
+            out, state = mixer.decode_step(x_BTD, state, context)
+            return out, {}, state
+        if context.capacity is not None:
+            out, state = mixer.prefill(x_BTD, context)
+            return out, {}, state
+        return *mixer(x_BTD, context), None
 
     @property
     def norms_of_ways(self) -> dict[str, nnx.Module]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from MaxText.configuration.layer_sections import AttentionKind
 from MaxText.parallelism.constraints import split_rows
 
 
@@ -25,7 +24,6 @@ class Context:
       drops_tokens: whether experts may drop tokens beyond their capacity. Not where texts are
         scored: their padding would decide which.
       layer: number of the layer that reads this, from 0; None outside of layers.
-      attention_kind: of that layer.
       slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
         distance; None without.
       capacity: tokens that the state of each mixer shall have room for, while a prompt is read
@@ -40,7 +38,6 @@ class Context:
     training: bool = False
     drops_tokens: bool = True
     layer: jax.Array | int | None = None
-    attention_kind: AttentionKind = "global"
     slopes_N: jax.Array | None = None
     capacity: int | None = None
     lengths_B: jax.Array | None = None
@@ -79,16 +76,12 @@ class Context:
 
         return part
 
-    def for_layer(
-        self, index: jax.Array | int, attention_kind: AttentionKind = "global"
-    ) -> "Context":
-        """This context with the number, the random key and the kind of layer `index`."""
+    def for_layer(self, index: jax.Array | int) -> "Context":
+        """This context with the number and the random key of layer `index`."""
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return dataclasses.replace(
-            self, dropout_key=key, layer=index, attention_kind=attention_kind
-        )
+        return dataclasses.replace(self, dropout_key=key, layer=index)
 
     def key_for(self, place: int) -> jax.Array | None:
         """The random key of one place within a layer; places are numbered by the caller."""

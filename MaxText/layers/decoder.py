@@ -27,7 +27,14 @@ from MaxText.layers.normalization import normalization
 from MaxText.layers.pipeline import pipelined
 from MaxText.layers.pipelined_history import pipelined_with_history
 from MaxText.layers.rotary import rotary_table
-from MaxText.layers.stack import Walked, rematerialized, stack, walk, walk_written_out
+from MaxText.layers.stack import (
+    LayersOutput,
+    apply_scanned,
+    apply_unrolled,
+    rematerialized,
+    stack,
+    weights_of,
+)
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
@@ -69,11 +76,12 @@ class Decoder(nnx.Module):
             if num_positions == -1:
                 num_positions = dimensions.max_target_length
             self.position_embedder = Embedding(num_positions, "position", building, rngs)
-        self.layers = stack(
-            lambda index, rngs: Block(section, index, building, rngs),
-            1 if section.block.share_parameters else dimensions.num_layers,
+        layers = section.layers
+        self.layers, self.blueprint = stack(
+            lambda index, rngs: Block(layers[index], building, rngs),
+            section.layer_plan,
             rngs,
-            alike=section.layers_are_alike,
+            shared=section.block.share_parameters,
         )
         if section.dense_connections.dense_conn:
             epsilon = section.block.normalization_layer_epsilon
@@ -139,35 +147,33 @@ class Decoder(nnx.Module):
             drops_tokens=drops_tokens,
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
-        kinds, period = self.section.attention_kinds, self.section.attention_period
         num_stages = num_stages_in_force()
 
-        def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array, place: int):
-            return layer(Inputs.all(x_BTD), context.for_layer(index, kinds[place]))[:2]
+        def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array | int):
+            return layer(Inputs.all(x_BTD), context.for_layer(index))[:2]
 
         if num_stages == 1 and memory.scan_layers is not True:
-            walked = self._written_out(x_BTD, context, None, memory.remat_policy)
-            return self._normalized(self._last(walked, memory.remat_policy)), walked.scalars
+            output = self._unrolled(x_BTD, context, None, memory.remat_policy)
+            return self._normalized(self._last(output, memory.remat_policy)), output.scalars
         if isinstance(self.connections, DenseConnections):
             x_BTD, scalars = self._with_history(x_BTD, context, self.connections)
         elif num_stages > 1:
             x_BTD, scalars = pipelined(
                 self.layers,
+                self.blueprint,
                 x_BTD,
                 context,
                 apply,
                 schedule=self.section.pipeline_schedule(num_stages),
-                period=period,
                 policy=memory.remat_policy,
             )
         else:
-            x_BTD, scalars = walk(
+            x_BTD, scalars = apply_scanned(
                 self.layers,
+                self.blueprint,
                 x_BTD,
-                lambda layer, x_BTD, index, place: apply(layer, x_BTD, context, index, place),
-                num_layers=len(kinds),
-                period=period,
-                policy=memory.remat_policy,
+                lambda layer, x_BTD, index: apply(layer, x_BTD, context, index),
+                memory.remat_policy,
             )
         if num_stages > 1:  # norm and head have rows on all stages
             x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
@@ -221,10 +227,10 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        own = None if states is None else states[: len(self.section.attention_kinds)]
-        walked = self._written_out(x_BTD, context, own, "none")
-        h_BTD = self._normalized(self._last(walked, "none"))
-        new_states = walked.states
+        own = None if states is None else states[: self.blueprint.plan.num_layers]
+        output = self._unrolled(x_BTD, context, own, "none")
+        h_BTD = self._normalized(self._last(output, "none"))
+        new_states = output.states
         if self.head_qk is not None:
             pointers = self.head_qk.pointers(h_BTD, tokens_BT)
             if states is None:
@@ -235,24 +241,23 @@ class Decoder(nnx.Module):
             new_states = (*new_states, pointers)
         return h_BTD, new_states
 
-    def _written_out(
+    def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
-    ) -> Walked:
+    ) -> LayersOutput:
         """All layers, each with its inputs and its state; outputs are sources of `connections`."""
-        kinds = self.section.attention_kinds
 
         def apply(layer: Block, sources: Sources, index: int, state: Any):
             # Inputs are made where the layer is, so that its backward pass makes them again
             # instead of keeping them.
             inputs, sources = self.connections(index, sources, layer.norms_of_ways)
-            y_BTD, scalars, state = layer(inputs, context.for_layer(index, kinds[index]), state)
+            y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
             return (*sources, Source(y_BTD)), scalars, state
 
-        return walk_written_out(
+        return apply_unrolled(
             self.layers,
+            self.blueprint,
             Source(x_BTD),
             apply,
-            num_layers=len(kinds),
             policy=policy,
             states=states,
             in_turn=self.section.dense_connections.dense_conn,
@@ -262,15 +267,15 @@ class Decoder(nnx.Module):
         self, x_BTD: jax.Array, context: Context, connections: DenseConnections
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """All layers in a scan or on stages, each with its sums, and the sum after the last one."""
-        kinds = self.section.attention_kinds
         arrays, without = context.arrays_apart()
+        graphdefs = self.blueprint.cycle_graphdefs
 
         def apply(layer: Block, inputs: Inputs, index: jax.Array, place: int, arrays: Any):
-            own = without.with_arrays(arrays).for_layer(index, kinds[place])
-            return layer(inputs, own)[:2]
+            layer = nnx.merge(graphdefs[place % len(graphdefs)], weights_of(layer))
+            return layer(inputs, without.with_arrays(arrays).for_layer(index))[:2]
 
         num_stages, policy = num_stages_in_force(), self.section.memory.remat_policy
-        period = self.section.attention_period
+        period = self.blueprint.plan.cycle
         if num_stages == 1:
             return walk_with_history(
                 self.layers, connections, x_BTD, apply, arrays, period=period, policy=policy
@@ -286,13 +291,13 @@ class Decoder(nnx.Module):
             policy=policy,
         )
 
-    def _last(self, walked: Walked, policy: RematPolicy) -> jax.Array:
+    def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
         """What the final norm reads."""
         depth = self.section.shape.dimensions.num_layers
         read = rematerialized(
             lambda sources: self.connections(depth, sources, {})[0].r, policy, in_scan=False
         )
-        return read(walked.outputs)
+        return read(output.outputs)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)

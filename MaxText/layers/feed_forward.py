@@ -3,11 +3,14 @@
 Legend: B sequences, T tokens, D emb_dim, F mlp_dim.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
+from MaxText.configuration.model_sections import Layer
 from MaxText.layers.activations import (
     ACTIVATIONS,
     LEARNED,
@@ -18,20 +21,28 @@ from MaxText.layers.activations import (
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.mixture_of_experts import MixtureOfExperts
+from MaxText.layers.part import FeedForward, Scalars
 from MaxText.parallelism.constraints import constrain
-
-Scalars = dict[str, jax.Array]
 
 _RANDOM_SLOPES = 10  # place of randomness within a layer; block.py has the others
 
 
-class MLP(nnx.Module):
+class MLP(FeedForward):
     """wo(prod_i activation_i(wi_i x)).
 
     One activation is the MLP of Vaswani et al. 2017, (silu, linear) the SwiGLU of Shazeer 2020,
     equation 6. Input kernels are named wi, or wi_0, wi_1, ... when there are several, and the
     numbers of learned activations lie in activation, or activation_0, activation_1, ...
     """
+
+    @classmethod
+    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
+        """Makes the MLP of a layer, or the experts of one that has several."""
+        section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
+        if experts.num_experts > 1:
+            return MixtureOfExperts(experts, section.mlp_activations, init, rngs)
+        return cls(section, init, rngs)
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ def kernel_refused(
     """
     attention, dimensions = section.attention, section.shape.dimensions
     length = dimensions.max_target_length
-    if not section.softmax_kinds:
+    if not section.softmax_mixers:
         return "no layer has softmax attention"
     if section.position.position_embedding == "alibi":
         return "position_embedding=alibi adds to scores"
@@ -79,7 +79,7 @@ def _cudnn_refused(section: ModelSection, num_length_parts: int, num_stages: int
         return f"head_dim {head_dim} is no multiple of 8"
     if attention.attn_logits_soft_cap:
         return "cuDNN has no attn_logits_soft_cap"
-    if "local" in section.attention_kinds and not attention.causal:
+    if "local_attention" in section.mixers and not attention.causal:
         return "cuDNN has no windows to both sides"
     if num_length_parts > 1:
         return "sequences are divided over devices"
@@ -108,8 +108,8 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
 
     queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
-    for kind in sorted(set(section.softmax_kinds)):
-        window = attention.sliding_window_size if kind == "local" else None
+    for mixer in sorted(set(section.softmax_mixers)):
+        window = attention.sliding_window_size if mixer == "local_attention" else None
         scoring = Scoring(attention.causal, window, attention.attention_scale)
 
         def total(q, k, v, segments, scoring=scoring):

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
-from MaxText.layers.stack import joined, keep_layers_apart
+from MaxText.layers.stack import keep_layers_apart
 from MaxText.layers.weights import ParameterInfo, ShapesOnly
 
 Parameters = dict  # nested, leaves are arrays
@@ -25,11 +26,13 @@ class Model:
       section: the model's configuration, with backend defaults resolved.
       parameters: name ("layers/mlp/wo/kernel") -> ParameterInfo, in the order of the tree.
       abstract: nested dict like the parameters, of jax.ShapeDtypeStruct.
+      blueprint: how its layers are built and stored.
     """
 
     def __init__(self, section: ModelSection):
         self.section = section
         module = Decoder(section, ShapesOnly())
+        self.blueprint = module.blueprint
         self._graphdef, state = nnx.split(module)
         self.abstract: Parameters = nnx.to_pure_dict(state)
         self.parameters: dict[str, ParameterInfo] = {}
@@ -43,6 +46,39 @@ class Model:
                 num_in_dims=metadata["num_in_dims"],
             )
 
+    def stored(self, layer: int, name: str) -> tuple[str, int | None]:
+        """Where a layer's parameter is stored: the array's name, and the row of a stacked one.
+
+        Args:
+          name: within the layer, such as "mlp/wo/kernel".
+        """
+        if self.blueprint.is_stacked:
+            return f"layers/{name}", layer
+        path, row = self.blueprint.plan.path(layer)
+        return f"layers/{path}/{name}", row
+
+    def placed(self, name: str) -> tuple[str, range | None]:
+        """The inverse: a parameter's name within its layer, and the layers that its rows hold.
+
+        An array of a single layer has a range of one; one outside of layers has None.
+        """
+        folder, _, within = name.partition("/")
+        plan = self.blueprint.plan
+        if folder != "layers":
+            return name, None
+        if self.blueprint.is_stacked:
+            return within, range(1 if self.blueprint.is_shared else plan.num_layers)
+        first, _, within = within.partition("/")
+        if first != "cycle":
+            return within, range(int(first), int(first) + 1)
+        position, _, within = within.partition("/")
+        return within, range(plan.prefix + int(position), plan.end, plan.cycle)
+
+    def layer_of(self, name: str) -> Layer | None:
+        """The first layer that a parameter belongs to; None for one outside of layers."""
+        layers = self.placed(name)[1]
+        return None if layers is None else self.section.layers[layers[0]]
+
     @property
     def num_parameters(self) -> int:
         return sum(info.size for info in self.parameters.values())
@@ -55,7 +91,7 @@ class Model:
         """The module with these parameters, whole or in parts, for use inside a trace."""
         layers = parameters["layers"]
         if isinstance(layers, tuple):
-            parameters = parameters | {"layers": joined(layers)}
+            parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, parameters)
 
     def in_parts(self, parameters: Parameters) -> Parameters:
@@ -81,6 +117,4 @@ class Model:
             return new
 
         parameters = jax.tree_util.tree_map_with_path(converted, parameters)
-        if not self.section.layers_are_alike:
-            return parameters
-        return parameters | {"layers": keep_layers_apart(parameters["layers"])}
+        return parameters | {"layers": keep_layers_apart(parameters["layers"], self.blueprint)}

@@ -8,6 +8,7 @@ Legend: B sequences, T tokens, D emb_dim, n slots.
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
+from MaxText.configuration.model_sections import Layer
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
-from MaxText.layers.feed_forward import Scalars
+from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Shape, SlotInitializers
 from MaxText.parallelism.constraints import constrain
 
@@ -173,14 +175,20 @@ class PattentionProjection(Pattention):
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 
-class PattentionFeedForward(Pattention):
+class PattentionFeedForward(FeedForward, Pattention):
     """A Pattention in the place of the MLP."""
+
+    @classmethod
+    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Self:
+        """Makes the feed-forward of a layer."""
+        return cls(layer.section.pattention, layer.section.feed_forward.ffn_bias, init, rngs)
 
     def __init__(
         self, section: PattentionSection, use_bias: bool, building: Building, rngs: nnx.Rngs
     ):
         D = building.dimensions.emb_dim
-        super().__init__(
+        Pattention.__init__(
+            self,
             section,
             "ffn",
             D,

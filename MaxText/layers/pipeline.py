@@ -24,33 +24,30 @@ from flax import nnx
 from MaxText.configuration.model_sections import RematPolicy
 from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.layers.context import Context
-from MaxText.layers.stack import walk
+from MaxText.layers.stack import Blueprint, scan_cycle
 from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, split_rows
 
 
 def pipelined(
     layers: Any,
+    blueprint: Blueprint,
     x_BTD: jax.Array,
     context: Context,
-    apply: Callable[
-        [Any, jax.Array, Context, jax.Array, int], tuple[jax.Array, dict[str, jax.Array]]
-    ],
+    apply: Callable[[Any, jax.Array, Context, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
     *,
     schedule: PipelineSchedule,
-    period: int,
     policy: RematPolicy,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sends `x_BTD` through all layers of a stacked module, on stages of a mesh.
 
-    The result is that of `stack.walk`, but for rounding and for which numbers dropout draws: each
-    microbatch draws its own.
+    The result is that of `stack.apply_scanned`, but for rounding and for which numbers dropout
+    draws: each microbatch draws its own.
 
     Args:
-      layers: what `stack` returned for layers that are alike.
+      layers: what `stack` returned, all of them repeats of one cycle.
       context: of the whole batch.
-      apply: (layer, x, context of these rows, index, place in the pattern) -> (y, scalars).
+      apply: (layer, x, context of these rows, index) -> (y, scalars).
       schedule: whose number of stages is that of the mesh in force.
-      period: length of the pattern of kinds that layers follow; divides the layers of a run.
       policy: what each layer's backward pass computes again.
 
     Returns:
@@ -58,8 +55,9 @@ def pipelined(
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
-    graphdef, state = nnx.split(layers)
-    weights_SK = by_stage(state, schedule)
+    is_stacked, cycle = blueprint.is_stacked, blueprint.plan.cycle
+    state = nnx.state(layers if is_stacked else layers["cycle"])
+    weights_SK = by_stage(state, schedule, 1 if is_stacked else cycle)
 
     def stage(number: jax.Array, x_bTD: jax.Array, weights_K: Any, turn: jax.Array):
         visit = turn - number
@@ -71,15 +69,14 @@ def pipelined(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
 
-        y_bTD, scalars = walk(
-            nnx.merge(graphdef, weights_K),
+        y_bTD, scalars = scan_cycle(
+            blueprint,
+            weights_K,
             x_bTD,
-            lambda layer, x, index, place: apply(
-                layer, x, contexts(visit % num_microbatches), first + index, place
-            ),
-            num_layers=per_stage,
-            period=period,
-            policy=policy,
+            lambda layer, x, index: apply(layer, x, contexts(visit % num_microbatches), index),
+            policy,
+            num_repeats=per_stage // cycle,
+            first=first,
             select=of_repeat if repeats > 1 else None,
         )
         has_work = (visit >= 0) & (visit < num_microbatches * repeats)
@@ -113,13 +110,17 @@ def pipelined(
     return constrain(joined_rows(y_MbTD), *HIDDEN), jax.tree.map(jnp.sum, scalars)
 
 
-def by_stage(state: Any, schedule: PipelineSchedule) -> dict:
+def by_stage(state: Any, schedule: PipelineSchedule, layers_per_row: int = 1) -> dict:
     """Stacked weights [L, ...] as [S, K, R, ...], each stage's on its devices; R = 1 is left out.
+
+    Where a row stands for several layers, of which others have arrays of their own, L and K count
+    rows.
 
     With one repeat they lie there already. With several, runs of layers move between stages once
     for the forward and once for the backward pass: checkpoints know layers by their number alone.
     """
     num_stages, repeats, per_stage, _ = schedule
+    per_stage //= layers_per_row
 
     def arranged(parameter: Any) -> jax.Array:
         leaf, names = parameter.get_value(), parameter.get_metadata()["logical_axes"]

@@ -1,10 +1,12 @@
-"""A stack of layers, walked by a scan or written out.
+"""A stack of layers: how their weights are stored, and how they are applied.
 
-Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension,
-whether or not the walk is a scan, so checkpoints do not depend on it. Where shapes differ, each
-layer is stored under its number.
+Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension.
+Where shapes differ, layers of a repeated cycle (configuration/layer_plan.py) are stacked by their
+position in it, `layers/cycle/<position>`, and others stored by their number, `layers/<number>`.
+Checkpoints do not depend on whether layers are scanned or unrolled.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
+from MaxText.configuration.layer_plan import LayerPlan
 from MaxText.configuration.model_sections import RematPolicy
+from MaxText.layers.part import Scalars
 from MaxText.layers.weights import ShapesOnly
 from MaxText.parallelism.constraints import platform, token_by_token
 
@@ -56,44 +60,144 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
     return jax.checkpoint(function, policy=keep, prevent_cse=not in_scan)
 
 
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """How the layers of a model are built and stored.
+
+    Attributes:
+      plan: which of them repeat.
+      graphdefs: each layer's graph definition (nnx.split).
+      is_stacked: whether one tree of stacked arrays holds all layers.
+      is_shared: whether all layers are one and the same.
+    """
+
+    plan: LayerPlan
+    graphdefs: tuple[Any, ...]
+    is_stacked: bool
+    is_shared: bool
+
+    @property
+    def cycle_graphdefs(self) -> tuple[Any, ...]:
+        """Those of the layers of one cycle."""
+        return self.graphdefs[self.plan.prefix : self.plan.prefix + self.plan.cycle]
+
+    def cycle_weights(self, weights: dict) -> Any:
+        """The stacked weights of the repeated layers alone, of all layers' weights."""
+        plan = self.plan
+        if not self.is_stacked:
+            return weights["cycle"]
+        if plan.is_whole or self.is_shared:
+            return weights
+        return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
+
+    def layer_weights(self, weights: dict) -> list[dict]:
+        """Each layer's weights."""
+        if self.is_stacked:
+            rows = _unstacked(weights)
+            return [rows[index % len(rows)] for index in range(self.plan.num_layers)]
+        cycles = {name: _unstacked(stacked) for name, stacked in weights.get("cycle", {}).items()}
+        return [self.layer_of(weights, cycles, index) for index in range(self.plan.num_layers)]
+
+    def layer_of(self, weights: dict, cycles: dict[str, list[dict]], index: int) -> dict:
+        """One layer's weights, of layers that differ.
+
+        Args:
+          cycles: those of repeated layers by position and repeat.
+        """
+        place = self.plan.cycled(index)
+        return weights[str(index)] if place is None else cycles[str(place[0])][place[1]]
+
+    def join(self, layers: Sequence[dict]) -> dict:
+        """All layers' weights as they are stored, from each layer's; for use inside a trace.
+
+        The compiler takes slices of what is stacked here from the parts themselves, so nothing is
+        copied unless a loop reads the result.
+        """
+
+        def stacked(chosen: Sequence[dict]) -> dict:
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *chosen)
+
+        if self.is_stacked:
+            return stacked(layers[:1] if self.is_shared else layers)
+        plan = self.plan
+        joined: dict[str, Any] = {str(index): layers[index] for index in plan.singles()}
+        if plan.repeats:
+            joined["cycle"] = {
+                str(position): stacked(layers[plan.prefix + position : plan.end : plan.cycle])
+                for position in range(plan.cycle)
+            }
+        return joined
+
+
 def stack(
-    make_layer: Callable[[int, nnx.Rngs], Any], num_layers: int, rngs: nnx.Rngs, *, alike: bool
-) -> Any:
+    make_layer: Callable[[int, nnx.Rngs], Any],
+    plan: LayerPlan,
+    rngs: nnx.Rngs,
+    *,
+    shared: bool = False,
+) -> tuple[Any, Blueprint]:
     """All layers as one module.
 
     Args:
       make_layer: (index, keys) -> layer.
-      alike: whether all have parameters of the same shapes.
+      plan: which layers are alike.
+      shared: whether all layers have the same parameters.
 
     Returns:
-      A module like a single layer, whose weights have a leading dimension of `num_layers`; or, of
-      layers that differ, an nnx.Dict from "0", "1", ... to each.
+      A module like a single layer whose weights have a leading dimension of layers; or, of layers
+      that differ in shapes, an nnx.Dict as the module's docstring says. And how to use it.
     """
     shapes_only = isinstance(rngs, ShapesOnly)
-    if not alike:
-        if shapes_only:
-            own = [rngs] * num_layers
+    first_of = [plan.prefix + place[0] if (place := plan.cycled(i)) else i
+                for i in range(plan.num_layers)]  # fmt: skip
+    abstract = {index: make_layer(index, ShapesOnly()) for index in dict.fromkeys(first_of)}
+    graphdefs = {index: nnx.graphdef(layer) for index, layer in abstract.items()}
+    shapes = [_shapes(layer) for layer in abstract.values()]
+    is_stacked = all(other == shapes[0] for other in shapes)
+    assert is_stacked or not shared, "layers that share parameters have different ones"
+    blueprint = Blueprint(plan, tuple(graphdefs[i] for i in first_of), is_stacked, shared)
+    num_stored = 1 if shared else plan.num_layers
+    keys = None if shapes_only else jax.random.split(rngs.params(), num_stored)
+
+    def stacked(index: int, chosen: slice) -> Any:
+        def draw(key: jax.Array) -> dict:
+            return nnx.to_pure_dict(nnx.state(make_layer(index, nnx.Rngs(params=key))))
+
+        if keys is not None:
+            # Drawn by one vmap over keys: one by one, deep models take seconds to compile.
+            values = jax.vmap(draw)(keys[chosen])
         else:
-            own = [nnx.Rngs(params=k) for k in jax.random.split(rngs.params(), num_layers)]
-        return nnx.Dict({str(i): make_layer(i, own[i]) for i in range(num_layers)})
+            count = len(range(num_stored)[chosen])
+            values = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype),
+                nnx.to_pure_dict(nnx.state(abstract[index])),
+            )
+        layers = nnx.merge(graphdefs[index], values)
+        for _, parameter in nnx.to_flat_state(nnx.state(layers)):
+            axes = parameter.get_metadata()["logical_axes"]
+            parameter.set_metadata(logical_axes=("layers", *axes))
+        return layers
 
-    # Drawn by one vmap over keys: layer by layer inside a jit, deep models take seconds to compile.
-    def draw(key: jax.Array) -> dict:
-        return nnx.to_pure_dict(nnx.state(make_layer(0, nnx.Rngs(params=key))))
-
-    one = make_layer(0, ShapesOnly())
-    if shapes_only:
-        values = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype),
-            nnx.to_pure_dict(nnx.state(one)),
+    if is_stacked:
+        return stacked(0, slice(None)), blueprint
+    layers = {
+        str(i): abstract[i] if keys is None else make_layer(i, nnx.Rngs(params=keys[i]))
+        for i in plan.singles()
+    }
+    if plan.repeats:
+        cycle = (
+            stacked(plan.prefix + position, slice(plan.prefix + position, plan.end, plan.cycle))
+            for position in range(plan.cycle)
         )
-    else:
-        values = jax.vmap(draw)(jax.random.split(rngs.params(), num_layers))
-    layers = nnx.merge(nnx.graphdef(one), values)
-    for _, parameter in nnx.to_flat_state(nnx.state(layers)):
-        axes = parameter.get_metadata()["logical_axes"]
-        parameter.set_metadata(logical_axes=("layers", *axes))
-    return layers
+        layers["cycle"] = nnx.Dict({str(position): each for position, each in enumerate(cycle)})
+    return nnx.Dict(layers), blueprint
+
+
+def _shapes(layer: Any) -> list[Any]:
+    """Names, shapes, formats and logical axes of a layer's parameters."""
+    flat = nnx.to_flat_state(nnx.state(layer))
+    values = [(path, p.get_value(), p.get_metadata()["logical_axes"]) for path, p in flat]
+    return [(path, value.shape, value.dtype, axes) for path, value, axes in values]
 
 
 @jax.custom_vjp
@@ -172,103 +276,152 @@ def _is_zero(gradient: Any) -> bool:
     return isinstance(gradient, SymbolicZero)
 
 
-def walk(
+def apply_scanned(
     layers: Any,
+    blueprint: Blueprint,
     x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, jax.Array, int], tuple[jax.Array, dict[str, jax.Array]]],
-    *,
-    num_layers: int,
-    period: int,
+    apply: Callable[[Any, jax.Array, jax.Array | int], tuple[jax.Array, Scalars]],
     policy: RematPolicy,
-    select: Callable[[Any], Any] | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sends `x_BTD` through all layers of a stacked module: a compiled pattern in a loop.
+) -> tuple[jax.Array, Scalars]:
+    """Sends `x_BTD` through all layers, repeats of the cycle in a scan and others unrolled.
 
     Args:
-      layers: what `stack` returned; of one layer that all share, or of num_layers.
-      apply: (layer, x, index, place in the pattern) -> (y, scalars).
-      num_layers: how often a layer is applied.
-      period: length of the pattern of kinds that layers follow; divides num_layers.
+      layers: what `stack` returned.
+      apply: (layer, x, index) -> (y, scalars).
       policy: what each layer's backward pass computes again.
-      select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
 
     Returns:
       The last output, and each scalar summed over layers.
     """
-    graphdef, stacked = _split(layers)
-    shared = jax.tree.leaves(stacked)[0].shape[0] != num_layers
+    weights, plan = weights_of(layers), blueprint.plan
+    totals: Scalars = {}
 
-    def one_pattern(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[dict]]:
-        weights, first = given
+    def single(x_BTD: jax.Array, index: int) -> jax.Array:
+        def one_layer(x_BTD, weights):
+            own = weights if not blueprint.is_stacked else row(weights)
+            return apply(nnx.merge(blueprint.graphdefs[index], own), x_BTD, index)
+
+        def row(weights: dict) -> dict:
+            return jax.tree.map(lambda leaf: leaf[0 if blueprint.is_shared else index], weights)
+
+        own = weights if blueprint.is_stacked else weights[str(index)]
+        y_BTD, scalars = rematerialized(one_layer, policy, in_scan=False)(x_BTD, own)
+        _add(totals, scalars)
+        return token_by_token(y_BTD)
+
+    for index in range(plan.prefix):
+        x_BTD = single(x_BTD, index)
+    if plan.repeats:
+        x_BTD, scalars = scan_cycle(
+            blueprint, blueprint.cycle_weights(weights), x_BTD, apply, policy,
+            num_repeats=plan.repeats, first=plan.prefix,
+        )  # fmt: skip
+        _add(totals, scalars)
+    for index in range(plan.end, plan.num_layers):
+        x_BTD = single(x_BTD, index)
+    return x_BTD, totals
+
+
+def scan_cycle(
+    blueprint: Blueprint,
+    weights: Any,
+    x_BTD: jax.Array,
+    apply: Callable[[Any, jax.Array, Any], tuple[jax.Array, Scalars]],
+    policy: RematPolicy,
+    *,
+    num_repeats: int,
+    first: jax.Array | int = 0,
+    select: Callable[[Any], Any] | None = None,
+) -> tuple[jax.Array, Scalars]:
+    """Repeats of the cycle in a scan.
+
+    Args:
+      weights: of these layers (Blueprint.cycle_weights).
+      num_repeats: how many of them.
+      first: number of the first layer.
+      select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
+    """
+    cycle, graphdefs = blueprint.plan.cycle, blueprint.cycle_graphdefs
+    is_stacked, is_shared = blueprint.is_stacked, blueprint.is_shared
+
+    def one_cycle(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[Scalars]]:
+        weights, start = given
         scalars = []
-        for place in range(period):
+        for position, graphdef in enumerate(graphdefs):
 
-            def one_layer(x_BTD, weights, index, place=place):
+            def one_layer(x_BTD, weights, index, position=position, graphdef=graphdef):
                 # In here, as weights cut out before would be kept for the backward pass.
-                own = jax.tree.map(lambda leaf: leaf[0 if shared else place], weights)
+                if is_stacked:
+                    row = 0 if is_shared else position
+                    own = jax.tree.map(lambda leaf: leaf[row], weights)
+                else:
+                    own = weights[str(position)]
                 if select is not None:
                     own = select(own)
-                return apply(nnx.merge(graphdef, own), x_BTD, index, place)
+                return apply(nnx.merge(graphdef, own), x_BTD, index)
 
             # A loop of one turn is none to the compiler.
-            one_layer = rematerialized(one_layer, policy, in_scan=num_layers > period)
-            x_BTD, found = one_layer(x_BTD, weights, first + place)
+            one_layer = rematerialized(one_layer, policy, in_scan=num_repeats > 1)
+            x_BTD, found = one_layer(x_BTD, weights, start + position)
             x_BTD = token_by_token(x_BTD)
             scalars.append(found)
         return x_BTD, scalars
 
-    firsts = jnp.arange(0, num_layers, period)
-    if shared:
+    starts = first + jnp.arange(0, num_repeats * cycle, cycle)
+    if is_shared:
         x_BTD, scalars = jax.lax.scan(
-            lambda x, first: one_pattern(x, (stacked, first)), x_BTD, firsts
+            lambda x, start: one_cycle(x, (weights, start)), x_BTD, starts
         )
     else:
-        patterns = jax.tree.map(
-            lambda leaf: leaf.reshape(num_layers // period, period, *leaf.shape[1:]), stacked
-        )
-        x_BTD, scalars = jax.lax.scan(one_pattern, x_BTD, (patterns, firsts))
-    totals: dict[str, jax.Array] = {}
+        if is_stacked:
+            weights = jax.tree.map(
+                lambda leaf: leaf.reshape(num_repeats, cycle, *leaf.shape[1:]), weights
+            )
+        x_BTD, scalars = jax.lax.scan(one_cycle, x_BTD, (weights, starts))
+    totals: Scalars = {}
     for found in scalars:
-        totals |= {name: totals.get(name, 0) + jnp.sum(value) for name, value in found.items()}
+        _add(totals, {name: jnp.sum(value) for name, value in found.items()})
     return x_BTD, totals
 
 
-class Walked(NamedTuple):
-    """What layers that were written out have given.
+def _add(totals: Scalars, found: Scalars) -> None:
+    for name, value in found.items():
+        totals[name] = totals.get(name, 0) + value
+
+
+class LayersOutput(NamedTuple):
+    """What unrolled layers return.
 
     Attributes:
       outputs: what the last layer handed on.
       scalars: summed over layers.
-      states: of the mixers, one per layer.
+      states: decode states of the mixers, one per layer.
     """
 
     outputs: tuple[Any, ...]
-    scalars: dict[str, jax.Array]
+    scalars: Scalars
     states: tuple[Any, ...]
 
 
-def walk_written_out(
+def apply_unrolled(
     layers: Any,
+    blueprint: Blueprint,
     first: Any,
-    apply: Callable[
-        [Any, tuple[Any, ...], int, Any], tuple[tuple[Any, ...], dict[str, jax.Array], Any]
-    ],
+    apply: Callable[[Any, tuple[Any, ...], int, Any], tuple[tuple[Any, ...], Scalars, Any]],
     *,
-    num_layers: int,
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,
     in_turn: bool = False,
-) -> Walked:
-    """Sends `first` through all layers, each written out by itself.
+) -> LayersOutput:
+    """Sends `first` through all layers, each unrolled.
 
-    Programs that generate text walk like this, too: a loop would copy each layer's weights and
+    Programs that generate text do this, too: a loop would copy each layer's weights and
     state out of the stacked ones for every token, which takes as long as the products.
 
     Args:
       layers: what `stack` returned.
       apply: (layer, outputs so far, index, state or None) -> (outputs, scalars, state), where
         outputs are what the next layer reads, of this layer alone or of earlier ones, too.
-      num_layers: how often a layer is applied; `layers` may hold one that all share.
       policy: what each layer's backward pass computes again. Outputs of layers are always kept.
       states: of each layer, or None before there are any.
       in_turn: on TPU a layer's backward pass waits for the weights' gradients of the layer after
@@ -279,54 +432,46 @@ def walk_written_out(
     """
     in_turn = in_turn and platform() == "tpu"
     outputs, totals, new_states = (first,), {}, []
-    graphdefs, held = _each(layers, num_layers, in_turn)
-    for index, graphdef in enumerate(graphdefs):
-        weights, held, outputs = _take(index, held, outputs, in_turn)
+    weights = weights_of(layers)
+    if not in_turn or blueprint.is_shared or not blueprint.is_stacked:
+        weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
+    for index, graphdef in enumerate(blueprint.graphdefs):
+        own, weights, outputs = _take(index, weights, outputs, in_turn)
 
         def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), outputs, index, state)
 
         outputs, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
-            weights, outputs, None if states is None else states[index]
+            own, outputs, None if states is None else states[index]
         )
-        totals |= {name: totals.get(name, 0) + value for name, value in scalars.items()}
+        _add(totals, scalars)
         new_states.append(state)
-    return Walked(outputs, totals, tuple(new_states))
+    return LayersOutput(outputs, totals, tuple(new_states))
 
 
-def keep_layers_apart(weights: dict) -> tuple[dict, ...]:
-    """Stacked weights as one tree per layer, to be joined by `joined` inside a trace.
+def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
+    """Each layer's weights as a tree of its own, to be joined by `Blueprint.join` inside a trace.
 
     Programs that read all weights for each token cannot afford to cut them out of an array. Each
     stacked array is deleted as soon as it is cut.
     """
-    stacked, structure = jax.tree.flatten(weights)
-    layers: list[list[jax.Array]] = [[] for _ in range(stacked[0].shape[0])]
-    for leaf in stacked:
-        for index, parts in enumerate(layers):
-            parts.append(leaf[index])
-        jax.block_until_ready([parts[-1] for parts in layers])
-        leaf.delete()
-    return tuple(jax.tree.unflatten(structure, parts) for parts in layers)
 
+    def cut(stacked: dict) -> list[dict]:
+        leaves, structure = jax.tree.flatten(stacked)
+        rows: list[list[jax.Array]] = [[] for _ in range(leaves[0].shape[0])]
+        for leaf in leaves:
+            for index, parts in enumerate(rows):
+                parts.append(leaf[index])
+            jax.block_until_ready([parts[-1] for parts in rows])
+            leaf.delete()
+        return [jax.tree.unflatten(structure, parts) for parts in rows]
 
-def joined(weights: Sequence[dict]) -> dict:
-    """Inverse of `keep_layers_apart`, for use inside a trace.
-
-    The compiler takes slices of what is stacked here from the parts themselves, so that nothing is
-    copied as long as no loop walks the result.
-    """
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights)
-
-
-def _each(layers: Any, num_layers: int, in_turn: bool) -> tuple[list[Any], Any]:
-    """Graph definition of each layer, in their order, and what `_take` takes their weights from."""
-    if isinstance(layers, nnx.Dict):
-        each = [_split(layers[str(index)]) for index in range(num_layers)]
-        return [graphdef for graphdef, _ in each], [weights for _, weights in each]
-    graphdef, stacked = _split(layers)
-    shared = jax.tree.leaves(stacked)[0].shape[0] != num_layers
-    return [graphdef] * num_layers, stacked if in_turn and not shared else _unstacked(stacked)
+    num_layers = blueprint.plan.num_layers
+    if blueprint.is_stacked:
+        rows = cut(weights)
+        return tuple(rows[index % len(rows)] for index in range(num_layers))
+    cycles = {name: cut(stacked) for name, stacked in weights.get("cycle", {}).items()}
+    return tuple(blueprint.layer_of(weights, cycles, index) for index in range(num_layers))
 
 
 def _take(index: int, held: Any, outputs: Any, in_turn: bool) -> tuple[dict, Any, Any]:
@@ -346,6 +491,6 @@ def _take(index: int, held: Any, outputs: Any, in_turn: bool) -> tuple[dict, Any
     return held[place], held, outputs
 
 
-def _split(layers: Any) -> tuple[Any, dict]:
-    graphdef, state = nnx.split(layers)
-    return graphdef, nnx.to_pure_dict(state)
+def weights_of(layers: Any) -> dict:
+    """The weights of a module as nested dicts of arrays."""
+    return nnx.to_pure_dict(nnx.state(layers))

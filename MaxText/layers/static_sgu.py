@@ -10,10 +10,19 @@ Legend: B sequences, T tokens, E channels, P places before the tokens.
 """
 
 import dataclasses
+import functools
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.context import Context
+from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +51,97 @@ class NewestInputs:
         weights = _band(x_BTE.shape[1], x_BSE.shape[1], kernel, kernel)
         y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
         return y_BTE, NewestInputs(x_BSE[:, x_BSE.shape[1] - kernel :])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitState:
+    """What the two halves of a layer with static SGU keep of earlier tokens."""
+
+    attention: Any
+    sums: NewestInputs
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that there is room for."""
+        return self.attention.capacity
+
+    def with_capacity(self, capacity: int) -> "SplitState":
+        """With room for more."""
+        return dataclasses.replace(self, attention=self.attention.with_capacity(capacity))
+
+
+@functools.cache
+def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
+    """A mixer of half of the channels, with static SGU on the other half."""
+
+    class BesideStaticSGU(mixer):  # type: ignore[misc, valid-type]
+        """Static SGU on the first half of the channels, and a mixer on the second."""
+
+        sgu_kernel: int
+        sgu_precision: str | None
+
+        @classmethod
+        def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
+            """Makes the mixer half as wide as the model."""
+            width = init.dimensions.emb_dim // 2
+            half = init.dimensions._replace(emb_dim=width)
+            made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
+            made.sgu_kernel = layer.section.attention.static_sgu_kernel
+            made.sgu_precision = init.precision
+            return made
+
+        @classmethod
+        def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+            """Those of the mixer, and of the sums, through which no gradient passes."""
+            kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
+            rows, num_blocks = sgu_blocks(kernel, length)
+            summed = min(kernel + 1, length)
+            sums = Flops(
+                width * (summed - summed**2 / (2 * length)),
+                width * num_blocks * rows * (kernel + rows) / length,
+                backward=0,
+            )
+            return {**super().flops(keys, dimensions, length), "static SGU": sums}
+
+        @classmethod
+        def state_bytes(
+            cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+        ) -> tuple[int, int]:
+            """Those of the mixer, and the newest inputs of the sums."""
+            of_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
+            kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2
+            return of_token, fixed + kept * itemsize
+
+        def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:
+            x_BTD = x_BTD[0] if self.has_separate_inputs else x_BTD
+            first, rest = jnp.split(x_BTD, 2, axis=-1)
+            first = jax.lax.stop_gradient(first)
+            return first, (rest, rest, rest) if self.has_separate_inputs else rest
+
+        def _sums(self, first: jax.Array, context: Context) -> jax.Array:
+            return static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
+
+        def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+            first, rest = self._halves(x_BTD)
+            out, scalars = super().__call__(rest, context)
+            return jnp.concatenate([self._sums(first, context), out], axis=-1), scalars
+
+        def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
+            first, rest = self._halves(x_BTD)
+            out, state = super().prefill(rest, context)
+            assert context.lengths_B is not None
+            newest = NewestInputs.of_prompt(first, context.lengths_B, self.sgu_kernel)
+            sums = self._sums(first, context)
+            return jnp.concatenate([sums, out], axis=-1), SplitState(state, newest)
+
+        def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
+            first, rest = self._halves(x_BTD)
+            out, own = super().decode_step(rest, state.attention, context)
+            sums, newest = state.sums.step(first, self.sgu_kernel, self.sgu_precision)
+            return jnp.concatenate([sums, out], axis=-1), SplitState(own, newest)
+
+    return BesideStaticSGU
 
 
 def static_sgu(

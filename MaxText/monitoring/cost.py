@@ -10,14 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from MaxText.layers.attention import keys_by_rule, keys_multiplied, query_block
+from MaxText.layers.block import mixer_of
 from MaxText.layers.model import Model
-from MaxText.monitoring.flops import (
-    FlopCount,
-    count_flops,
-    keys_by_rule,
-    keys_multiplied,
-    query_block,
-)
+from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
 
 MFU_RULE = (
@@ -58,35 +54,32 @@ class ModelCost:
 
         There, every new token changes the keys and values of all others.
         """
-        section = self.model.section
-        if not section.attention.causal:
-            return 0
-        d, head = section.shape.dimensions, section.head
+        head = self.model.section.head
         pointer = head.head_qk_dim * self._activation_bytes + 4 if head.head_qk else 0
-        heads = 2 * d.num_kv_heads * d.head_dim * self._activation_bytes
-        return section.attention_kinds.count("global") * heads + pointer
+        of_token, _ = self._state_bytes
+        return of_token + pointer if self.model.section.attention.causal else 0
 
     @property
     def fixed_state_bytes(self) -> int:
         """What generation keeps of a sequence however long: windows, sums, learned keys."""
-        section = self.model.section
-        attention, d = section.attention, section.shape.dimensions
-        if not attention.causal:
-            return 0
-        K, H = d.num_kv_heads, d.head_dim
-        of_a_place = 2 * K * H * self._activation_bytes
-        sums = 4 * (K * (H * H + H + 1) + 1)  # float32, and the number of a segment
-        sgu = 0
-        if attention.static_sgu:
-            sgu = attention.static_sgu_kernel * d.emb_dim // 2 * self._activation_bytes
-        window = min(attention.sliding_window_size, self.count.sequence_length)
-        of_kind = {
-            "global": attention.num_mem_kv * of_a_place + sgu,
-            "local": window * of_a_place + sgu,
-            "linear": sums + sgu,
-            "none": 0,
-        }
-        return sum(of_kind[kind] for kind in section.attention_kinds)
+        return self._state_bytes[1]
+
+    @property
+    def _state_bytes(self) -> tuple[int, int]:
+        """Of the mixers' decode states: for each token, and however long a sequence is."""
+        of_token = fixed = 0
+        if not self.model.section.attention.causal:
+            return 0, 0
+        for layer in self.model.section.layers:
+            if (mixer := mixer_of(layer)) is not None:
+                found = mixer.state_bytes(
+                    mixer.keys_of(layer),
+                    layer.dimensions,
+                    self.count.sequence_length,
+                    self._activation_bytes,
+                )
+                of_token, fixed = of_token + found[0], fixed + found[1]
+        return of_token, fixed
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -104,11 +97,11 @@ class ModelCost:
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if section.num_mem_kv:
             rule += f", and {section.num_mem_kv} learned ones"
-        if "local" in self._kinds:
+        if "local_attention" in self._mixers:
             window = section.sliding_window_size
             keys = keys_by_rule(length, causal=section.causal, window=window)
             rule += f"; in local layers, of a window of {window:,}, {keys:,.6g}"
-        if "linear" in self._kinds:
+        if "linear_attention" in self._mixers:
             rule += "; a linear layer has sums of fixed size in their place"
         return rule
 
@@ -123,13 +116,15 @@ class ModelCost:
         else:
             keys = keys_multiplied(section, length)
             words = f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
-        if "local" in self._kinds:
-            words += f"; in local layers with {keys_multiplied(section, length, 'local'):,.6g}"
+        if "local_attention" in self._mixers:
+            words += (
+                f"; in local layers with {keys_multiplied(section, length, 'local_attention'):,.6g}"
+            )
         return words
 
     @property
-    def _kinds(self) -> set[str]:
-        return set(self.model.section.attention_kinds)
+    def _mixers(self) -> set[str]:
+        return set(self.model.section.mixers)
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, for the events of a run.
@@ -254,10 +249,10 @@ class ModelCost:
             self.kv_cache_bytes_per_token,
             self.fixed_state_bytes,
         )
-        layers = "layers" if self._kinds == {"global"} else "layers of global attention"
+        layers = "layers" if self._mixers == {"attention"} else "layers of global attention"
         of_token = f"2 x {layers} x kv heads x head_dim x bytes of {section.numerics.dtype}"
         numbers = (
-            f"2 x {section.attention_kinds.count('global')} x {d.num_kv_heads} x {d.head_dim} x "
+            f"2 x {section.mixers.count('attention')} x {d.num_kv_heads} x {d.head_dim} x "
             f"{self._activation_bytes}"
         )
         if section.head.head_qk:

@@ -69,19 +69,18 @@ import math
 import re
 from collections.abc import Iterable
 
-from MaxText.configuration.layer_sections import Attention, AttentionKind
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers import flash_attention
-from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
-from MaxText.layers.flash_attention import TILE
+from MaxText.configuration.registry import lookup
+from MaxText.layers.attention import keys_by_rule
+from MaxText.layers.block import mixer_of
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
-from MaxText.layers.static_sgu import sgu_blocks
+from MaxText.layers.part import Flops
 from MaxText.layers.weights import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
-_SGU, _POINTING = "static SGU", "Head-QK scores"
-_BETWEEN_TOKENS = ("attention scores", "attention values", _SGU, _POINTING)
+_POINTING = "Head-QK scores"
+_BETWEEN_TOKENS = ("attention scores", "attention values", "static SGU")
 _DEPTH_SUMS = "sums over depth"
 # Parts in the order of the forward pass, and how the names of their parameters look; attention
 # between tokens and sums over depth have none. A parameter that no row knows is a part with the
@@ -91,7 +90,7 @@ _PARTS: tuple[tuple[str, str | None], ...] = (
     ("position embedding", r"^position_embedder/"),
     ("query, key, value", r"/self_attention/(query|key|value)/"),
     ("memories", r"/self_attention/memory_(key|value)$"),
-    *((name, None) for name in _BETWEEN_TOKENS[:3]),
+    *((name, None) for name in _BETWEEN_TOKENS),
     ("attention output", r"/self_attention/out/"),
     ("router", r"/mlp/gate/"),
     ("feed-forward", r"/(macaron_)?mlp/"),
@@ -123,6 +122,7 @@ class Part:
       flops: forward operations per token, by the rule of MFU.
       executed: forward operations per token, as the backend computes them.
       backward: operations of the backward pass for each forward one.
+      between_tokens: whether tokens are multiplied with tokens or with a state.
     """
 
     name: str
@@ -130,6 +130,7 @@ class Part:
     flops: float
     executed: float
     backward: int = 2
+    between_tokens: bool = False
 
     @property
     def training(self) -> float:
@@ -165,13 +166,16 @@ class FlopCount:
     @property
     def weights(self) -> float:
         """Operations of training that multiply tokens with weights."""
-        others = (*_BETWEEN_TOKENS, _DEPTH_SUMS)
-        return sum(part.training for part in self.parts if part.name not in others)
+        return sum(
+            part.training
+            for part in self.parts
+            if not part.between_tokens and part.name != _DEPTH_SUMS
+        )
 
     @property
     def attention(self) -> float:
         """Operations of training that multiply tokens with tokens."""
-        return sum(part.training for part in self.parts if part.name in _BETWEEN_TOKENS)
+        return sum(part.training for part in self.parts if part.between_tokens)
 
     @property
     def depth_sums(self) -> float:
@@ -224,7 +228,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         part = _part_of(name)
         held[part] += info.size
         if info.num_in_dims:
-            by_rule, computed = _of_weights(section, name, info, sequence_length)
+            by_rule, computed = _of_weights(model, name, info, sequence_length)
             products[part] += by_rule  # type: ignore[assignment]
             executed[part] += computed  # type: ignore[assignment]
     if section.head.logits_via_embedding:
@@ -232,30 +236,33 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         products["head"] += table
         executed["head"] += table
     between = _between_tokens(section, sequence_length)
+    known = [name for name, _ in _PARTS]
+    place = known.index(_BETWEEN_TOKENS[1]) + 1
+    known[place:place] = [name for name in between if name not in known]
     sums = float(sum(_depth_sums(model).values()))
     parts = []
-    for name in dict.fromkeys([*(name for name, _ in _PARTS), *held]):
+    for name in dict.fromkeys([*known, *held]):
         if name in between:
-            backward = 0 if name == _SGU else 2
-            parts.append(Part(name, 0, *between[name], backward))
+            one = between[name]
+            computed = one.executed or 0.0
+            parts.append(Part(name, 0, one.by_rule, computed, one.backward, True))
         elif name == _DEPTH_SUMS:
             parts += [Part(name, 0, sums, sums)] if sums else []
         elif held[name] or products[name]:
             parts.append(Part(name, held[name], products[name], executed[name]))
-    return FlopCount(sequence_length, tuple(parts), _recomputed(model, parts, sequence_length))
+    recomputed = _recomputed(model, parts, between, sequence_length)
+    return FlopCount(sequence_length, tuple(parts), recomputed)
 
 
-def _of_weights(
-    section: ModelSection, name: str, info: ParameterInfo, length: int
-) -> tuple[float, float]:
+def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
     """Forward operations on a token of one matrix of all layers: by the rule, and executed."""
-    times = 1
+    section, times = model.section, 1
     if section.block.share_parameters and name.startswith("layers/"):
         times = section.shape.dimensions.num_layers
     whole = 2 * times * info.size
-    experts = section.mixture_of_experts
-    if "/experts/" not in name:
+    if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
         return whole, whole
+    experts = layer.section.mixture_of_experts
     visited = whole * experts.num_experts_per_tok / experts.num_experts
     if experts.capacity_factor < 0:
         return visited, visited
@@ -263,104 +270,38 @@ def _of_weights(
     return visited, whole * capacity / group
 
 
-def _between_tokens(section: ModelSection, length: int) -> dict[str, tuple[float, float]]:
-    """Part -> forward operations on a token over all layers: by the rule, and executed."""
-    d, attention = section.shape.dimensions, section.attention
-    per_key = 2 * d.num_query_heads * d.head_dim
-    scores, values = (0.0, 0.0), (0.0, 0.0)
-    for kind in section.attention_kinds:
-        if kind == "none":
-            continue
-        if kind == "linear":
-            more = _linear(section, length)
-        else:
-            window = attention.sliding_window_size if kind == "local" else None
-            memories = attention.num_mem_kv if kind == "global" else 0
-            keys = keys_by_rule(length, causal=attention.causal, window=window) + memories
-            multiplied = keys_multiplied(attention, length, kind) + memories
-            more = ((per_key * keys, per_key * multiplied),) * 2
-        scores = (scores[0] + more[0][0], scores[1] + more[0][1])
-        values = (values[0] + more[1][0], values[1] + more[1][1])
-    found = {"attention scores": scores, "attention values": values}
-    if attention.static_sgu:
-        kernel = attention.static_sgu_kernel
-        rows, num_blocks = sgu_blocks(kernel, length)
-        layers = sum(kind != "none" for kind in section.attention_kinds)
-        found[_SGU] = (
-            layers * d.emb_dim * keys_by_rule(length, causal=True, window=kernel + 1),
-            layers * d.emb_dim * num_blocks * rows * (kernel + rows) / length,
-        )
+def _between_tokens(section: ModelSection, length: int) -> dict[str, Flops]:
+    """Row -> forward operations on a token over all layers, besides those of weights."""
+    found: dict[str, Flops] = {"attention scores": Flops(0.0), "attention values": Flops(0.0)}
+
+    def add(rows: dict[str, Flops]) -> None:
+        for name, more in rows.items():
+            one = found.get(name, Flops(0.0))
+            executed = more.by_rule if more.executed is None else more.executed
+            found[name] = Flops(
+                one.by_rule + more.by_rule,
+                (one.executed or 0.0) + executed,
+                one.recomputed + more.recomputed,
+                more.backward,
+            )
+
+    for layer in section.layers:
+        if (mixer := mixer_of(layer)) is not None:
+            add(mixer.flops(mixer.keys_of(layer), layer.dimensions, length))
+        own = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+        add(own.flops(own.keys_of(layer), layer.dimensions, length))
     if section.head.head_qk:
         width = 2 * section.head.head_qk_dim
-        found[_POINTING] = (width * keys_by_rule(length, causal=True), float(width * length))
+        counted = width * keys_by_rule(length, causal=True)
+        found[_POINTING] = Flops(counted, float(width * length))
     return found
-
-
-def _linear(section: ModelSection, length: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """What a layer of linear attention has in place of scores and values.
-
-    By the rule a token is added to the state, k v^T, and reads it, q S. Executed are the chunks'
-    squares and the sum of keys as well.
-    """
-    d = section.shape.dimensions
-    N, K, H = d.num_query_heads, d.num_kv_heads, d.head_dim
-    adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
-    if not section.attention.causal:
-        return (adds, adds), (reads, reads)
-    chunk = min(section.attention.linear_attention_chunk, length)
-    filled = -(-length // chunk) * chunk / length
-    square, counts = 2.0 * N * H * chunk, 2.0 * N * H
-    return (adds, filled * (square + counts + adds)), (reads, filled * (square + reads))
-
-
-def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Keys that a query counts on average, by the rule of MFU.
-
-    Args:
-      length: T, tokens of a sequence.
-      causal: whether a token sees only earlier ones.
-      window: keys a query may see, itself included; None is all of them.
-    """
-    visible = min(window or length, length)
-    return visible - visible**2 / (2 * length) if causal else float(visible)
-
-
-def keys_multiplied(section: Attention, length: int, kind: AttentionKind = "global") -> float:
-    """Keys that a query is multiplied with on average, those masked afterwards included.
-
-    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
-    not skip. The others take query rows in blocks, each
-    with the keys up to its last row; without a causal mask that is the whole square, too. With a
-    window, blocks are about as long as it is, each with those beside it.
-
-    Args:
-      kind: global or local.
-    """
-    if section.attention == "flash" and length % TILE == 0:
-        window = section.sliding_window_size if kind == "local" else None
-        return flash_attention.keys_multiplied(length, causal=section.causal, window=window)
-    if kind == "local":
-        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
-        if rows is None:
-            return float(length)
-        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
-    block = query_block(section, length)
-    ends = ((start, min(start + block, length)) for start in range(0, length, block))
-    return sum((end - start) * end for start, end in ends) / length
-
-
-def query_block(section: Attention, length: int) -> int:
-    """Query rows that are multiplied at once, as attention_core.softmax_attention chooses them."""
-    if section.attention == "dot_product" or not section.causal:
-        return length
-    return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)
 
 
 def _part_of(name: str) -> str:
     for part, pattern in _PARTS:
         if pattern is not None and re.search(pattern, name):
             return part
-    return re.sub(r"^layers/(\d+/)?", "", name.rpartition("/")[0])
+    return re.sub(r"^layers/(\d+/|cycle/\d+/)?", "", name.rpartition("/")[0])
 
 
 def _depth_sums(model: Model) -> dict[int, int]:
@@ -374,34 +315,21 @@ def _depth_sums(model: Model) -> dict[int, int]:
     return {depth: 2 * math.prod(size) * emb_dim for depth, size in sizes.items()}
 
 
-def _recomputed(model: Model, parts: Iterable[Part], length: int) -> float | None:
+def _recomputed(
+    model: Model, parts: Iterable[Part], between: dict[str, Flops], length: int
+) -> float | None:
     """What the backward pass executes again: the layers by policy, the head when it is in chunks.
 
-    Chunks of the head keep no logits (training/objective.py), and those of linear attention no
-    scores (layers/linear_attention.py).
+    Chunks of the head keep no logits (training/objective.py).
     """
     section = model.section
     policy, chunks = section.memory.remat_policy, section.objective.num_vocab_tiling
     executed = {part.name: part.executed for part in parts}
-    again = 0.0
+    again = sum(one.recomputed for one in between.values())
     if chunks > 1:
         again += executed["head"] + executed.get(_POINTING, 0.0)
         if section.head.head_qk:
             again += 2 * model.parameters["head_qk/query/kernel"].size
-    if section.attention.causal and length > section.attention.linear_attention_chunk:
-        # The state after a chunk was kept: adding to it is not done again.
-        d = section.shape.dimensions
-        chunk = section.attention.linear_attention_chunk
-        adds = 2.0 * d.num_kv_heads * d.head_dim**2 * -(-length // chunk) * chunk / length
-        of_a_layer = sum(executed for _, executed in _linear(section, length)) - adds
-        again += section.attention_kinds.count("linear") * of_a_layer
-    if section.attention.attention == "flash" and length % TILE == 0:
-        # Both kernels of the backward pass make scores and the gradient of probabilities.
-        d = section.shape.dimensions
-        keys = sum(
-            keys_multiplied(section.attention, length, kind) for kind in section.softmax_kinds
-        )
-        again += 3 * 2 * d.num_query_heads * d.head_dim * keys
     if policy == "none":
         return again
     if policy != "full" or section.dense_connections.dense_kept_sums:
@@ -413,10 +341,11 @@ def _recomputed(model: Model, parts: Iterable[Part], length: int) -> float | Non
         if re.fullmatch(_KEPT, name):
             continue
         if gated or not re.search(_NOT_AGAIN[section.block.block_arrangement], name):
-            again += _of_weights(section, name, info, length)[1]
-    again += executed["attention scores"] + executed["attention values"]
-    if not parallel or gated:
-        again += executed.get(_SGU, 0.0)
+            again += _of_weights(model, name, info, length)[1]
+    for name, one in between.items():
+        # Nothing reads the sums of static SGU again where only the residual stream takes them.
+        if name != _POINTING and (one.backward or not parallel or gated):
+            again += one.executed or 0.0
     sums = _depth_sums(model)
     if section.dense_connections.mudd_postnorm == "none":
         # Nothing in its own backward pass reads the sum after the last layer.

@@ -139,7 +139,9 @@ def _hidden_states(program: Program) -> float:
         spec = layout.sharding(axes, sizes).spec
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
-        times = layers if "layers" in info.logical_axes else 1
+        times = info.shape[0] if "layers" in info.logical_axes else 1
+        if section.block.share_parameters and name.startswith("layers/"):
+            times = layers
         sums += times
         again += times * ("/mlp/" not in name)
     policy = section.memory.remat_policy
@@ -169,9 +171,7 @@ def _rows(program: Program) -> float:
         return 0.0
     group, capacity = places(experts, program.length, experts.capacity_factor)
     filled = experts.num_experts * capacity / group
-    layers = sum(1 for name in program.model.parameters if name.endswith("/mlp/gate/kernel"))
-    if section.layers_are_alike:
-        layers = section.shape.dimensions.num_layers
+    layers = sum(layer.section.mixture_of_experts.num_experts > 1 for layer in section.layers)
     passes = 3 if section.memory.remat_policy in _MADE_AGAIN else 2
     n = program.layout.mesh.shape["expert"]
     return 2 * passes * layers * filled * program.state_bytes * (n - 1) / n
@@ -183,7 +183,7 @@ def _keys_and_values(program: Program) -> float:
     attention, d = section.attention, program.local_model.section.shape.dimensions
     width = np.dtype(section.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(section.softmax_kinds)
+    layers = len(section.softmax_mixers)
     others = program.layout.mesh.shape["context"] - 1
     forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
     if attention.context_parallel_strategy == "ring":

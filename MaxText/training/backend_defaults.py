@@ -41,6 +41,8 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
     mixing, why = _mixing(section, backend, dtype, layout)
     if section.scan_refused is not None:
         scanned, reason = False, section.scan_refused
+    elif not section.layer_plan.repeats:
+        scanned, reason = False, "no layers repeat"
     elif dense.dense_conn and not on_cpu and (backend != "tpu" or mixing != "kernel"):
         scanned, reason = False, "without a kernel a scan writes its sums once for each source"
     elif on_cpu and few:

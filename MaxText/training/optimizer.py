@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from MaxText.configuration.registry import lookup
 from MaxText.configuration.training_sections import Optimizer
 from MaxText.errors import UserError
 from MaxText.layers.weights import ParameterInfo
@@ -130,29 +131,42 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 
 def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """The rule without its learning rate and decay; a gradient descent direction, sign kept."""
-    mu_dtype = section.mu_dtype or None
-    if section.opt_type == "adamw" and not section.adam_bias_correction:
+    rule = lookup("optimizer", section.opt_type)
+    return rule(section.parts.of(rule) or section, parameters)
+
+
+def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+    """Adam (Kingma and Ba 2015)."""
+    if not section.adam_bias_correction:
         return _adam_without_bias_correction(section)
-    if section.opt_type == "adamw":
-        return optax.scale_by_adam(
-            b1=section.adam_b1,
-            b2=section.adam_b2,
-            eps=section.adam_eps,
-            eps_root=section.adam_eps_root,
-            mu_dtype=mu_dtype,
-        )
-    if section.opt_type == "lion":
-        return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
-    if section.opt_type == "sgd":
-        return optax.trace(decay=section.momentum, nesterov=section.nesterov)
-    if section.opt_type == "adafactor":
-        return _adafactor(section)
+    return optax.scale_by_adam(
+        b1=section.adam_b1,
+        b2=section.adam_b2,
+        eps=section.adam_eps,
+        eps_root=section.adam_eps_root,
+        mu_dtype=section.mu_dtype or None,
+    )
+
+
+def lion(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023)."""
+    mu_dtype = section.mu_dtype or None
+    return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
+
+
+def sgd(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+    """Stochastic gradient descent with momentum."""
+    return optax.trace(decay=section.momentum, nesterov=section.nesterov)
+
+
+def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
+    """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
     # A learning rate of -1 makes optax's complete rule hand over its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
         beta=section.muon_beta,
         eps=section.adam_eps,
-        mu_dtype=mu_dtype,
+        mu_dtype=section.mu_dtype or None,
         nesterov=section.nesterov,
         adam_b1=section.adam_b1,
         adam_b2=section.adam_b2,
@@ -187,7 +201,7 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
     return optax.GradientTransformation(adam.init, update)
 
 
-def _adafactor(section: Optimizer) -> optax.GradientTransformation:
+def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Shazeer and Stern 2018, algorithm 4; the learning rate is relative to a parameter's size.
 
     The schedule and the decoupled decay hold here as for every rule (GPT-Neo's ignores both, and

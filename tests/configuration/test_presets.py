@@ -235,15 +235,16 @@ def test_gpt_neo_configs(name):
 
 
 def test_what_gpt_neos_layers_are():
-    def kinds(name: str) -> list[str]:
-        return [kind[0] for kind in configure(GPT_NEO / f"{name}.yml").model.attention_kinds]
+    def mixers(name: str) -> str:
+        return "".join(mixer[0] for mixer in configure(GPT_NEO / f"{name}.yml").model.mixers)
 
-    assert "".join(kinds("gpt3_PAR_small_256")) == "gnn" * 5 + "nnnn"
-    assert "".join(kinds("gpt3_13B_256")) == "gl" * 20
-    assert "".join(kinds("gpt3_small_local_256")) == "lg" * 6
-    assert "".join(kinds("GPT3_2-7B_pretrained")) == "gl" * 16
-    experts = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.mixture_of_experts
-    assert [layer for layer in range(12) if experts.stands_in(layer)] == [2, 4, 6, 8, 10]
+    assert mixers("gpt3_PAR_small_256") == "ann" * 5 + "nnnn"
+    assert mixers("gpt3_13B_256") == "al" * 20
+    assert mixers("gpt3_small_local_256") == "la" * 6
+    assert mixers("GPT3_2-7B_pretrained") == "al" * 16
+    layers = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.layers
+    experts = [layer.section.mixture_of_experts.num_experts for layer in layers]
+    assert [layer for layer in range(12) if experts[layer] > 1] == [2, 4, 6, 8, 10]
 
 
 def test_sizes_of_recipes():

@@ -200,8 +200,8 @@ def test_a_window_comes_back_with_the_length(here):
     # Longer texts have layers with a window; in shorter ones nothing lies beyond it.
     for length, expected in {32: (8, 32), 8: (8, 32), 4: (8, 4)}.items():
         run("from=hf:hf", f"to=run{length}", f"max_target_length={length}")
-        types = load([f"run{length}/config.yml"]).config.model.attention_kinds
-        assert set(types) == {"local" if length > 8 else "global"}
+        types = load([f"run{length}/config.yml"]).config.model.mixers
+        assert set(types) == {"local_attention" if length > 8 else "attention"}
         assert exported(f"out{length}", f"from=run{length}") == expected
     # Another configuration sees farther than the window; a Llama has none.
     longer = exported("longer", "run8/config.yml", "max_target_length=16", "from=run8")

@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.layer_sections import MIXERS
 from MaxText.configuration.loading import configure
 from MaxText.conversion.config_json import find_family, our_values, to_config_json
 from MaxText.conversion.exporting import FolderExport
@@ -196,7 +197,7 @@ def test_layers_of_gpt_neo():
     ):
         asked = config | {"attention_types": types, "attention_layers": kinds}
         ours = configure(**to_keys(family, asked, "here", {}))
-        assert list(ours.model.attention_kinds) == kinds
+        assert list(ours.model.mixers) == [MIXERS[kind] for kind in kinds]
         written = to_config_json(family, ours)
         assert (written["attention_types"], written["attention_layers"]) == (types, kinds)
     # As silent as transformers lets it be.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
@@ -30,23 +31,21 @@ def with_noise(params):
 
 def first_layer(model, params):
     """The first layer as a module; for use inside a trace."""
-    if model.section.layers_are_alike:
-        first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-        return model.merge(params | {"layers": first}).layers
-    return model.merge(params).layers["0"]
+    weights = model.blueprint.layer_weights(params["layers"])[0]
+    return nnx.merge(model.blueprint.graphdefs[0], weights)
 
 
 def hidden_states(seed=1, length=16):
     return np.random.default_rng(seed).normal(size=(2, length, 32)).astype(np.float32)
 
 
-def applied(model, params, by_hand, x, kind="global"):
+def applied(model, params, by_hand, x):
     """What the first layer makes of x, and what `by_hand` (layer, x, context) does."""
 
     @jax.jit
     def run(params, x):
         layer = first_layer(model, params)
-        context = Context().for_layer(0, kind)
+        context = Context().for_layer(0)
         return layer(Inputs.all(x), context)[0], by_hand(layer, x, context)
 
     return run(params, x)
@@ -112,7 +111,7 @@ def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
         h = 2 * x if doubles else x
         return h + layer.mlp(layer.pre_mlp_layer_norm(h), context)[0]
 
-    got, expected = applied(model, params, by_hand, hidden_states(), "none")
+    got, expected = applied(model, params, by_hand, hidden_states())
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
@@ -203,14 +202,14 @@ def test_static_sgu_has_half_the_channels_and_no_gradient():
 
     @jax.jit
     def run(params, x):
-        layer = first_layer(model, params)
+        mixer, rest = first_layer(model, params).self_attention, x[..., 16:]
 
         def mixed(x):
-            return layer._mixed((x, x, x), Context().for_layer(0), None)[0]
+            return mixer((x, x, x), Context())[0]
 
         gradient = jax.grad(lambda x: jnp.sum(mixed(x) ** 2))(x)
-        rest = x[..., 16:]
-        return mixed(x), static_sgu(x[..., :16], 4), attention(layer, rest, Context()), gradient
+        alone = super(type(mixer), mixer).__call__((rest, rest, rest), Context())[0]
+        return mixed(x), static_sgu(x[..., :16], 4), alone, gradient
 
     got, sums, others, gradient = map(np.asarray, run(params, x))
     np.testing.assert_allclose(got, np.concatenate([sums, others], axis=-1), atol=1e-6)

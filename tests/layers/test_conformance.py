@@ -189,8 +189,9 @@ class Architecture:
     def __init__(self, decoder_block: str, keys: dict[str, Any]):
         self.decoder_block, self.keys = decoder_block, SIZES | keys
         config = self.config()
-        alike, scans = config.model.layers_are_alike, config.model.memory.scan_layers
-        other = self.config(scan_layers=alike and not scans, remat_policy="full")
+        scans, model = config.model.memory.scan_layers, config.model
+        can_scan = model.layer_plan.repeats > 0 and model.scan_refused is None
+        other = self.config(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, rows=2, documents=True)
         # Keys of a kind that compiles fast.

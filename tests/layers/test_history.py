@@ -144,7 +144,7 @@ def test_plan(keys, rows, nested):
     config = tiny_config("llama2", **(DENSE | keys | {"base_num_decoder_layers": 8}))
     decoder: Any = Decoder(config.model, ShapesOnly())
     section = config.model.dense_connections
-    plan = plan_of(decoder.connections, config.model.attention_period)
+    plan = plan_of(decoder.connections, config.model.layer_plan.cycle)
     assert (plan.row_of, plan.nested) == (rows, nested)
     for j, depth in enumerate(range(0, 8, section.dense_period)):
         places = tuple(plan.places_JS[j, : plan.counts_J[j]])

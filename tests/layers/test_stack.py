@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from MaxText.configuration.layer_plan import plan_layers
 from MaxText.layers import stack
 from MaxText.layers.weights import weight
 from MaxText.parallelism import constraints
@@ -20,19 +21,26 @@ def normal(key, shape, num_in_dims, dtype):
 class Layer(nnx.Module):
     """tanh(x W + b)."""
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, width=D):
         def drawn(*shape):
             return weight(rngs, shape, (None,) * len(shape), normal, dtype=jnp.dtype("float32"))
 
-        self.w, self.b, self.unread = drawn(D, D), drawn(D), drawn(D)
+        self.w, self.b, self.unread = drawn(D, D), drawn(D), drawn(width)
 
     def __call__(self, x):
         return jnp.tanh(x @ self.w[...] + self.b[...])
 
 
-def loss_of(num_stored, alike, reads_all, in_turn):
+def loss_of(alike, shared, reads_all, in_turn):
     """Weights, and a function of them and of x; with `reads_all` each layer reads all outputs."""
-    layers = stack.stack(lambda index, rngs: Layer(rngs), num_stored, nnx.Rngs(0), alike=alike)
+    kinds = range(NUM_LAYERS) if not alike else [0] * NUM_LAYERS
+    layers, blueprint = stack.stack(
+        lambda index, rngs: Layer(rngs, D + kinds[index]),
+        plan_layers(kinds),
+        nnx.Rngs(0),
+        shared=shared,
+    )
+    assert blueprint.is_stacked == alike
     graphdef, weights = nnx.split(layers)
 
     def apply(layer, outputs, index, state):
@@ -41,23 +49,21 @@ def loss_of(num_stored, alike, reads_all, in_turn):
 
     def loss(weights, x):
         layers = nnx.merge(graphdef, weights)
-        walked = stack.walk_written_out(
-            layers, x, apply, num_layers=NUM_LAYERS, policy="full", in_turn=in_turn
-        )
-        return jnp.sum(jnp.sin(walked.outputs[-1])) + walked.scalars["squares"]
+        found = stack.apply_unrolled(layers, blueprint, x, apply, policy="full", in_turn=in_turn)
+        return jnp.sum(jnp.sin(found.outputs[-1])) + found.scalars["squares"]
 
     return nnx.to_pure_dict(weights), loss
 
 
 @pytest.mark.parametrize(
-    ("num_stored", "alike", "reads_all"),
-    [(NUM_LAYERS, True, False), (NUM_LAYERS, False, True), (1, True, True)],
+    ("alike", "shared", "reads_all"),
+    [(True, False, False), (False, False, True), (True, True, True)],
     ids=["alike", "apart, all outputs read", "shared, all outputs read"],
 )
 def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
-    num_stored, alike, reads_all, monkeypatch
+    alike, shared, reads_all, monkeypatch
 ):
-    weights, loss = loss_of(num_stored, alike, reads_all, in_turn=True)
+    weights, loss = loss_of(alike, shared, reads_all, in_turn=True)
     x = jnp.linspace(-1, 1, 2 * D).reshape(2, D)
 
     def gradients(weights, x):
@@ -86,22 +92,23 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
 
 def test_layers_that_are_not_asked_to_wait_do_not(monkeypatch):
     monkeypatch.setattr(stack, "platform", lambda: "tpu")
-    weights, loss = loss_of(NUM_LAYERS, alike=True, reads_all=False, in_turn=False)
+    weights, loss = loss_of(True, False, reads_all=False, in_turn=False)
     traced = jax.make_jaxpr(jax.grad(loss))(weights, jnp.ones((2, D)))
     assert not any(e.primitive.name == "optimization_barrier" for e in traced.jaxpr.eqns)
 
 
 def test_on_tpu_a_scan_hands_states_on_token_by_token(monkeypatch):
-    weights, x = jnp.ones((NUM_LAYERS, D, D)) / D, jnp.linspace(-1, 1, 6 * D).reshape(1, 6, D)
+    plan, x = plan_layers([0] * NUM_LAYERS), jnp.linspace(-1, 1, 6 * D).reshape(1, 6, D)
+    layers, blueprint = stack.stack(lambda index, rngs: Layer(rngs), plan, nnx.Rngs(0))
+    graphdef, weights = nnx.split(layers)
 
     def loss(weights, x):
-        y, _ = stack.walk(
-            nnx.Dict(kernel=nnx.Param(weights)),
+        y, _ = stack.apply_scanned(
+            nnx.merge(graphdef, weights),
+            blueprint,
             x,
-            lambda layer, x, index, place: (jnp.tanh(x @ layer.kernel[...]), {}),
-            num_layers=NUM_LAYERS,
-            period=1,
-            policy="full",
+            lambda layer, x, index: (layer(x), {}),
+            "full",
         )
         return jnp.sum(y**2)
 

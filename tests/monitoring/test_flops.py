@@ -10,9 +10,10 @@ import pytest
 
 from MaxText.configuration.layer_sections import Attention
 from MaxText.configuration.loading import configure
+from MaxText.layers.attention import keys_by_rule, keys_multiplied
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
-from MaxText.monitoring.flops import FlopCount, Part, count_flops, keys_by_rule, keys_multiplied
+from MaxText.monitoring.flops import FlopCount, Part, count_flops
 from MaxText.training.objective import loss_sums
 from tests.layers.test_conformance import products
 from tests.small_models import random_batch, tiny_config
@@ -218,7 +219,7 @@ def test_kinds_of_attention_by_hand():
     keys = T / 2 + W - W**2 / (2 * T)
     assert parts["attention scores"].flops == 2 * N * H * keys + 2 * K * H * H
     assert parts["attention values"].flops == 2 * N * H * keys + 2 * N * H * H
-    parts = parts_of(attention_types=[[["none", "global", "none"], 1]], scan_layers=False)
+    parts = parts_of(attention_types=[[["none", "global", "none"], 1]])
     assert parts["attention scores"].flops == 2 * N * H * T / 2
     assert parts["attention output"].flops == 2 * N * H * D
     parts = parts_of(num_mem_kv=M)
@@ -251,9 +252,10 @@ def test_static_sgu_and_head_qk_by_hand():
     count = count_flops(Model(config.model), T)
     parts = {part.name: part for part in count.parts}
     sums = L * D * (4 - 4**2 / (2 * T))  # half the channels, 2 operations
-    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0)
+    assert parts["static SGU"] == Part("static SGU", 0, sums, L * D * (16 + 3), 0, True)
     assert parts["Head-QK"] == Part("Head-QK", 2 * D * 24, 4 * D * 24, 4 * D * 24)
-    assert parts["Head-QK scores"] == Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T)
+    pointing = Part("Head-QK scores", 0, 2 * 24 * T / 2, 2 * 24 * T, 2, True)
+    assert parts["Head-QK scores"] == pointing
     assert count.per_token == 3 * (count.forward - sums) + sums
     assert count.per_token == count.weights + count.attention
     assert parts["head"].flops == 2 * D * V
@@ -281,18 +283,23 @@ def test_keys_by_rule():
 @pytest.mark.parametrize(
     ("section", "length", "kind", "keys"),
     [
-        ({"attention": "dot_product"}, 256, "global", 256),
-        ({"attention_block_size": 64}, 256, "global", (64 + 128 + 192 + 256) / 4),
-        ({"attention_block_size": 5}, 13, "global", (5 * 5 + 5 * 10 + 3 * 13) / 13),
+        ({"attention": "dot_product"}, 256, "attention", 256),
+        ({"attention_block_size": 64}, 256, "attention", (64 + 128 + 192 + 256) / 4),
+        ({"attention_block_size": 5}, 13, "attention", (5 * 5 + 5 * 10 + 3 * 13) / 13),
         # No more than 16 blocks: of 256 rows.
-        ({"attention_block_size": 128}, 4096, "global", 256 * (16 + 1) / 2),
-        ({"causal": False}, 4096, "global", 4096),
-        ({"attention": "flash"}, 2048, "global", 512 * (1 + 2 + 3 + 4) / 4),
-        ({"attention": "flash"}, 100, "global", 100),  # not what the kernel serves
-        ({"sliding_window_size": 4}, 12, "local", 12),  # one block of all
-        ({"sliding_window_size": 20}, 90, "local", 5 * 20 * 40 / 90),  # the last block filled up
-        ({"sliding_window_size": 20, "causal": False}, 100, "local", 60),
-        ({"sliding_window_size": 4}, 64, "local", 32),  # blocks of 16 rows at least
+        ({"attention_block_size": 128}, 4096, "attention", 256 * (16 + 1) / 2),
+        ({"causal": False}, 4096, "attention", 4096),
+        ({"attention": "flash"}, 2048, "attention", 512 * (1 + 2 + 3 + 4) / 4),
+        ({"attention": "flash"}, 100, "attention", 100),  # not what the kernel serves
+        ({"sliding_window_size": 4}, 12, "local_attention", 12),  # one block of all
+        (
+            {"sliding_window_size": 20},
+            90,
+            "local_attention",
+            5 * 20 * 40 / 90,
+        ),  # the last block filled up
+        ({"sliding_window_size": 20, "causal": False}, 100, "local_attention", 60),
+        ({"sliding_window_size": 4}, 64, "local_attention", 32),  # blocks of 16 rows at least
     ],
 )
 def test_keys_multiplied(section, length, kind, keys):
@@ -302,7 +309,7 @@ def test_keys_multiplied(section, length, kind, keys):
 def test_line_of_maxtext(told):
     parts = (
         Part("feed-forward", 1, 8e9, 8e9),
-        Part("attention scores", 0, 1e9, 1e9),
+        Part("attention scores", 0, 1e9, 1e9, between_tokens=True),
         Part("sums over depth", 0, 1e9, 1e9),
     )
     told(

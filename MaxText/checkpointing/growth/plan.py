@@ -208,25 +208,33 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
 
 def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
     """Why these layers cannot become more or fewer; None if they can, or need not."""
-    old, new = len(_numbers(stored)), len(_numbers(wanted))
-    if not (old and new):
-        # Layers that are alike are stacked.
-        sizes = (_sizes(LAYERS, stored[name], info) for name, info in wanted.items()
-                 if name in stored and len(stored[name].shape) == len(info.shape))  # fmt: skip
-        stacked = next(filter(None, sizes), None)
-        if stacked is None or not all(map(_has_connections, (stored, wanted))):
-            return None
-        old, new = stacked.old, stacked.new
+    old = _depth({name: leaf.shape for name, leaf in stored.items()})
+    new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
         return None
+    connected = _has_connections(wanted)
+    if not connected and _singles(stored) == _singles(wanted):
+        return None  # repeats of a cycle, of which any number has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
-    if _has_connections(wanted):
+    if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
     has_slots = any(SLOTS in info.logical_axes for info in wanted.values())
     return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
 
 
-def _numbers(names: Iterable[str]) -> set[str]:
+def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Layers that parameters of these names and shapes belong to."""
+    rows = {}
+    for name, shape in shapes.items():
+        folder, first, *rest = *name.split("/"), ""
+        if folder == LAYERS and first.isdigit():
+            rows[first] = 1
+        elif folder == LAYERS and shape:
+            rows["cycle/" + rest[0] if first == "cycle" else ""] = shape[0]
+    return sum(rows.values())
+
+
+def _singles(names: Iterable[str]) -> set[str]:
     """Numbers of layers that are stored one by one."""
     parts = (name.split("/") for name in names)
     return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}

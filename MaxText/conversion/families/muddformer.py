@@ -25,7 +25,7 @@ from MaxText.conversion.family import (
     stated,
 )
 
-_LAYER, _OURS = "layers.{layer}.", "layers/{layer}/"
+_LAYER, _OURS = "layers.{layer}.", "layers/"
 _NORM = "pre_self_attention_layer_norm"
 _SUM = "connections/after/{layer+1}/"
 

@@ -1,0 +1,76 @@
+"""Which layers repeat: a prefix, a cycle of layers that is repeated, and a suffix."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+_LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
+
+
+class LayerPlan(NamedTuple):
+    """Layers `prefix` to `prefix + repeats * cycle` are `cycle` different ones, `repeats` times.
+
+    Attributes:
+      num_layers: of the model.
+      prefix: layers before the cycle.
+      cycle: layers of the cycle; 0 where nothing repeats.
+      repeats: how often the cycle comes; 0 or at least 2.
+    """
+
+    num_layers: int
+    prefix: int
+    cycle: int
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """The first layer after the repeated cycle."""
+        return self.prefix + self.cycle * self.repeats
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are repeats of the cycle."""
+        return self.cycle * self.repeats == self.num_layers
+
+    def singles(self) -> Iterator[int]:
+        """Layers outside of the repeated cycle."""
+        yield from range(self.prefix)
+        yield from range(self.end, self.num_layers)
+
+    def cycled(self, index: int) -> tuple[int, int] | None:
+        """(position in the cycle, repeat) of a layer; None for a layer outside."""
+        if not self.prefix <= index < self.end:
+            return None
+        repeat, position = divmod(index - self.prefix, self.cycle)
+        return position, repeat
+
+    def path(self, index: int) -> tuple[str, int | None]:
+        """Where a layer's parameters are stored if layers differ in shapes.
+
+        Returns:
+          The path below `layers`, and the row of the stacked arrays there.
+        """
+        place = self.cycled(index)
+        return (str(index), None) if place is None else (f"cycle/{place[0]}", place[1])
+
+
+def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
+    """The plan with the fewest different layers to compile.
+
+    Args:
+      kinds: one value per layer; equal ones are interchangeable.
+    """
+    num_layers = len(kinds)
+    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers
+    for cycle in range(1, min(num_layers // 2, _LONGEST_CYCLE) + 1):
+        if cycle >= fewest:
+            break
+        start = 0
+        for index in range(cycle, num_layers + 1):
+            if index < num_layers and kinds[index] == kinds[index - cycle]:
+                continue
+            repeats = (index - start) // cycle
+            compiled = num_layers - repeats * cycle + cycle
+            if repeats > 1 and compiled < fewest:
+                best, fewest = LayerPlan(num_layers, start, cycle, repeats), compiled
+            start = index - cycle + 1
+    return best

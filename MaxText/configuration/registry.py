@@ -1,0 +1,232 @@
+"""The registry of parts: what a key such as `mixer` may name. Imports no jax.
+
+Built-in parts are registered in layers/built_in.py, others by modules that `import_modules` names;
+both go through `register`.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from MaxText.configuration.keys import Section
+
+# What a part can be, and the key that chooses one of them.
+KINDS = {
+    "mixer": "mixer",
+    "feed_forward": "feed_forward_type",
+    "optimizer": "opt_type",
+}
+_BUILT_IN = "MaxText.layers.built_in"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class RegistrationError(ValueError):
+    """A part cannot be registered; the message names the part and the file and line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """One part.
+
+    Attributes:
+      kind: one of KINDS.
+      name: what users write.
+      target: the class or function, or "module:name" of one that is imported when it is needed.
+      keys: keys of the part's own, which join those of the configuration.
+      help: one line on what it is.
+      place: file and line of the registration.
+    """
+
+    kind: str
+    name: str
+    target: Any
+    keys: type[Section] | None
+    help: str
+    place: str
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it comes with the package."""
+        return isinstance(self.target, str)
+
+    def load(self) -> Any:
+        """The class or function itself."""
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+class Name:
+    """Marks a text key whose choices are the registered parts of a kind."""
+
+    def __init__(self, kind: str):
+        assert kind in KINDS
+        self.kind = kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names that are registered at the moment."""
+        return tuple(name for kind, name in _all() if kind == self.kind)
+
+
+_registered: dict[tuple[str, str], Registration] = {}
+_changed: list[Callable[[], None]] = []
+
+
+def when_changed(forget: Callable[[], None]) -> None:
+    """Has `forget` called whenever a part is registered, for what is derived from all parts."""
+    _changed.append(forget)
+
+
+def register(
+    kind: str, name: str, *, keys: type[Section] | None = None, target: str = "", help: str = ""
+) -> Callable[[Any], Any]:
+    """Registers a part; a decorator of its class or function.
+
+    Args:
+      kind: one of KINDS.
+      name: what users write: lower-case letters, digits and underscores.
+      keys: a Section with keys of the part's own.
+      target: "module:name" of a part that is imported later; then this is no decorator.
+      help: one line; by default the first one of the docstring.
+
+    Raises:
+      RegistrationError: the kind is unknown, the name is taken or no name, or a key exists.
+    """
+    frame = sys._getframe(1)
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def add(given: Any) -> Any:
+        if kind not in KINDS:
+            raise RegistrationError(f"{place}: there are no parts of kind {kind!r}: {_known()}")
+        if not _NAME.fullmatch(name):
+            raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
+        earlier = _all().get((kind, name)) if kind in KINDS and not target else None
+        if earlier is not None:
+            where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
+            raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
+        if keys is not None:
+            _check_keys(keys, f"{place}: {kind} {name!r}")
+        line = help or ((given.__doc__ or "").strip().splitlines() or [""])[0]
+        _registered[kind, name] = Registration(kind, name, given, keys, line, place)
+        for forget in _changed:
+            forget()
+        return given
+
+    return add(target) if target else add
+
+
+def _check_keys(keys: type[Section], who: str) -> None:
+    from MaxText.configuration.catalogue import all_keys
+
+    for key, field in keys.model_fields.items():
+        facts = field.json_schema_extra
+        if not isinstance(facts, dict) or "unit" not in facts:
+            raise RegistrationError(f"{who}: key {key!r} is not declared with key(...)")
+        if (taken := all_keys().get(key)) is not None:
+            raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
+
+
+def _known() -> str:
+    return ", ".join(KINDS)
+
+
+@functools.cache
+def _load_built_in() -> None:
+    importlib.import_module(_BUILT_IN)
+
+
+def _all() -> dict[tuple[str, str], Registration]:
+    _load_built_in()
+    return _registered
+
+
+def registration(kind: str, name: str) -> Registration:
+    """One part.
+
+    Raises:
+      KeyError: there is none.
+    """
+    return _all()[kind, name]
+
+
+def lookup(kind: str, name: str) -> Any:
+    """The class or function of a part."""
+    return registration(kind, name).load()
+
+
+def registrations() -> list[Registration]:
+    """All parts, built-in ones first."""
+    return list(_all().values())
+
+
+def forget(module_file: str) -> None:
+    """Takes back what a file has registered, so that it can be imported again."""
+    for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
+        del _registered[key]
+    for forget_derived in _changed:
+        forget_derived()
+
+
+class Parts(Section):
+    """Keys of registered parts.
+
+    Attributes:
+      kinds: of the parts.
+      sections: one for each part that has keys of its own.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = tuple(kind for kind in KINDS if kind != "optimizer")
+    sections: tuple[Any, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """From {part: {key: value}}."""
+        if not isinstance(given, dict) or "sections" in given:
+            return given
+        found = []
+        for one in cls.with_keys():
+            assert one.keys is not None
+            found.append(one.keys.model_validate(given.get(one.name, {})))
+        return {"sections": tuple(found)}
+
+    def named(self, name: str) -> Section:
+        """The keys of a part by the part's name."""
+        return self._of(next(one for one in self.with_keys() if one.name == name))
+
+    def of(self, target: Any) -> Section | None:
+        """The keys of a part by its class or function; None for one without keys of its own."""
+        found = next((one for one in self.with_keys() if one.target is target), None)
+        return None if found is None else self._of(found)
+
+    def with_values(self, values: dict[str, Any]) -> Self:
+        """These keys with other values of some of them."""
+        sections = []
+        for own in self.sections:
+            changed = {name: value for name, value in values.items() if name in own.model_fields}
+            sections.append(own.model_copy(update=changed))
+        return self.model_copy(update={"sections": tuple(sections)})
+
+    def _of(self, registered: Registration) -> Section:
+        assert registered.keys is not None
+        kind = registered.keys
+        return next((one for one in self.sections if type(one) is kind), None) or kind()
+
+    @classmethod
+    def with_keys(cls) -> list[Registration]:
+        """Parts of these kinds that have keys of their own."""
+        return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
+
+
+class OptimizerParts(Parts):
+    """Keys of registered optimizers."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("optimizer",)

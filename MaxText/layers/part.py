@@ -1,0 +1,139 @@
+"""The protocol of the parts of a layer, built-in ones and those that a user brings.
+
+A part is a class registered under a kind and a name (configuration/registry.py):
+
+    @register("mixer", "my_mixer", keys=MyKeys)
+    class MyMixer(Mixer):
+        def __init__(self, keys, init, rngs): ...      # declares weights: layers/weights.py, Dense
+        def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
+
+What the rest of the program has to know of a part, it declares here; nothing else is edited.
+
+Legend: B sequences, T tokens, D emb_dim.
+"""
+
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+from flax import nnx
+
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.registry import register
+from MaxText.layers.building import Building as Init
+from MaxText.layers.context import Context
+
+__all__ = ["FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Scalars", "register"]
+
+Scalars = dict[str, jax.Array]  # to be summed over layers
+
+
+class Flops(NamedTuple):
+    """Forward operations on a token in one layer, besides those of weights (2 per weight).
+
+    Attributes:
+      by_rule: what counts for the MFU: products of tokens with tokens or with a state.
+      executed: as the backend computes them, masked products included; None is the same.
+      recomputed: those that the backward pass executes again under every remat policy.
+      backward: operations of the backward pass for each forward one.
+    """
+
+    by_rule: float
+    executed: float | None = None
+    recomputed: float = 0.0
+    backward: int = 2
+
+
+class Part(nnx.Module):
+    """A part of a layer.
+
+    Remat policies keep intermediate values that have one of their names
+    (jax.ad_checkpoint.checkpoint_name): query_proj, key_proj, value_proj, context and out_proj of a
+    mixer, mlpwi and mlpwo of a feed-forward.
+
+    Attributes:
+      logical_axes: logical axis -> mesh axes, for axes of weights or activations that
+        logical_axis_rules does not name.
+    """
+
+    logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
+        """Makes the part of a layer."""
+        return cls(cls.keys_of(layer), init, rngs)  # type: ignore[call-arg]
+
+    @classmethod
+    def keys_of(cls, layer: Layer) -> Any:
+        """The part's own keys in a layer; the model's for a part without keys of its own."""
+        keys = layer.section.parts.of(cls)
+        return layer.section if keys is None else keys
+
+    @classmethod
+    def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
+        """Why these keys or sizes are impossible, in words; a second line says what to set."""
+        return None
+
+    @classmethod
+    def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Name of a row of the FLOPs table -> its operations, for sequences of `length` tokens."""
+        return {}
+
+
+class Mixer(Part):
+    """Mixes the tokens of a sequence.
+
+    Attributes:
+      has_separate_inputs: whether queries, keys and values may be made of different hidden states
+        (dense connections); x is then a tuple of three.
+    """
+
+    has_separate_inputs = False
+
+    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+        """The output [B, T, D] of whole sequences, and scalars to be summed over layers.
+
+        Tokens may depend on earlier tokens of the same segment (`context.segments_BT`) alone.
+        """
+        raise NotImplementedError
+
+    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
+        """The output of prompts and the state after each, a tree of arrays.
+
+        `context.lengths_B` are the tokens of each prompt; padding stands behind them. A state that
+        grows has room for `context.capacity` tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no decode state")
+
+    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
+        """The output of the next tokens, at `context.positions_BT`, and the state after them."""
+        raise NotImplementedError(f"{type(self).__name__} has no decode state")
+
+    @classmethod
+    def state_bytes(
+        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Bytes of the decode state of a sequence: for each token, and however long it is.
+
+        Args:
+          length: the most tokens that a sequence has.
+          itemsize: bytes of a number in the activations' format.
+        """
+        return 0, 0
+
+    @classmethod
+    def decodes(cls) -> bool:
+        """Whether text can be generated with it."""
+        return cls.prefill is not Mixer.prefill
+
+
+class Nothing(Mixer):
+    """No mixer: the layer has a feed-forward alone."""
+
+
+class FeedForward(Part):
+    """Changes each token by itself."""
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        """The output [B, T, D], and scalars to be summed over layers."""
+        raise NotImplementedError
