@@ -4,35 +4,16 @@ A new part adds a row to ARCHITECTURES, a pair of options that makes no sense on
 """
 
 import itertools
-import math
 import random
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from MaxText.configuration.problems import ConfigurationError
-from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch import Batch
-from MaxText.layers.model import Model
+from MaxText.conformance import CHECKS, LENGTH, SIZES, Subject
 from MaxText.monitoring.flops import count_flops
-from MaxText.training.objective import loss_sums, num_tokens
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import tiny_config
 
-LENGTH, PROMPT, CUT = 12, 5, 5
-SIZES = {
-    "base_emb_dim": 16,
-    "base_num_kv_heads": 4,
-    "base_mlp_dim": 16,
-    "head_dim": 4,
-    "base_num_decoder_layers": 2,
-    "vocab_size": 32,
-    "max_target_length": LENGTH,
-    "normalization_layer_epsilon": 1e-5,
-    "attention_block_size": 5,
-}
 SLOW = pytest.mark.slow
 UNROLLED = {"scan_layers": False}
 BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
@@ -93,6 +74,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [1], "normalization_type": "scale_norm_centered"},
     ),
     "muddformer": ("muddformer", MUDD),
+    "a pattern of layers": (
+        "llama2",
+        {
+            "base_num_decoder_layers": 6,
+            "layer_pattern": "D(LA)D",
+            "linear_attention_chunk": 5,
+            "layer_kinds": {
+                "D": {"base_mlp_dim": 8, "position_embedding": "none"},
+                "L": {"mixer": "linear_attention", "base_num_kv_heads": 2},
+                "A": {"num_experts": 4, "use_qk_norm": True},
+            },
+        },
+    ),
     "denseformer, experts": ("denseformer", {"num_experts": 4, "dense_mixing": "sum"}),
 }
 # Their parts are above, or have golden tests; with the slow tests.
@@ -107,217 +101,20 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def variants() -> Batch:
-    """Two packed documents; one token changed in either of them; each as the start of one alone."""
-    tokens, more = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
-    first, second = tokens.copy(), tokens.copy()
-    first[CUT - 2] ^= 1
-    second[CUT + 2] ^= 1
-    alone = [np.append(part, more)[:LENGTH] for part in (tokens[:CUT], tokens[CUT:])]
-    rows = np.stack([tokens, first, second, *alone]).astype(np.int32)
-    places = np.arange(LENGTH, dtype=np.int32)
-    behind = places >= CUT
-    segments = np.stack([1 + behind] * 3 + [np.ones(LENGTH, int)] * 2).astype(np.int32)
-    positions = np.stack([places - CUT * behind] * 3 + [places] * 2)
-    return Batch(rows, rows, np.ones(rows.shape, np.float32), positions, segments)
-
-
-LENGTHS = np.array([PROMPT, 2])
-
-
-def parameters_of(model: Model) -> dict:
-    """Numbers about as large as trained ones, also where training starts at 0."""
-    generator = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        scale = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
-        return (scale + 0.2 * generator.normal(size=leaf.shape)).astype(leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, model.abstract)
-
-
-def decoded(decoder, tokens_BT):
-    """Logits of prompts and of the tokens after them, one by one."""
-    lengths_B = jnp.asarray(LENGTHS)
-    padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
-    h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
-    prompt = decoder.logits(h_BTD, decoder.pointers_of(states))
-
-    def step(states, place):
-        positions_B1 = (lengths_B + place)[:, None]
-        new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
-        h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
-        return states, decoder.logits(h_B1D, decoder.pointers_of(states), positions_B1)[:, 0]
-
-    _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
-    return prompt, jnp.moveaxis(steps, 0, 1)
-
-
-def products(jaxpr) -> int:
-    """Operations of all products of matrices in a traced program, loops as often as they run."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            outputs = math.prod(equation.outvars[0].aval.shape)
-            total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
-        if equation.primitive.name == "ragged_dot_general":
-            # Each row of the left with one matrix, or each row of both with each other.
-            left, outputs = equation.invars[0].aval, equation.outvars[0].aval
-            total += 2 * left.size * outputs.shape[-1]
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += times * products(inner)
-    return total
-
-
-class Architecture:
-    """A configuration and the same with the other walk and remat policy, in one program.
-
-    Attributes:
-      losses: and gradients, of both.
-      logits: of `variants`, [5, T, V].
-      prompt: logits of prompts, by prefill.
-      steps: logits of one token after another from there.
-      fell: how far a step against the gradient lowers the loss, 1 being what the gradient says.
-      products: operations of both losses with their gradients.
-    """
-
-    def __init__(self, decoder_block: str, keys: dict[str, Any]):
-        self.decoder_block, self.keys = decoder_block, SIZES | keys
-        config = self.config()
-        scans, model = config.model.memory.scan_layers, config.model
-        can_scan = model.layer_plan.repeats > 0 and model.scan_refused is None
-        other = self.config(scan_layers=can_scan and not scans, remat_policy="full")
-        self.models = [Model(config.model), Model(other.model)]
-        self.batch = random_batch(config, rows=2, documents=True)
-        # Keys of a kind that compiles fast.
-        self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
-
-        traced = jax.jit(self.program).trace(self.models[0].abstract)
-        run = traced.lower().compile()
-        self.products = [
-            products(equation.params["jaxpr"].jaxpr)
-            for equation in traced.jaxpr.eqns
-            if equation.params.get("name") == "loss"
-        ]
-        params = parameters_of(self.models[0])
-        self.losses, self.logits, (self.prompt, self.steps) = jax.tree.map(np.asarray, run(params))
-        loss, gradients = self.losses[0]
-        square = sum(np.sum(np.square(gradient)) for gradient in jax.tree.leaves(gradients))
-        fall = 0.003  # so short a step that the loss falls by what the gradient says
-        moved = jax.tree.map(lambda x, dx: x - fall / square * dx, params, gradients)
-        self.fell = (loss - run(moved)[0][0][0]) / fall
-
-    def config(self, **more: Any) -> Config:
-        return tiny_config(self.decoder_block, **self.keys | more)
-
-    def program(self, params):
-        def loss(params, model):
-            sums = loss_sums(
-                model.merge(params), self.batch, model.section.objective, self.key, training=True
-            )
-            means = sums.means(self.batch.weights_BT.sum(), num_tokens(self.batch))
-            return sum(means.values())
-
-        losses = [
-            jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, model)
-            for model in self.models
-        ]
-        decoder, batch = self.models[0].merge(params), variants()
-        h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
-        logits = decoder.logits(h_BTD, decoder.pointers(h_BTD, batch))
-        return losses, logits, decoded(decoder, batch.tokens_BT[3:])
-
-
-def a_token_changes_nothing_before_it_nor_in_other_documents(found):
-    for row, place, end in ((1, CUT - 2, CUT), (2, CUT + 2, LENGTH)):
-        changed = np.any(found.logits[row] != found.logits[0], axis=-1)
-        assert changed[place : place + 2].all()
-        assert not changed[:place].any()
-        assert not changed[end:].any()
-
-
-def packed_documents_equal_separate_ones(found):
-    packed, first, second = found.logits[[0, 3, 4]]
-    np.testing.assert_allclose(packed[:CUT], first[:CUT], atol=2e-5)
-    np.testing.assert_allclose(packed[CUT:], second[: LENGTH - CUT], atol=2e-5)
-
-
-def cached_decoding_equals_the_full_forward_pass(found):
-    for row, length in enumerate(LENGTHS):
-        full = found.logits[3 + row]
-        np.testing.assert_allclose(found.prompt[row, :length], full[:length], atol=1e-4)
-        steps = found.steps[row]
-        np.testing.assert_allclose(steps, full[length : length + len(steps)], atol=1e-4)
-
-
-def gradients_are_those_of_the_loss(found):
-    for path, gradient in jax.tree_util.tree_leaves_with_path(found.losses[0][1]):
-        name = jax.tree_util.keystr(path)
-        assert np.isfinite(gradient).all(), name
-        assert np.any(gradient), name
-    if "static_sgu" not in found.keys:  # through which no gradient passes
-        assert found.fell == pytest.approx(1, rel=0.2)
-
-
-def walks_and_remat_policies_are_equal(found):
-    (loss, gradients), (other, others) = found.losses
-    np.testing.assert_allclose(other, loss, rtol=1e-6)
-    named = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(gradients)}
-    for path, gradient in jax.tree_util.tree_leaves_with_path(others):
-        name = jax.tree_util.keystr(path)
-        wanted = named[name]
-        np.testing.assert_allclose(gradient, wanted, atol=2e-5 * np.abs(wanted).max(), err_msg=name)
-
-
-def products_equal_the_formula(found):
-    for ours, model in zip(found.products, found.models, strict=True):
-        count = count_flops(model, LENGTH)
-        assert sum(part.parameters for part in count.parts) == model.num_parameters
-        dense = model.section.dense_connections
-        if not dense.dense_conn or dense.dense_mixing == "einsum":
-            assert ours == count.executed_per_token * found.batch.tokens_BT.size
-
-
-def bfloat16_stays(found):
-    """Hidden states have it, logits are float32, and a state has one format."""
-    model = Model(found.config(dtype="bfloat16").model)
-    tokens, places = jnp.zeros((2, PROMPT), int), jnp.full((2, 1), PROMPT)
-
-    def run(params):
-        decoder = model.merge(params)
-        h_BTD, states = decoder.read_prompt(tokens, places[:, 0], LENGTH)
-        new_B1D, new_states = decoder.read_next(tokens[:, :1], places, states)
-        logits = decoder.logits(new_B1D, decoder.pointers_of(new_states), places)
-        batch = Batch(tokens, tokens, jnp.ones(tokens.shape))
-        return (decoder.hidden(batch)[0], h_BTD, new_B1D), logits, states, new_states
-
-    hidden, logits, states, new_states = jax.eval_shape(run, model.abstract)
-    assert {x.dtype for x in hidden} == {jnp.dtype(jnp.bfloat16)}
-    assert logits.dtype == jnp.float32
-    formats = [[(x.shape, x.dtype) for x in jax.tree.leaves(x)] for x in (states, new_states)]
-    assert formats[0] == formats[1]
-
-
-PROPERTIES = (
-    a_token_changes_nothing_before_it_nor_in_other_documents,
-    packed_documents_equal_separate_ones,
-    cached_decoding_equals_the_full_forward_pass,
-    gradients_are_those_of_the_loss,
-    walks_and_remat_policies_are_equal,
-    products_equal_the_formula,
-    bfloat16_stays,
-)
+# The tests of training and of several devices have more of these.
+OTHERS = ("initialization", "bfloat16", "8 devices", "resume")
 
 
 def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
-    found = Architecture(decoder_block, keys)
-    for holds in PROPERTIES:
-        holds(found)
+    subject = Subject(lambda **more: tiny_config(decoder_block, **SIZES | keys | more))
+    for check in CHECKS:
+        if check.name not in OTHERS:
+            assert check.problem(subject) is None
+    for products, model in zip(subject.products, subject.models, strict=True):
+        count, dense = count_flops(model, LENGTH), model.section.dense_connections
+        assert sum(part.parameters for part in count.parts) == model.num_parameters
+        if not dense.dense_conn or dense.dense_mixing == "einsum":  # exact, not to 1 %
+            assert products == count.executed_per_token * subject.batch.tokens_BT.size
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=SLOW) for n in MORE)])

@@ -1,0 +1,120 @@
+"""Checks a part of your own: python MaxText/check_part.py my_parts.py:MyMixer [key=value ...]"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# The script's own folder comes first on the path; its parent gives every module one name.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from MaxText import early_signals
+
+early_signals.install(__name__)  # before the slow imports
+
+from MaxText import exit_codes
+from MaxText.configuration import command_line, registry, values
+from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
+
+USAGE = """
+usage: check_part.py MODULE[:CLASS] [key=value ...]
+
+Builds a small model with a part, on the CPU, and checks what every part has to do: causality, no
+leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
+state, FLOPs, bfloat16, 8 simulated devices, resuming (docs/add_an_architecture.md).
+
+  python MaxText/check_part.py examples/gated_deltanet.py
+  python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
+
+MODULE is a module or the path of a .py file; without CLASS all of its parts are checked. Keys are
+those of train.py. Exits with 1 if something does not hold.
+"""
+
+_DEVICES = 8
+# Compiles fast, not well.
+_FLAGS = (
+    f"--xla_force_host_platform_device_count={_DEVICES} --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+_SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
+_KEY_OF = {"mixer": "mixer", "feed_forward": "feed_forward_type", "optimizer": "opt_type"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if all checks hold, 1 if not."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE.strip())
+        return 0 if arguments else exit_codes.USER_MISTAKE
+    with command_line.ending_well():
+        spec, keys = arguments[0], _keys(arguments[1:])
+        parts = _parts(spec, keys)
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
+        broken = [_check(part, keys) for part in parts]
+    return int(any(broken))
+
+
+def _keys(arguments: Sequence[str]) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise UserError(f"argument {argument!r} is not key=value")
+        keys[name] = values.from_text(text)
+    return keys
+
+
+def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
+    """Imports a module and returns the parts that it registers."""
+    found = _SPEC.fullmatch(spec)
+    assert found is not None
+    before = set(registry.registrations())
+    keys["import_modules"] = [found["module"]]
+    configure(import_modules=keys["import_modules"])
+    parts = [one for one in registry.registrations() if one not in before] or [
+        one for one in registry.registrations() if not one.is_built_in
+    ]
+    if found["name"]:
+        parts = [one for one in parts if found["name"] in (one.target.__name__, one.name)]
+    if not parts:
+        raise UserError(f"{spec}: no part is registered there (MaxText.layers.part.register)")
+    return parts
+
+
+def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
+    """Prints what holds and what does not; whether something does not."""
+    from MaxText import conformance
+
+    chosen = conformance.SIZES | {_KEY_OF[part.kind]: part.name} | keys
+
+    def configured(**more: Any) -> Any:
+        with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
+            return configure(**conformance.TRAINED | chosen | more)
+
+    configured()
+    print(f"{part.kind} {part.name} ({part.place})")
+    decodes = part.kind != "mixer" or part.target.decodes()
+    subject = conformance.Subject(configured, decodes=decodes)
+    broken = False
+    for check, problem in conformance.results(subject):
+        if check.name == "decode state" and not decodes:
+            verdict = "not supported: no prefill and decode_step; decode.py will refuse it"
+        else:
+            verdict = "ok" if problem is None else f"FAILED: {problem}"
+        print(f"  {check.name:<16}{verdict}")
+        if problem is not None:
+            print(f"{'':18}{check.remedy}")
+            broken = True
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464) as a mixer.
+
+    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,   o_t = S_t^T q_t
+
+by products of matrices in chunks of tokens (section 3.3). gated_deltanet.yml uses it.
+
+Legend: B sequences, T tokens, D emb_dim, N heads, H head_dim, C tokens of a chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.scipy.linalg import solve_triangular
+
+from MaxText.configuration.keys import Section, key
+from MaxText.layers.dense import Dense
+from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.part import Flops, Mixer, register
+from MaxText.layers.weights import constant, weight
+
+
+class Keys(Section):
+    """Gated DeltaNet."""
+
+    gdn_chunk: int = key(64, "Tokens of a chunk. No effect on the result.", unit="tokens", ge=1)
+    gdn_conv: int = key(4, "Tokens that the convolution of q, k and v sees.", unit="tokens", ge=1)
+
+
+@register("mixer", "gated_deltanet", keys=Keys)
+class GatedDeltaNet(Mixer):
+    """A linear RNN whose state is corrected toward each new value."""
+
+    def __init__(self, keys, init, rngs):
+        D, N, H = init.dimensions.emb_dim, init.dimensions.num_query_heads, init.dimensions.head_dim
+        draw, dtype, axes = init.initializers, init.weight_dtype, ("embed", "q_heads", "kv")
+        self.chunk, self.taps, self.dtype = keys.gdn_chunk, keys.gdn_conv, init.dtype
+        for name in ("query", "key", "value", "gate"):
+            setattr(self, name, Dense((D,), (N, H), axes, draw.kernel, init, rngs))
+        self.rates = Dense((D,), (N, 2), ("embed", "q_heads", None), draw.kernel, init, rngs)
+        shape, mean = (self.taps, 3, N, H), constant(1 / self.taps)
+        self.conv = weight(rngs, shape, (None, None, *axes[1:]), mean, dtype=dtype)
+        self.log_decay = weight(rngs, (N,), axes[1:2], constant(-2.0), dtype=dtype)
+        self.norm = RMSNorm(H, 1e-5, init, rngs)
+        axes = ("q_heads", "kv", "embed")
+        self.out = Dense((N, H), (D,), axes, draw.attention_output, init, rngs)
+
+    def __call__(self, x_BTD, context):
+        return self.prefill(x_BTD, context)[0], {}
+
+    def prefill(self, x_BTD, context):
+        (B, _, _), (N, H) = x_BTD.shape, self.conv.shape[2:]
+        newest = jnp.zeros((B, self.taps - 1, 3, N, H), jnp.float32)
+        return self.decode_step(x_BTD, (newest, jnp.zeros((B, N, H, H), jnp.float32)), context)
+
+    def decode_step(self, x_BTD, state, context):
+        (newest, memory), (B, T, _) = state, x_BTD.shape
+        ids_BT = context.segments_BT
+        if ids_BT is None:
+            ids_BT = jnp.ones((B, T), jnp.int32)
+        names = (("query", "query_proj"), ("key", "key_proj"), ("value", "value_proj"))
+        made = [checkpoint_name(getattr(self, part)(x_BTD), name) for part, name in names]
+        x_BS3NH = jnp.concatenate([newest, jnp.stack(made, 2).astype(jnp.float32)], 1)
+        # A convolution over the newest tokens of the same segment, then q and k of length 1.
+        before = jnp.broadcast_to(ids_BT[:, :1], (B, self.taps - 1))
+        ids_BS, y, taps = jnp.concatenate([before, ids_BT], 1), 0.0, self.conv[...]
+        for tap in range(self.taps):
+            same_BT = ids_BS[:, tap : tap + T] == ids_BT
+            seen = jnp.where(same_BT[:, :, None, None, None], x_BS3NH[:, tap : tap + T], 0)
+            y += seen * taps[tap].astype(jnp.float32)
+        q, k, v = jnp.moveaxis(jax.nn.silu(y), 2, 0)
+        q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+        rates = self.rates(x_BTD, jnp.float32)
+        beta, log_a = jax.nn.sigmoid(rates[..., 0]), jax.nn.softplus(rates[..., 1])
+        log_a *= -jnp.exp(self.log_decay[...].astype(jnp.float32))
+        lengths_B = jnp.full((B,), T) if context.lengths_B is None else context.lengths_B
+        if context.lengths_B is not None:  # the padding behind a prompt leaves the state as it is
+            is_token = (jnp.arange(T) < lengths_B[:, None])[..., None]
+            beta, log_a = jnp.where(is_token, beta, 0), jnp.where(is_token, log_a, 0)
+        q *= q.shape[-1] ** -0.5
+        o, memory = delta_rule(q, k, v, beta, log_a, ids_BT, memory, self.chunk)
+        places = (lengths_B[:, None] + jnp.arange(self.taps - 1))[:, :, None, None, None]
+        state = jnp.take_along_axis(x_BS3NH, places, 1), memory
+        o = self.norm(checkpoint_name(o.astype(self.dtype), "context"))
+        return checkpoint_name(self.out(o * jax.nn.silu(self.gate(x_BTD))), "out_proj"), state
+
+    @classmethod
+    def flops(cls, keys, dimensions, length):
+        N, H = dimensions.num_query_heads, dimensions.head_dim
+        C = min(keys.gdn_chunk, length)
+        done = N * -(-length // C) * C / length  # in each head, with the tokens that fill a chunk
+        executed, again = done * (6 * H * H + 6 * C * H), done * 4 * C * H  # of the solve
+        return {"delta rule": Flops(6.0 * N * H * H, executed, again)}
+
+    @classmethod
+    def state_bytes(cls, keys, dimensions, length, itemsize):
+        N, H = dimensions.num_query_heads, dimensions.head_dim
+        return 0, 4 * N * H * (H + 3 * (keys.gdn_conv - 1))
+
+
+def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
+    """o [B, T, N, H] and the state [B, N, H, H] after the last token; all float32."""
+    (B, T), C = ids_BT.shape, min(chunk, ids_BT.shape[1])
+    spare = -T % C
+
+    def chunks(x, mode="constant"):  # [B, T, ...] -> [chunks, B, ..., C or C, H]
+        x = jnp.pad(x, [(0, 0), (0, spare), *[(0, 0)] * (x.ndim - 2)], mode)
+        x = jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), 1, 0)
+        return jnp.swapaxes(x, 2, 3) if x.ndim > 3 else x
+
+    def one(carry, given):
+        (S, last_B), (q, k, v, beta, log_a, ids) = carry, given
+        sums = jnp.cumsum(log_a, -1)
+        seen = jnp.tril(ids[:, :, None] == ids[:, None])[:, None]
+        decay = jnp.exp(jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf))
+        carried = (jnp.exp(sums) * (ids == last_B[:, None])[:, None])[..., None]
+        system = jnp.tril(beta[..., None] * (k @ k.mT) * decay, -1) + jnp.eye(C)
+        right = beta[..., None] * jnp.concatenate([v, carried * k], -1)
+        u, w = jnp.split(solve_triangular(system, right, lower=True, unit_diagonal=True), 2, -1)
+        u -= w @ S
+        o = carried * (q @ S) + (q @ k.mT * decay) @ u
+        S = carried[..., -1:, :] * S + (k * decay[..., -1, :, None]).mT @ u
+        return (S, ids[:, -1]), o
+
+    given = (*map(chunks, (q, k, v, beta, log_a)), chunks(ids_BT, "edge"))
+    (memory, _), o = jax.lax.scan(one, (memory, ids_BT[:, 0]), given)
+    o = jnp.moveaxis(jnp.swapaxes(o, 2, 3), 0, 1).reshape(B, T + spare, *v.shape[2:])
+    return o[:, :T], memory

@@ -1,0 +1,67 @@
+"""check_part.py: a right part passes, and each seeded fault is found by the check for it."""
+
+import importlib
+
+import pytest
+
+from MaxText.configuration import registry
+from MaxText.configuration.loading import configure
+from MaxText.conformance import CHECKS, SIZES, TRAINED, Subject, result
+from tests.house.sources import REPOSITORY
+from tests.programs import run
+
+PART = "tests/conformance/running_mean.py"
+# Fault -> the check that finds it.
+FAULTS = {
+    "random initialization": "initialization",
+    "unknown axis": "logical axes",
+    "FLOPs": "FLOPs",
+    "future leak": "causality",
+    "document leak": "documents",
+    "padding leak": "padding",
+    "dropped gradient": "gradients",
+    "counts its calls": "scan and remat",
+    "stale position": "decode state",
+    "padding in the state": "decode state",
+    "float32 output": "formats",
+    "one device": "8 devices",
+}
+QUICK = ("random initialization", "unknown axis", "FLOPs", "document leak", "stale position")
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Imports the part with a fault."""
+
+    def load(fault):
+        module = importlib.import_module("tests.conformance.running_mean")
+        registry.forget(module.__file__)
+        monkeypatch.setenv("FAULT", fault)
+        importlib.reload(module)
+        return Subject(
+            lambda **more: configure(**TRAINED | SIZES | {"mixer": "running_mean"} | more)
+        )
+
+    yield load
+    registry.forget(importlib.import_module("tests.conformance.running_mean").__file__)
+
+
+def tier(fault):
+    if fault in QUICK:
+        return fault
+    mark = pytest.mark.multi_device if fault == "one device" else pytest.mark.slow
+    return pytest.param(fault, marks=mark)
+
+
+@pytest.mark.parametrize("fault", [tier(fault) for fault in FAULTS])
+def test_the_check_for_it_finds(fault, faulty):
+    subject = faulty(fault)
+    check = next(check for check in CHECKS if check.name == FAULTS[fault])
+    assert result(check, subject)
+
+
+@pytest.mark.slow
+def test_the_program(users_environment):
+    found = run("check_part.py", [PART], REPOSITORY, users_environment)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(" ok\n") == len(CHECKS)
