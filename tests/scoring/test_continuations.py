@@ -72,10 +72,6 @@ def test_logits_in_chunks_are_the_same(trained, monkeypatch):
         assert one.is_greedy == other.is_greedy
 
 
-def test_nothing_to_score(trained):
-    assert ContinuationScorer(trained).score([]) == []
-
-
 @pytest.mark.parametrize("ids", [[], list(range(WINDOW + 1))])
 def test_lengths_that_cannot_be_scored(trained, ids):
     with pytest.raises(UserError, match=rf"has {len(ids)} tokens.*max_target_length={WINDOW}"):

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
@@ -26,6 +28,11 @@ def quiet(line):
     pass
 
 
+def prepare_text(root, folder, **keys):
+    keys |= {"prepare_source": str(root / "text.jsonl"), "prepare_num_workers": 1}
+    prepare(Preparation(validation_fraction=0.0, **keys), str(folder), quiet)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """hf/, run/ imported from it, text.jsonl, and data/ prepared from that with its tokenizer."""
@@ -33,11 +40,7 @@ def root(tmp_path_factory):
     llama_folder(root / "hf", with_bos=True)
     convert(conversion.read([f"from=hf:{root / 'hf'}", f"to={root / 'run'}"]), quiet)
     (root / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    preparation = Preparation(
-        prepare_source=str(root / "text.jsonl"), tokenizer_path=str(root / "hf"), add_bos=True,
-        validation_fraction=0.0, prepare_num_workers=1,
-    )  # fmt: skip
-    prepare(preparation, str(root / "data"), quiet)
+    prepare_text(root, root / "data", tokenizer_path=str(root / "hf"), add_bos=True)
     return root
 
 
@@ -74,9 +77,6 @@ def test_a_folder_of_hugging_face(root, stride):
 
 def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
     cache = f"data_cache_dir={tmp_path / 'cache'}"
-    import pyarrow
-    import pyarrow.parquet
-
     path = tmp_path / "text.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
     ready = run(root, *data_of(root))["data"]["total"]
@@ -87,17 +87,13 @@ def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
 
 
 def contents(folder):
-    return {
-        path.relative_to(folder): path.stat().st_mtime_ns
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in files}
 
 
 def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
-    run_folder = shutil.copytree(
-        root / "run", tmp_path / "run", ignore=shutil.ignore_patterns("eval")
-    )
+    run_folder = shutil.copytree(root / "run", tmp_path / "run")
+    shutil.rmtree(run_folder / "eval", ignore_errors=True)
     before = contents(run_folder)
     lines = []
     for number in range(2):
@@ -126,20 +122,15 @@ def test_tasks_alone_and_with_data(root, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "one two three"}\n')
     task = ["eval_tasks=[lambada]", f"lambada_path={path}"]
-    found = run(root, *task)
-    assert [score["task"] for score in found["tasks"]] == ["lambada"]
-    assert "data" not in found
-    found = run(root, *task, *data_of(root))
-    assert found["tasks"][0]["task"] == "lambada"
-    assert found["data"]["total"]["targets"] == NUM_BYTES + 2
+    alone, both = run(root, *task), run(root, *task, *data_of(root))
+    for found in (alone, both):
+        assert [score["task"] for score in found["tasks"]] == ["lambada"]
+    assert "data" not in alone
+    assert both["data"]["total"]["targets"] == NUM_BYTES + 2
 
 
 def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
-    preparation = Preparation(
-        prepare_source=str(root / "text.jsonl"), tokenizer_path="bytes", validation_fraction=0.0,
-        prepare_num_workers=1,
-    )  # fmt: skip
-    prepare(preparation, str(tmp_path / "bytes"), quiet)
+    prepare_text(root, tmp_path / "bytes", tokenizer_path="bytes")
     lines = []
     run(root, *data_of(root, dataset_path=tmp_path / "bytes"), show=lines.append)
     assert [line for line in lines if line.startswith("warning: ")]
@@ -168,25 +159,15 @@ def test_mistakes(root, monkeypatch, arguments, message):
         run(root, *keys.values())
 
 
-# Names every module that is imported on stderr.
-IMPORTS = ("-X", "importtime")
-
-
 def test_the_program(root, tmp_path, users_environment):
     weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
-    done = start(
-        "eval.py", [*weights, *data_of(root)], tmp_path, users_environment, options=IMPORTS
-    )
+    done = start("eval.py", [*weights, *data_of(root)], tmp_path, users_environment)
     assert done.returncode == 0
     assert "\ntotal " in done.stdout
     assert list(tmp_path.iterdir()) == []
-    done = start(
-        "eval.py",
-        [*weights, *data_of(root, eval_output=".")],
-        tmp_path,
-        users_environment,
-        options=IMPORTS,
-    )
+    # Every module that is imported is named on stderr.
+    wrong, options = [*weights, *data_of(root, eval_output=".")], ("-X", "importtime")
+    done = start("eval.py", wrong, tmp_path, users_environment, options=options)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     (error,) = [line for line in lines if not line.startswith("import time:")]

@@ -123,25 +123,6 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
         np.testing.assert_array_equal(score.likeliest_C, likeliest)
 
 
-def test_what_is_hidden_is_not_seen_and_what_follows_is(trained):
-    scorer = MaskedScorer(trained, MaskIds(MASK, CLS))
-    ids = random_ids(9, 0).astype(np.int32)
-
-    def first(ids, target):
-        """log p of `target` at place 4, where 4 and 6 are hidden."""
-        ids = ids.copy()
-        ids[4] = target
-        return float(scorer.score([Masked(ids, (4, 6))])[0].log_probabilities_C[0])
-
-    other_hidden, other_later = ids.copy(), ids.copy()
-    other_hidden[6] = (ids[6] + 1) % NUM_LETTERS
-    other_later[8] = (ids[8] + 1) % NUM_LETTERS
-    assert first(other_hidden, 5) == first(ids, 5)
-    assert abs(first(other_later, 5) - first(ids, 5)) > 1e-3
-    total = sum(math.exp(first(ids, target)) for target in range(VOCAB))
-    assert total == pytest.approx(1, abs=1e-5)
-
-
 def test_only_masked_models_are_asked_for_hidden_tokens():
     section = configure(dataset_type="synthetic").model
     causal: Any = SimpleNamespace(model=SimpleNamespace(section=section))

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,14 +88,10 @@ def test_lambada_by_brute_force(trained, tokenizer):
 
 
 def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
-    right = iter([True, False, True, True])
+    right = [True, False, True, True]
     scorer = ContinuationScorer(trained)
-    score = scorer.score
-    monkeypatch.setattr(
-        scorer,
-        "score",
-        lambda *a: [one._replace(is_greedy=next(right)) for one in score(*a)],
-    )
+    scores = [SimpleNamespace(log_probability=0.0, is_greedy=greedy) for greedy in right]
+    monkeypatch.setattr(scorer, "score", lambda *_: scores)
     found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
     assert found.metrics["accuracy"] == 0.75
     assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
@@ -137,26 +134,13 @@ def test_pages_begin_at_their_titles(tmp_path):
     assert wikitext.read(str(rows)) == pages
 
 
-@pytest.mark.parametrize(
-    ("line", "is_title"),
-    [
-        (" = Robert Boulter = ", True),
-        ("= A = B =", True),
-        (" = = Career = = ", False),
-        (" = = = 2000 to 2005 = = = ", False),
-        (" = ", False),
-        (" = = ", False),
-        ("= x = =", False),
-        ("a = b = ", False),
-        ("= 5", False),
-        ("", False),
-    ],
-)
-def test_titles(line, is_title):
-    # The rule in words: marks are joined, and what is left begins with "= " and ends with " =".
-    joined = line.replace("= = =", "===").replace("= =", "==").strip()
-    assert (joined.startswith("= ") and joined.endswith(" =")) == is_title
-    assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + is_title
+def test_titles():
+    titles = [" = Robert Boulter = ", "= A = B ="]
+    others = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
+              "a = b = ", "= 5", ""]  # fmt: skip
+    for line in titles + others:
+        pages = wikitext.split_pages(f"text\n{line}\nmore")
+        assert len(pages) == 1 + (line in titles), line
 
 
 def test_text_as_people_write_it():
@@ -251,15 +235,19 @@ def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
 def test_the_first_id_is_what_the_settings_say(tmp_path):
     plain = ByteTokenizer(num_threads=1)
     plain.save(tmp_path)
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == BOS
+
+    def first_id(prefix, ends):
+        return text_pairs.first_id(ModelTokenizer(plain, prefix, ends, tmp_path))
+
+    assert first_id((), (EOS,)) == BOS
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text('{"tokenizer_type": "byte", "bos_token": null}')
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == EOS
-    assert text_pairs.first_id(ModelTokenizer(plain, (BOS,), (EOS,), tmp_path)) == BOS
+    assert first_id((), (EOS,)) == EOS
+    assert first_id((BOS,), (EOS,)) == BOS
     plain.entry = plain.entry.model_copy(update={"bos_id": None, "eos_id": None})
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (7,), tmp_path)) == 7
+    assert first_id((), (7,)) == 7
     with pytest.raises(UserError, match="neither a beginning-of-text nor an end-of-text"):
-        text_pairs.first_id(ModelTokenizer(plain, (), (), tmp_path))
+        first_id((), ())
 
 
 def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
