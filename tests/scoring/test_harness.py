@@ -67,11 +67,9 @@ def save_tokenizer(transformers, folder, *, bos):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"] if bos else ["<|endoftext|>"]
+    alphabet = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # and space, line end
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=[*map(chr, range(33, 127)), "\u0120", "\u010a"],  # space, line end
-        show_progress=False,
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([sentence(n, 30) for n in range(20)], trainer)
     named = {"bos_token": special[0], "eos_token": special[-1]}
@@ -89,25 +87,33 @@ def save_model(libraries, family, folder):
     """A random model whose greedy text is not one token for ever."""
     torch, transformers, _ = libraries
     vocab_size = save_tokenizer(transformers, folder, bos=family == "llama")
-    ends = {"bos_token_id": 0, "eos_token_id": 1 if family == "llama" else 0}
+    common = {"vocab_size": vocab_size, "initializer_range": 0.3, "bos_token_id": 0}
     if family == "llama":
         config = transformers.LlamaConfig(
-            vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=48, max_position_embeddings=WINDOW,
-            initializer_range=0.3, **ends,
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, max_position_embeddings=WINDOW, eos_token_id=1, **common,
         )  # fmt: skip
     else:
         config = transformers.GPT2Config(
-            vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW,
-            initializer_range=0.3, **ends,
-        )  # fmt: skip
+            n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW, eos_token_id=0, **common
+        )
     torch.manual_seed(3)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def task(folder, name, rows, **settings):
+    """Writes a task over rows; returns its name."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"task": name, "dataset_path": "json", "test_split": "test"}
+    source["dataset_kwargs"] = {"data_files": {"test": str(data)}}
+    (folder / f"{name}.yaml").write_text(json.dumps(source | settings))
+    return name
+
+
 def write_tasks(folder, offline):
-    """A task of every kind of request, over a file of twelve rows."""
-    folder.mkdir()
+    """A task of every kind of request, over twelve rows."""
     rows = []
     for number in range(12):
         # None, below the window, beyond it; with white space at the end; with control tokens.
@@ -115,62 +121,35 @@ def write_tasks(folder, offline):
         question += " " * (question != "" and number % 3 == 1)
         if number in (5, 6):
             question = ("</s> <|endoftext|>", "<s>")[number - 5] + question
-        rows.append(
-            {
-                "question": question,
-                "answers": [sentence(number + 20 + i, 1 + i) for i in range(3)],
-                "right": number % 3,
-                "text": sentence(number, 2 + 11 * number),
-                "word": " " + WORDS[number],
-            }
-        )
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "metadata": {"version": 1.0},
-    }
+        answers = [sentence(number + 20 + i, 1 + i) for i in range(3)]
+        row = {"question": question, "answers": answers, "right": number % 3}
+        rows.append(row | {"text": sentence(number, 2 + 11 * number), "word": " " + WORDS[number]})
 
-    def metrics(*names):
-        return [{"metric": name, "higher_is_better": True} for name in names]
+    def asking(kind, question, answer, *metrics, **settings):
+        metric_list = [{"metric": name, "higher_is_better": True} for name in metrics]
+        asked = {"output_type": kind, "doc_to_text": question, "doc_to_target": answer}
+        return {**asked, "metric_list": metric_list, "metadata": {"version": 1.0}} | settings
 
-    generating = {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}} go",
-        "doc_to_target": "{{word}}",
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
+    def generating(**settings):
+        found = asking("generate_until", "{{question}} go", "{{word}}", "exact_match")
+        found["metric_list"][0]["aggregation"] = "mean"
+        return found | {"generation_kwargs": settings}
+
     tasks = {
-        "word": {
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{question}}",
-            "doc_to_target": "{{word}}",
-            "metric_list": metrics("perplexity", "acc"),
-        },
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{answers}}",
-            "doc_to_target": "right",
-            "metric_list": metrics("acc", "acc_norm"),
-        },
-        "rolling": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": metrics("word_perplexity", "byte_perplexity", "bits_per_byte"),
-        },
-        "generated": generating
-        | {"generation_kwargs": {"until": ["s", "th"], "max_gen_toks": 12, "do_sample": False}},
-        "long": generating
-        | {"generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 20, "temperature": 0.0}},
-    }
-    for name, task in tasks.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"our_{name}"} | source | task))
+        "our_word": asking("loglikelihood", "{{question}}", "{{word}}", "perplexity", "acc"),
+        "our_choice": asking(
+            "multiple_choice", "{{question}}", "right", "acc", "acc_norm",
+            doc_to_choice="{{answers}}",
+        ),
+        "our_rolling": asking(
+            "loglikelihood_rolling", "", "{{text}}",
+            "word_perplexity", "byte_perplexity", "bits_per_byte",
+        ),
+        "our_generated": generating(until=["s", "th"], max_gen_toks=12, do_sample=False),
+        "our_long": generating(until=["\n\n"], max_gen_toks=20, temperature=0.0),
+    }  # fmt: skip
     offline.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-    return [f"our_{name}" for name in tasks]
+    return [task(folder, name, rows, **settings) for name, settings in tasks.items()]
 
 
 def answers(lm_eval, model, names, folder):
@@ -250,28 +229,9 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
     assert {True, False} == set(flags)
 
 
-def task(folder, name, rows, **settings):
-    """Writes a task over rows; returns its name."""
-    folder.mkdir(exist_ok=True)
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(source | settings))
-    return name
-
-
-def request(folder, *names, **keys):
-    return configure(
-        dataset_type="synthetic",
-        harness_tasks=list(names),
-        harness_task_path=str(folder),
-        **keys,
-    )
+def request(folder, *names):
+    keys = {"harness_tasks": list(names), "harness_task_path": str(folder)}
+    return configure(dataset_type="synthetic", **keys)
 
 
 @pytest.fixture
@@ -283,9 +243,9 @@ def run(trained, tokenizer, tmp_path, offline, monkeypatch):
     monkeypatch.setattr(manager, "TaskManager", only_ours)
     offline.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
-    def run(folder, *names, **keys):
+    def run(folder, *names):
         shown = []
-        config = request(folder, *names, **keys)
+        config = request(folder, *names)
         return harness_run.run_harness(trained, tokenizer, config, shown.append), shown
 
     return run
