@@ -5,7 +5,6 @@ can tell, and prints a JSON object: name -> [what came out, megabytes that the p
 """
 
 import bz2
-import gzip
 import io
 import json
 import lzma
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,29 +38,19 @@ _BLOCK = bytes(MEGABYTE)
 SIZE = 320 * MEGABYTE
 
 
-def _packed(compressor, first: bytes = b"", megabytes: int = SIZE // MEGABYTE) -> bytes:
-    parts = [compressor.compress(first)]
-    parts += [compressor.compress(_BLOCK) for _ in range(megabytes)]
+def _packed(compressor, first: bytes = b"") -> bytes:
+    parts = [compressor.compress(block) for block in (first, *[_BLOCK] * (SIZE // MEGABYTE))]
     return b"".join([*parts, compressor.flush()])
 
 
 def _gz(first: bytes = b"") -> bytes:
-    stored = io.BytesIO()
-    with gzip.GzipFile(fileobj=stored, mode="wb", compresslevel=9) as file:
-        file.write(first)
-        for _ in range(SIZE // MEGABYTE):
-            file.write(_BLOCK)
-    return stored.getvalue()
+    return _packed(zlib.compressobj(9, wbits=31), first)
 
 
 def _zip(name: str, kind: int) -> bytes:
     stored = io.BytesIO()
-    with (
-        zipfile.ZipFile(stored, "w", kind) as archive,
-        archive.open(name, "w", force_zip64=True) as file,
-    ):
-        for _ in range(SIZE // MEGABYTE):
-            file.write(_BLOCK)
+    with zipfile.ZipFile(stored, "w", kind) as archive:
+        archive.writestr(name, bytes(SIZE))
     return stored.getvalue()
 
 
