@@ -28,11 +28,6 @@ def answer(capsys):
     return answer
 
 
-def test_parse_returns_what_load_does():
-    arguments = ["dataset_type=synthetic", "steps=3"]
-    assert parse("MaxText/train.py", arguments, USAGE).config.run.steps == 3
-
-
 def test_help_lists_every_key(answer):
     text = answer("-h")
     assert USAGE in text

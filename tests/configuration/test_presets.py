@@ -21,6 +21,7 @@ from MaxText.training.backend_defaults import resolve
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
+RECIPES = ["gpt2", "tokenformer", "base_v2", "recipes/fattorib"]
 BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
 
 _RUN = (
@@ -85,9 +86,9 @@ def test_decoder_blocks(name):
     check(f"decoder_block_{name}", configure(decoder_block=name, run_name="r"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tokenformer", "base_v2"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name):
-    check(name, configure(f"{name}.yml", run_name="r"))
+    check(Path(name).name, configure(f"{name}.yml", run_name="r"))
 
 
 def test_base_v2_is_the_recipe_of_the_preset():
@@ -115,23 +116,6 @@ def documented_commands() -> list[str]:
 def test_documented_commands():
     for line in documented_commands():
         load(line.split(), "MaxText/train.py")
-
-
-@pytest.mark.parametrize("name", ["MUDDLlama2Medium", "Llama2Medium"])
-def test_recipe_of_muddformer(name):
-    """The values of its class of this name and of its base_v2.yml."""
-    recipe = {
-        "steps": 13_500, "learning_rate_schedule_steps": 13_500, "warmup_steps_fraction": 0.01,
-        "learning_rate": 3e-4, "learning_rate_final_fraction": 0.1, "lr_schedule_type": "cosine",
-        "opt_type": "adamw", "adam_b1": 0.9, "adam_b2": 0.95, "adam_eps": 1e-8,
-        "adam_weight_decay": 0.1, "adamw_mask": (), "gradient_clipping_threshold": 1.0,
-        "per_device_batch_size": 32, "max_target_length": 2048, "vocab_size": 50_432,
-        "weight_init": "normal", "init_std": 0.006, "checkpoint_period": 500, "keep_period": 1000,
-        "max_to_keep": 4, "eval_interval": 13_500, "eval_steps": 162,
-        "eval_per_device_batch_size": 32, "zero_loss": False,
-    }  # fmt: skip
-    found = flat(configure("base_v2.yml", model_name=name))
-    assert {key: found[key] for key in recipe} == recipe
 
 
 def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
@@ -168,7 +152,7 @@ def test_the_words_of_the_class_of_muddformer_give_the_preset():
 
 def test_nothing_recorded_is_stale():
     known = {*PRESETS, *(f"decoder_block_{name}" for name in BUNDLES)}
-    known |= {"gpt2", "tokenformer", "base_v2"}
+    known |= {Path(name).name for name in RECIPES}
     assert {path.stem for path in RESOLVED.glob("*.yml")} == known
 
 
@@ -210,28 +194,18 @@ def parameters(config: Config) -> int:
     return Model(resolve(config.model, "cpu")[0]).num_parameters
 
 
-def test_every_file_is_held_against_its_json():
-    assert {path.stem for path in GPT_NEO.glob("*.yml")} == {*GPT_NEO_CONFIGS, "common"}
-
-
-@pytest.mark.parametrize("name", GPT_NEO_CONFIGS)
+@pytest.mark.parametrize("name", sorted({path.stem for path in GPT_NEO.glob("*")} - {"common"}))
 def test_gpt_neo_configs(name):
-    width, layers, heads, length, vocabulary, devices, sequences, steps, rate, size = (
-        GPT_NEO_CONFIGS[name]
-    )
     config = configure(GPT_NEO / f"{name}.yml")
     d, batch, schedule = config.model.shape.dimensions, config.batch, config.schedule
-    assert (d.emb_dim, d.num_layers, d.num_query_heads) == (width, layers, heads)
+    width, _, heads, *_, devices, _, _, _, _ = GPT_NEO_CONFIGS[name]
+    assert GPT_NEO_CONFIGS[name] == (
+        d.emb_dim, d.num_layers, d.num_query_heads, d.max_target_length, d.vocab_size, devices,
+        batch.per_device_batch_size * devices * batch.gradient_accumulation_steps,
+        config.run.steps, schedule.learning_rate, parameters(config),
+    )  # fmt: skip
     assert (d.num_kv_heads, d.head_dim * heads, d.mlp_dim) == (heads, width, 4 * width)
-    assert (d.max_target_length, d.vocab_size) == (length, vocabulary)
-    per_update = batch.per_device_batch_size * devices * batch.gradient_accumulation_steps
-    assert per_update == sequences
-    assert (config.run.steps, schedule.learning_rate) == (steps, rate)
     assert schedule.num_warmup_steps == 3000
-    assert parameters(config) == size
-    if name not in ("gpt3_small_moe_8", "gpt3_PAR_small_256", "gpt3_local"):
-        per_layer = 12 * width**2 + 10 * width
-        assert size == (vocabulary + length + 2) * width + layers * per_layer
 
 
 def test_what_gpt_neos_layers_are():
@@ -251,11 +225,3 @@ def test_sizes_of_recipes():
     for slot_num, size in ((576, 123_569_664), (2140, 354_190_848)):
         assert parameters(configure("tokenformer.yml", slot_num=slot_num, **tied)) == size
     assert parameters(configure("gpt2.yml")) == 123_689_472 + 50_304 * 768
-
-
-def test_recipe_of_fattorib():
-    config = configure("configs/recipes/fattorib.yml")
-    assert config.mesh.shard_optimizer_over_data
-    assert config.model.position.position_embedding == "alibi"
-    assert config.batch.sequence_length_stages == ((0, 128), (6139, 1024))
-    assert config.schedule.num_warmup_steps == 2000
