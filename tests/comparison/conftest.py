@@ -27,10 +27,15 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_device(configs, monkeypatch):
-    """Comparisons in process: one device, no terminal, a report without pages and pictures."""
+    """Comparisons in process: one device, no terminal, a report that is a list of its contents."""
+
+    def write_report(runs, folder, **contents):
+        (folder / "report.html").write_text(str(contents))
+        return folder / "report.html"
+
     platforms = jax.config.jax_platforms
     monkeypatch.setattr(child_processes, "count_devices", lambda hardware: 1)
-    monkeypatch.setattr(outcome_report, "write_report", lambda runs, folder, **_: folder / "none")
+    monkeypatch.setattr(outcome_report, "write_report", write_report)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     yield
     jax.config.update("jax_platforms", platforms)  # compare() keeps its process to the CPU
