@@ -1,6 +1,8 @@
 """Small configurations, and whole comparisons of them in process."""
 
+import csv
 import dataclasses
+import re
 from pathlib import Path
 
 from MaxText.comparison import comparing
@@ -72,3 +74,17 @@ def plan_of(*arguments: str, seeds: tuple[int, ...] = (0,)) -> tuple[Plan, list[
     question = Question(request.match, request.budget, free, 0.02, 1)
     Path("out").mkdir(exist_ok=True)
     return open_plan(Path("out"), found, question, seeds), found, question
+
+
+def key_at_fault(text: str) -> str:
+    """The last key of a command line or of YAML, behind which a mistake was made."""
+    return re.findall(r"\w+(?=[:=](?!//))|^$|(?<=--)\w+|\w+\.yml$", text)[-1]
+
+
+def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Rows of runs.csv by configuration."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with (folder / "runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(row["config"], []).append(row)
+    return rows

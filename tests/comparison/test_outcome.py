@@ -1,6 +1,5 @@
 """Means, intervals, tables, sentences and CSV files, from results that are known."""
 
-import csv
 import math
 from pathlib import Path
 
@@ -112,23 +111,11 @@ def test_speed_as_planned_is_not_mentioned():
     assert len(outcome.sentences(groups, plan(seconds=10 * 0.2))) == 1
 
 
-def test_csv_files(tmp_path):
+def test_csv_files(tmp_path, told):
     found = results({"a": {0: 4.0, 1: 4.5}, "b": {0: 3.5, 1: None}})
     outcome.write_runs_csv(tmp_path / "runs.csv", found)
     outcome.write_summary_csv(tmp_path / "summary.csv", group_results(["a", "b"], found))
-    with (tmp_path / "runs.csv").open() as file:
-        runs = list(csv.DictReader(file))
-    assert [(row["config"], row["seed"], row["state"]) for row in runs] == [
-        ("a", "0", "completed"), ("a", "1", "completed"), ("b", "0", "completed"),
-        ("b", "1", "diverged"),
-    ]  # fmt: skip
-    assert [row["validation_loss"] for row in runs] == ["4.0", "4.5", "3.5", ""]
-    assert runs[0]["tokens_per_second"] == "320.0"
-    with (tmp_path / "summary.csv").open() as file:
-        a, b = csv.DictReader(file)
-    assert (a["validation_loss"], a["runs"], a["difference"]) == ("4.25", "2", "")
-    assert (b["difference"], b["difference_seeds"], b["difference_low_95"]) == ("-0.5", "1", "")
-    assert b["diverged"] == "1"
+    told("\n".join((tmp_path / name).read_text() for name in ("runs.csv", "summary.csv")))
 
 
 def test_losses_of_different_kinds_have_no_difference():
