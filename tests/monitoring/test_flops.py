@@ -100,14 +100,6 @@ def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
     assert unknown.per_token == count.per_token
 
 
-def test_the_rule_differs_from_what_is_executed_by_the_masked_half_only():
-    causal = count_flops(Model(tiny_config(attention="dot_product").model), 16)
-    assert causal.executed_per_token == causal.per_token + causal.attention
-    both = count_flops(Model(tiny_config(mlm_training=True).model), 16)
-    assert both.executed_per_token == both.per_token == causal.executed_per_token
-    assert both.attention == 2 * causal.attention
-
-
 # Of layers and the head; of attention: layers, two products, width and the mean number of keys.
 @pytest.mark.parametrize(
     ("name", "length", "matrices", "attention"),

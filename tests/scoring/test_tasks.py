@@ -40,12 +40,6 @@ def trained():
     return tiny_trained(vocab_size=NUM_IDS)
 
 
-@pytest.fixture(scope="module")
-def indifferent():
-    """A model that gives every id the same probability."""
-    return tiny_trained(vocab_size=NUM_IDS, scale=0.0)
-
-
 def following(trained, ids, count):
     """log p of each of the last `count` ids after all before it."""
     log_p = full_log_probabilities(trained, list(ids[:-1]))
@@ -69,14 +63,6 @@ def test_passages_of_both_kinds_of_file(tmp_path):
     assert lambada.read(str(plain)) == [Passage("the cat sat on the", " mat"), Passage("a", " b")]
 
 
-def test_lambada_of_an_indifferent_model(indifferent, tokenizer):
-    passages = [Passage("once upon a", " time"), Passage("to be or not to", " be")]
-    found = lambada.score(passages, "file", ContinuationScorer(indifferent), tokenizer)
-    assert found.counts == {"passages": 2, "tokens": 5 + 3}
-    assert found.metrics["perplexity"] == pytest.approx(NUM_IDS ** ((5 + 3) / 2), rel=1e-5)
-    assert found.metrics["accuracy"] == 0
-
-
 def test_lambada_by_brute_force(trained, tokenizer):
     passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
     found = lambada.score(passages, "file", ContinuationScorer(trained), tokenizer)
@@ -85,6 +71,7 @@ def test_lambada_by_brute_force(trained, tokenizer):
         following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
     ]
     assert found.metrics["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-4)
+    assert found.counts == {"passages": 2, "tokens": 3 + 4}
 
 
 def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
@@ -151,30 +138,29 @@ def test_text_as_people_write_it():
     ]
 
 
-def test_wikitext_of_an_indifferent_model(indifferent, tokenizer):
-    pages = wikitext.split_pages(PAGES)
-    found = wikitext.score(pages, "file", ContinuationScorer(indifferent), tokenizer)
-    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
-    num_bytes = len("".join(pages).encode())
-    assert found.counts["tokens"] == num_tokens < num_bytes == found.counts["bytes"]
-    loss = num_tokens * math.log(NUM_IDS)
-    assert found.metrics["bits_per_byte"] == pytest.approx(loss / num_bytes / math.log(2))
-    assert found.metrics["byte_perplexity"] == pytest.approx(math.exp(loss / num_bytes))
-    words = found.counts["words"]
-    assert words == sum(1 + len(page.split()) + 1 for page in pages)
-    assert found.metrics["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=1e-5)
-
-
 def test_wikitext_by_brute_force(trained, tokenizer):
-    page = " = Tin = \n \n Tin is a metal . \n"
-    ids = list(wikitext.detokenized(page).encode())
-    found = wikitext.score([page], "file", ContinuationScorer(trained), tokenizer)
-    # Two windows: the first begins after the id that begins a text, the last is moved left.
-    assert 2 * WINDOW > len(ids) > WINDOW
-    total = following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
-    total += following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
-    expected = -total / len(page.encode()) / math.log(2)
-    assert found.metrics["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+    pages = [" = Tin = \n \n Tin is a metal . \n", " = A 1 @.@ 5 ° sea = \n \n It is wet . \n"]
+    found = wikitext.score(pages, "file", ContinuationScorer(trained), tokenizer)
+    loss = 0.0
+    for page in pages:
+        ids = list(wikitext.detokenized(page).encode())
+        # Two windows: the first begins after the id that begins a text, the last is moved left.
+        assert 2 * WINDOW > len(ids) > WINDOW
+        loss -= following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
+        loss -= following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
+    num_bytes = len("".join(pages).encode())
+    words = sum(1 + len(page.split()) + 1 for page in pages)
+    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
+    assert num_tokens < num_bytes
+    assert found.counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
+    assert found.metrics == pytest.approx(
+        {
+            "word_perplexity": math.exp(loss / words),
+            "byte_perplexity": math.exp(loss / num_bytes),
+            "bits_per_byte": loss / num_bytes / math.log(2),
+        },
+        rel=1e-4,
+    )
 
 
 @pytest.mark.parametrize(
