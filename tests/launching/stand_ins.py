@@ -6,7 +6,6 @@ none left a call succeeds and prints nothing.
 """
 
 import json
-import os
 import stat
 import sys
 from pathlib import Path
@@ -43,11 +42,4 @@ class StandIn:
     def calls(self) -> list[list[str]]:
         """Arguments of each call so far."""
         calls = self._file.with_suffix(".calls")
-        return (
-            [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
-        )
-
-
-def path_with(folder: Path) -> str:
-    """PATH with the stand-ins first."""
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+        return [*map(json.loads, calls.read_text().splitlines())] if calls.exists() else []

@@ -13,18 +13,14 @@ from MaxText.errors import UserError
 from MaxText.launching import tpu_vm
 from MaxText.launching.commands import Commands, Retry
 from MaxText.launching.tpu_vm import TpuVm, TpuVmLaunch
-from tests.launching.stand_ins import StandIn, path_with
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
 ZONE = ["--zone=z", "--project=p"]
 
 
 @pytest.fixture
-def gcloud(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", path_with(folder))
-    return StandIn(folder, "gcloud")
+def gcloud(stand_in):
+    return stand_in("gcloud")
 
 
 @pytest.fixture
@@ -109,11 +105,7 @@ def test_the_working_tree_is_copied_without_what_git_ignores(gcloud, launch, mon
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     monkeypatch.setattr(tpu_vm, "REPOSITORY", tree)
     archived = []
-
-    def add(tar, path, arcname, **options):
-        archived.append(arcname)
-
-    monkeypatch.setattr(tarfile.TarFile, "add", add)
+    monkeypatch.setattr(tarfile.TarFile, "add", lambda *_, arcname, **__: archived.append(arcname))
     launch().copy()
     assert sorted(archived) == [".gitignore", "kept"]
     scp, ssh = gcloud.calls
@@ -130,8 +122,8 @@ def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):
     assert worker == "--worker=all"
     # The line, as the shell of a host would read it.
     home = tmp_path / "home"
-    (home / "maxtext" / ".venv" / "bin").mkdir(parents=True)
     python = home / "maxtext" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
     python.write_text('#!/bin/bash\nprintf "<%s>" "$@"\nexec sleep 20\n')
     python.chmod(0o755)
     line = command.removeprefix("--command=")

@@ -13,7 +13,6 @@ from MaxText.monitoring.loss_curve import draw_loss_curve
 from MaxText.monitoring.profiler import StepProfiler
 from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_line import EvaluationReport, StepReport
-from tests.monitoring.report.run_files import RunFiles
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
@@ -124,9 +123,7 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
         assert lines == [text, report(5, 2.0).line()]
 
 
-def test_loss_curve_is_drawn_from_the_records(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
+def test_loss_curve_is_drawn_from_the_records(run):
     assert draw_loss_curve(run.write()) is None
     run.steps(0, 300, every=50, nan_at=20)
     path = draw_loss_curve(run.write())
@@ -137,21 +134,14 @@ def test_loss_curve_is_drawn_from_the_records(tmp_path):
 
 def test_the_configured_steps_are_traced(tmp_path):
     monitoring = Monitoring(profiler="xplane", skip_first_n_steps_for_profiler=1, profiler_steps=2)
-    profiler = StepProfiler(monitoring, tmp_path, first_step=10)
-    written = []
-    for step in range(10, 15):
-        with profiler.step(step):
-            result = jnp.ones(4) + step
-        if profiler.finished(step, result):
-            written.append(step)
-    profiler.close()
-    assert written == [12]
-    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
-
-
-def test_no_trace_unless_asked_for(tmp_path):
-    profiler = StepProfiler(Monitoring(), tmp_path, first_step=0)
-    with profiler.step(1):
-        pass
-    assert not profiler.finished(1, None)
-    assert not list(tmp_path.iterdir())
+    for section, expected in ((Monitoring(), []), (monitoring, [12])):
+        profiler = StepProfiler(section, tmp_path, first_step=10)
+        written = []
+        for step in range(10, 15):
+            with profiler.step(step):
+                result = jnp.ones(4) + step
+            if profiler.finished(step, result):
+                written.append(step)
+        profiler.close()
+        assert written == expected
+        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == bool(expected)

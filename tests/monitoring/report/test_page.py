@@ -81,12 +81,10 @@ def test_nothing_is_loaded_from_anywhere(one):
     assert 'http-equiv="refresh"' not in text
 
 
-def test_another_report_takes_the_place_of_the_first(tmp_path):
+def test_another_report_takes_the_place_of_the_first(tmp_path, run):
     """Also of its pictures, one of which may have nothing to show any more."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mfu.png").touch()
-    run = RunFiles(tmp_path / "new")
-    run.start()
     page = page_of(tmp_path / "out", run.write(), refresh=30)
     assert pictures_beside(page) == ["goodput"]
     assert "No update is on record yet." in page.read_text()

@@ -34,10 +34,8 @@ def report(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def started(tmp_path):
+def started(run):
     """A run that is running."""
-    run = RunFiles(tmp_path / "run")
-    run.start()
     run.write(old=False)
     return run
 

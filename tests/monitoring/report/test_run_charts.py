@@ -63,9 +63,7 @@ def test_what_happened_is_marked_on_the_curve(eventful_run):
     assert np.diff(minutes).max() < 1
 
 
-def test_a_spike_does_not_flatten_the_rest(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
+def test_a_spike_does_not_flatten_the_rest(run):
     assert charts_of([run.write()]) == {}
     run.steps(0, 300)
     run.rows[200]["learning/lm_loss"] = 900.0
