@@ -56,13 +56,11 @@ def test_budgets_have_suffixes(match, text, amount):
 @pytest.mark.parametrize(
     ("words", "folder"),
     [
-        (["a.yml"], None),
-        (["run_name=x"], Path("maxtext_output/x")),
+        (["a.yml"], None), (["run_name=x"], Path("maxtext_output/x")),
         (["run_name=x", "base_output_directory=out"], Path("out/x")),
-        (["run_name=deep/x"], Path("deep/x")),
-        (["run_name=x", "output=o"], Path("o")),
+        (["run_name=deep/x"], Path("deep/x")), (["run_name=x", "output=o"], Path("o")),
     ],
-)
+)  # fmt: skip
 def test_a_run_name_names_the_folder(words, folder):
     assert request(*words).output == folder
 

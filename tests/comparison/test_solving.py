@@ -48,18 +48,13 @@ def test_costs_are_those_of_the_model_and_its_batches():
 @pytest.mark.parametrize(
     ("block", "match", "free", "factor"),
     [
-        ("gpt2", "params", "width", 2.5),
-        ("llama2", "flops", "width", 0.6),
-        ("gpt_neox", "flops", "steps", 3.3),
-        ("llama2", "tokens", "steps", 70.0),
-        ("llama2", "params", "vocab_size", 1.3),
-        ("tokenformer", "params", "slots", 2.7),
-        ("tokenformer", "flops", "slots", 2.7),
-        ("tokenformer", "params", "width", 2.0),
-        ("muddformer", "params", "width", 1.7),
-        ("muddformer_prepost", "flops", "depth", 1.7),
+        ("gpt2", "params", "width", 2.5), ("llama2", "flops", "width", 0.6),
+        ("gpt_neox", "flops", "steps", 3.3), ("llama2", "tokens", "steps", 70.0),
+        ("llama2", "params", "vocab_size", 1.3), ("tokenformer", "params", "slots", 2.7),
+        ("tokenformer", "flops", "slots", 2.7), ("tokenformer", "params", "width", 2.0),
+        ("muddformer", "params", "width", 1.7), ("muddformer_prepost", "flops", "depth", 1.7),
     ],
-)
+)  # fmt: skip
 def test_budgets_are_met(block, match, free, factor):
     keys = {"per_device_batch_size": 1}
     if block.startswith("muddformer"):  # layers differ: widths of the feed-forward in multiples

@@ -19,11 +19,9 @@ def labels(*arguments: str) -> list[str]:
 
 def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
     assert expand_sweep({"a": ["1", "2"], "b": ["x", "y"], "c": "z"}) == [
-        {"a": "1", "b": "x", "c": "z"},
-        {"a": "1", "b": "y", "c": "z"},
-        {"a": "2", "b": "x", "c": "z"},
-        {"a": "2", "b": "y", "c": "z"},
-    ]
+        {"a": "1", "b": "x", "c": "z"}, {"a": "1", "b": "y", "c": "z"},
+        {"a": "2", "b": "x", "c": "z"}, {"a": "2", "b": "y", "c": "z"},
+    ]  # fmt: skip
     assert expand_sweep([{"a": ["1", "2"]}, {"b": "3"}]) == [{"a": "1"}, {"a": "2"}, {"b": "3"}]
     for wrong in ([], {}, "word", ["word"], {"a": []}, [{}]):
         with pytest.raises(values.WrongValue):

@@ -65,12 +65,10 @@ def test_why_names_the_winner_and_what_it_beat(answer, tmp_path, monkeypatch):
     ).splitlines()
     assert value == "learning_rate=0.003"
     assert [place.split(":", 1)[1].strip() for place in places] == [
-        "command line, learning_rate=3e-3",
-        "environment variable M_LEARNING_RATE=2e-3",
+        "command line, learning_rate=3e-3", "environment variable M_LEARNING_RATE=2e-3",
         "config file, mine.yml:3, learning_rate: 1.0e-3",
-        f"base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4",
-        "schema default, 3.0e-05",
-    ]
+        f"base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4", "schema default, 3.0e-05",
+    ]  # fmt: skip
     text = answer("dataset_path=d", "--why", "steps", "steps=-1", "learning_rate_schedule_steps=9")
     assert text.startswith("steps=9\n  set by: derived from learning_rate_schedule_steps\n")
 
@@ -133,11 +131,10 @@ def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
     ("body", "code", "said"),
     [
         ("raise UserError('no such thing')", 2, "error: no such thing\n"),
-        ("raise KeyboardInterrupt", 130, "stopped\n"),
-        ("raise BrokenPipeError", 141, ""),
+        ("raise KeyboardInterrupt", 130, "stopped\n"), ("raise BrokenPipeError", 141, ""),
         ("print('done')", 0, ""),
     ],
-)
+)  # fmt: skip
 def test_how_programs_end(body, code, said):
     program = f"""
 import sys

@@ -31,11 +31,8 @@ from tests.small_models import some_quick
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 
 _SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 
 _EDGES = (
     "0", "-0", "-1", "1", "2", "3", "7", "64", "0.0", "-0.0", "0.5", "1e-30", "1e30", "1e308",
@@ -60,10 +57,7 @@ _CHARACTERS = st.characters(exclude_categories=["Cs"])
 # Lists and mappings of anything, to a depth beyond what any key needs.
 _NESTED: st.SearchStrategy[Any] = st.recursive(
     st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-3, 70),
-        st.floats(),
+        st.none(), st.booleans(), st.integers(-3, 70), st.floats(),
         st.sampled_from(["global", "local", "q", "gelu", "data", "embed", "tensor", ""]),
         st.text(_CHARACTERS, max_size=5),
     ),
@@ -72,15 +66,12 @@ _NESTED: st.SearchStrategy[Any] = st.recursive(
         st.dictionaries(st.text(_CHARACTERS, max_size=4), inner, max_size=2),
     ),
     max_leaves=8,
-)
+)  # fmt: skip
 _WRONG = st.one_of(
-    st.sampled_from(_EDGES),
-    st.sampled_from([to_yaml(key.default) for key in all_keys().values()]),
-    st.integers().map(str),
-    st.floats().map(repr),
-    st.text(_CHARACTERS, max_size=20),
+    st.sampled_from(_EDGES), st.sampled_from([to_yaml(key.default) for key in all_keys().values()]),
+    st.integers().map(str), st.floats().map(repr), st.text(_CHARACTERS, max_size=20),
     _NESTED.map(to_yaml),
-)
+)  # fmt: skip
 _NAMES = sorted(all_keys())
 _FOREIGN = sorted({*ALIASES, *UNAVAILABLE, *(name for name, _ in TRANSLATIONS)})
 _SPECIAL = ["base_config", "schema_version", "sweep", "stages", "<<", "", "?", "=", "null"]
@@ -184,13 +175,9 @@ _WORDS = st.one_of(
     st.text(_CHARACTERS, max_size=8),
 )
 _INPUTS = st.one_of(
-    _command_lines(),
-    _command_lines(),
-    _files(),
-    _files_of_anything(),
-    _environments(),
+    _command_lines(), _command_lines(), _files(), _files_of_anything(), _environments(),
     st.lists(_WORDS, min_size=1, max_size=4).map(lambda words: Input(words, {}, {})),
-)
+)  # fmt: skip
 _PROGRAMS = ["train.py", "decode.py", "eval.py", "prepare_data.py", "inspect_data.py", "compare.py"]
 
 

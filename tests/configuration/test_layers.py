@@ -186,11 +186,8 @@ def test_axis_rules_merge_by_name(write):
     path = write("logical_axis_rules: [[vocab, [fsdp, tensor]], [kv, tensor], [kv, []]]\n")
     rules = configure(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
     assert rules[:4] == (
-        ("embed", ()),
-        ("vocab", ("fsdp", "tensor")),
-        ("kv", ("tensor",)),
-        ("kv", ()),
-    )
+        ("embed", ()), ("vocab", ("fsdp", "tensor")), ("kv", ("tensor",)), ("kv", ()),
+    )  # fmt: skip
     assert dict(rules)["mlp"] == base["mlp"]
     assert [name for name, _ in rules].count("vocab") == 1
     replaced = load(["logical_axis_rules=[[embed,fsdp]]", "override_logical_axis_rules=true"])

@@ -36,14 +36,13 @@ def test_one_prompt():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\n \n", "no line with text"),
-        ("a.txt", b"\xff\xfe", "no UTF-8"),
+        ("a.txt", b"\n \n", "no line with text"), ("a.txt", b"\xff\xfe", "no UTF-8"),
         ("a.jsonl", b'{"prompt": "a", "tokens": []}', "has the field 'tokens'"),
         ("a.jsonl", b'{"prompt": 1}', 'line 1 has no text in the field "prompt"'),
         ("a.jsonl", b'{"prompt": "a"}\n[', "line 2 is not JSON"),
         ("missing/a.txt", None, "cannot be read: No such file"),
     ],
-)
+)  # fmt: skip
 def test_unusable_files(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)

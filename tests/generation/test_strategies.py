@@ -17,13 +17,10 @@ def test_without_settings_all_ids_are_drawn():
 @pytest.mark.parametrize(
     ("strategy", "used"),
     [
-        ("weighted", ["temperature"]),
-        ("topk", ["temperature", "top_k"]),
-        ("nucleus", ["temperature", "nucleus_p"]),
-        ("composite", EVERY),
-        ("greedy", []),
+        ("weighted", ["temperature"]), ("topk", ["temperature", "top_k"]),
+        ("nucleus", ["temperature", "nucleus_p"]), ("composite", EVERY), ("greedy", []),
     ],
-)
+)  # fmt: skip
 def test_settings_of_other_strategies_have_no_effect(strategy, used):
     keys = {
         "decode_" + ("" if name == "entmax_alpha" else "sampling_") + name: value

@@ -77,12 +77,11 @@ def _damage(
     at, length = rng.randrange(len(content)), rng.randrange(1, 300)
     before, after, end = content[:at], content[at:], content[at + length :]
     changed = {
-        "cut": before,
-        "left out": before + end,
+        "cut": before, "left out": before + end,
         "flipped": before + bytes([content[at] ^ 1 << rng.randrange(8)]) + after[1:],
         "zeroed": before + bytes(len(after) - len(end)) + end,
         "repeated": before + content[max(0, at - length) :],
-    }
+    }  # fmt: skip
     if kind == "inserted":
         return before + rng.choice(inserted) + after, at
     return changed[kind], at

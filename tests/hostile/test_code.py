@@ -50,16 +50,13 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
 @pytest.mark.parametrize(
     "program",
     [
-        b"cos\nsystem\n(S'exit 1'\ntR.",
-        b"(S'exit 1'\nios\nsystem\n.",
-        b"(cos\nsystem\nS'exit 1'\no.",
-        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        b"cos\nsystem\n(S'exit 1'\ntR.", b"(S'exit 1'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'exit 1'\no.", b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
         b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01a\x85R.",
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2.__globals__\n.",
-        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00a\x85R.",
-        b"\x80\x02\x82\x01.",
+        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00a\x85R.", b"\x80\x02\x82\x01.",
     ],
-)
+)  # fmt: skip
 def test_other_names_in_pickles(program):
     with pytest.raises(TorchFileError):
         read_tensor(torch_archive(program))

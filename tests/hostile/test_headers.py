@@ -52,8 +52,7 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
 @pytest.mark.parametrize(
     "content",
     [
-        _safetensors({}, 1 << 60),
-        _safetensors({}, (1 << 64) - 1),
+        _safetensors({}, 1 << 60), _safetensors({}, (1 << 64) - 1),
         _safetensors(_tensor([1 << 60], [0, 1 << 62])),
         _safetensors(_tensor([4], [0, 16]), content=b"short"),
         _safetensors(_tensor([1], [1 << 40, (1 << 40) + 4])),
@@ -61,11 +60,9 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
         _safetensors(_tensor([1 << 62, 1 << 62], [0, 0])),
         _safetensors(_tensor([-1], [0, 4]), content=bytes(4)),
         _safetensors(_tensor([1], [0, 4], "PICKLE"), content=bytes(4)),
-        struct.pack("<Q", len(DEEP)) + DEEP.encode(),
-        b"",
-        b"\x08",
+        struct.pack("<Q", len(DEEP)) + DEEP.encode(), b"", b"\x08",
     ],
-)
+)  # fmt: skip
 def test_weights_whose_header_lies(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors"):
@@ -158,10 +155,8 @@ def test_array_records_of_nothing(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("list.json", _texts),
-        ("rows.jsonl", _texts),
-        ("lambada.jsonl", lambda path: lambada.read(str(path))),
-        ("config.json", read_json),
+        ("list.json", _texts), ("rows.jsonl", _texts),
+        ("lambada.jsonl", lambda path: lambada.read(str(path))), ("config.json", read_json),
         ("config.json", lambda path: own_configuration.load([
             f"load_parameters_path=hf:{path.parent}"], "decode.py")),
         ("model.safetensors.index.json", lambda path: TensorFiles(path.parent)),
@@ -198,13 +193,10 @@ _SIZES = {
 }  # fmt: skip
 # Names of the keys of config.json where they are others.
 _FAMILIES = {
-    "llama": {},
-    "mistral": {},
-    "gemma": {},
-    "gpt_neox": {},
+    "llama": {}, "mistral": {}, "gemma": {}, "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
     "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", _FAMILIES)

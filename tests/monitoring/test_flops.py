@@ -148,10 +148,9 @@ def test_parts_by_hand():
         "attention scores": (0, 2 * L * N * H * T / 2),
         "attention values": (0, 2 * L * N * H * T / 2),
         "attention output": (L * N * H * D, 2 * L * N * H * D),
-        "feed-forward": (L * 3 * D * F, 2 * L * 3 * D * F),
-        "norms": (L * (2 * D + 2 * H) + D, 0),
+        "feed-forward": (L * 3 * D * F, 2 * L * 3 * D * F), "norms": (L * (2 * D + 2 * H) + D, 0),
         "head": (D * V, 2 * D * V),
-    }
+    }  # fmt: skip
 
 
 def test_kinds_of_attention_by_hand():

@@ -52,13 +52,10 @@ def test_a_half_written_last_line_is_left_out(run):
 @pytest.mark.parametrize(
     ("old", "reason", "state"),
     [
-        (False, None, "running"),
-        (True, None, "killed"),
-        (False, "interrupted", "interrupted"),
-        (True, "completed", "completed"),
-        (True, "something new", "error"),
+        (False, None, "running"), (True, None, "killed"), (False, "interrupted", "interrupted"),
+        (True, "completed", "completed"), (True, "something new", "error"),
     ],
-)
+)  # fmt: skip
 def test_the_state(run, old, reason, state):
     run.steps(0, 3)
     if reason:

@@ -42,12 +42,11 @@ def test_lines_and_rows_of_other_reports(told):
     high = StepReport(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
     entmax = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
     shown = [
-        high,
-        StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
+        high, StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
         EvaluationReport(10, 0.0, 0.0, 0, 1.0),
-    ]
+    ]  # fmt: skip
     rows = [{name: f"{value:.6g}" for name, value in one.row().items()} for one in shown]
     told("\n\n".join(f"{one.line()}\n{row}" for one, row in zip(shown, rows, strict=True)))
 

@@ -124,9 +124,7 @@ def test_the_same_scores_on_eight_devices(mesh, monkeypatch):
         tiny_trained(base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **mesh)
     ).score(asked)
     np.testing.assert_allclose(
-        [score.log_probability for score in many],
-        [score.log_probability for score in one],
-        rtol=1e-5,
-        atol=1e-5,
-    )
+        [score.log_probability for score in many], [score.log_probability for score in one],
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
     assert [score.is_greedy for score in many] == [score.is_greedy for score in one]

@@ -93,12 +93,9 @@ def random_ids(count, seed):
 def local_and_linear():
     """With learned positions."""
     return tiny_trained(
-        "gpt_neo",
-        attention_types=[[["linear", "local"], 1]],
-        sliding_window_size=4,
-        base_num_decoder_layers=2,
-        **KEYS,
-    )
+        "gpt_neo", attention_types=[[["linear", "local"], 1]], sliding_window_size=4,
+        base_num_decoder_layers=2, **KEYS,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -278,13 +275,9 @@ def test_tasks_are_run_by_the_kind_of_model(trained, tmp_path):
     (tmp_path / "l.txt").write_text(text, encoding="utf-8")
     (tmp_path / "w.raw").write_text(text, encoding="utf-8")
     config = configure(
-        **KEYS,
-        vocab_size=VOCAB,
-        dataset_type="synthetic",
-        eval_tasks=["lambada", "wikitext"],
-        lambada_path=str(tmp_path / "l.txt"),
-        wikitext_path=str(tmp_path / "w.raw"),
-    )
+        **KEYS, vocab_size=VOCAB, dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
+        lambada_path=str(tmp_path / "l.txt"), wikitext_path=str(tmp_path / "w.raw"),
+    )  # fmt: skip
     shown = []
     of_lambada, of_wikitext = tasks.run_tasks(
         tasks.read_tasks(config), trained, tokenizer_of(), config, shown.append

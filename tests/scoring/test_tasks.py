@@ -206,12 +206,10 @@ def encode(text):
 @pytest.mark.parametrize(
     ("context", "continuation", "expected"),
     [
-        ("ab", " x", ([99, 97, 98], [ord("X")])),
-        ("ab ", "x", ([99, 97, 98], [ord("X")])),
-        ("", "x", ([99], [ord("x")])),
-        ("  ", "x", ([99], [32, ord("X")])),
+        ("ab", " x", ([99, 97, 98], [ord("X")])), ("ab ", "x", ([99, 97, 98], [ord("X")])),
+        ("", "x", ([99], [ord("x")])), ("  ", "x", ([99], [32, ord("X")])),
     ],
-)
+)  # fmt: skip
 def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
     assert text_pairs.encode_pair(encode, context, continuation, first=99) == expected
     without = text_pairs.encode_pair(lambda text: encode(text)[1:], context, continuation, first=99)
@@ -240,11 +238,9 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     (tmp_path / "l.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
     config = configure(
-        dataset_type="synthetic",
-        eval_tasks=["lambada", "wikitext"],
-        lambada_path=str(tmp_path / "l.jsonl"),
-        wikitext_path=str(tmp_path / "w.raw"),
-    )
+        dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
+        lambada_path=str(tmp_path / "l.jsonl"), wikitext_path=str(tmp_path / "w.raw"),
+    )  # fmt: skip
     shown = []
     scores = tasks.run_tasks(tasks.read_tasks(config), trained, tokenizer, config, shown.append)
     assert [score.task for score in scores] == ["lambada", "wikitext"]

@@ -72,13 +72,11 @@ class RunFiles:
                 "learning/loss": None if step == nan_at else shown,
                 "learning/lm_loss": None if step == nan_at else shown,
                 "learning/grad_norm": 0.4 + 3 * math.exp(-step / 30) * self.noise.random(),
-                "learning/current_learning_rate": rate,
-                "learning/total_weights": TOKENS_PER_UPDATE,
+                "learning/current_learning_rate": rate, "learning/total_weights": TOKENS_PER_UPDATE,
                 "perf/step_time_seconds": seconds,
                 "perf/per_device_tokens_per_sec": TOKENS_PER_UPDATE / 4 / seconds,
-                "perf/mfu": 0.41 * 0.5 / seconds,
-                **progress(step),
-            }
+                "perf/mfu": 0.41 * 0.5 / seconds, **progress(step),
+            }  # fmt: skip
             self.add("step", seconds, step, updates=1, data_seconds=0.01, **numbers | tags)
             if every and (step + 1) % every == 0:
                 self.add("checkpoint", 0.8, step)

@@ -49,12 +49,9 @@ def test_all_tables(completed_run, eventful_run, told):
     sections = [
         Section("Runs", table=run_tables.overview(both)),
         Section("Time of one", table=run_tables.goodput_table(one)),
-        Section("Time of both", table=run_tables.goodput_table(both)),
-        *run_tables.happenings(one),
-        *model_tables.configuration(both),
-        *model_tables.cost(both),
-        *model_tables.memory(one),
-    ]
+        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.happenings(one),
+        *model_tables.configuration(both), *model_tables.cost(both), *model_tables.memory(one),
+    ]  # fmt: skip
     assert model_tables.configuration(one) == model_tables.lineage(one) == []
     told(as_text(sections))
 
