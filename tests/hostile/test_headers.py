@@ -1,7 +1,6 @@
 """Headers that claim what the file does not hold, and texts nested without end."""
 
 import contextlib
-import io
 import itertools
 import json
 import re
@@ -9,7 +8,6 @@ import struct
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -27,7 +25,7 @@ from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring import lambada
-from tests.hostile.files import tar_archive
+from tests.hostile.files import tar_archive, torch_archive
 
 DEEP = "[" * 100_000
 
@@ -86,20 +84,14 @@ def _npy(header: str) -> bytes:
         "{'descr': __import__('os').system('exit 1')}",
         "(" * 110,
         "{'descr': (",
+        None,
     ],
 )
 def test_arrays_whose_header_lies(tmp_path, header):
-    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": _npy(header)}))
+    content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
     ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert ".npy" in reason
-
-
-def test_archives_named_as_arrays(tmp_path):
-    """An .npz is a zip archive: what is read is a member of a tar, and no archive in it."""
-    stored = io.BytesIO()
-    np.savez(stored, np.arange(3))
-    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
-    assert TarTensors("").scan(str(tmp_path / "a.tar")).damaged
+    assert ".npy" in reason or not header
 
 
 def test_indices_whose_header_lies(tmp_path):

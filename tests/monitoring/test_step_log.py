@@ -26,6 +26,7 @@ class Clock:
     """Seconds that pass where a test lets them, and a nanosecond with each look at it."""
 
     now = 0.0
+    time = staticmethod(time.time)
 
     def perf_counter(self):
         self.pass_(1e-9)
@@ -56,21 +57,13 @@ class SlowScalar:
         return float(self.__array__())
 
 
-class NoMeans:
-    def add(self, metrics):
-        pass
-
-    def take(self):
-        return {}
-
-
 @pytest.fixture(name="clock")
 def own_clock(monkeypatch):
     clock = Clock()
-    own = SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
-    monkeypatch.setattr(step_log, "time", own)
+    monkeypatch.setattr(step_log, "time", clock)
     # Slow scalars are none of jax.
-    monkeypatch.setattr(step_log, "MeanLoss", NoMeans)
+    no_means = SimpleNamespace(add=lambda metrics: None, take=dict)
+    monkeypatch.setattr(step_log, "MeanLoss", lambda: no_means)
     return clock
 
 
@@ -202,12 +195,8 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
 
 
 def falling(start, end, count, noise=0.1):
-    rng = np.random.default_rng(0)
-    return list(
-        end
-        + (start - end) * np.exp(-np.arange(count) / (count / 5))
-        + noise * rng.normal(size=count)
-    )
+    mean = end + (start - end) * np.exp(-np.arange(count) / (count / 5))
+    return list(mean + noise * np.random.default_rng(0).normal(size=count))
 
 
 @pytest.mark.parametrize(

@@ -113,22 +113,19 @@ def by_hand(trained, documents, stride):
     return nats
 
 
-@pytest.mark.parametrize("stride", some_quick([1, 5, 16], 2))
-@pytest.mark.parametrize("joined", [False, True])
-def test_strided_windows_against_one_target_at_a_time(trained, folder, stride, joined):
+@pytest.mark.parametrize(
+    ("stride", "joined"),
+    some_quick([(None, False), (5, False), (1, False), (5, True), (16, True), (1, True),
+                (16, False)], 2),
+)  # fmt: skip
+def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     documents = documents_of(folder)
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
-    (found,) = score(trained, folder, eval_stride=stride, attend_across_documents=joined)
+    keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
+    (found,) = score(trained, folder, **keys or {"packing": False})
     assert found.num_targets == sum(len(document) - 1 for document in documents)
     np.testing.assert_allclose(found.nats, by_hand(trained, documents, stride), rtol=1e-6)
-
-
-def test_windows_side_by_side_against_one_target_at_a_time(trained, folder):
-    (found,) = score(trained, folder, packing=False)
-    documents = documents_of(folder)
-    assert found.num_targets == sum(len(document) - 1 for document in documents)
-    np.testing.assert_allclose(found.nats, by_hand(trained, documents, None), rtol=1e-6)
 
 
 def test_the_same_as_the_evaluation_of_training(trained, folder):
