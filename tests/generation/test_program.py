@@ -1,4 +1,4 @@
-"""decode.py as users type it."""
+"""decode.py as users type it, and which of its sampling settings a strategy uses."""
 
 import json
 import subprocess
@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from MaxText.configuration.inference_sections import Decoding
 from MaxText.errors import UserError
-from MaxText.generation.decoding import OtherText, decode
+from MaxText.generation.decoding import OtherText, choice_of, decode
+from MaxText.generation.token_choice import Choice
 from MaxText.inference.own_configuration import load
 from MaxText.inference.trained_model import open_trained_model
 from tests.house.sources import REPOSITORY
@@ -114,3 +116,28 @@ def test_the_expected_text(folder):
 def test_a_long_prompt_says_what_was_not_read(folder):
     shown = run(folder, f"prompt={'word ' * 20}", "max_new_tokens=2")
     assert "window of 32 tokens; the first 70 of the prompt's 100 were not read" in shown
+
+
+EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
+         "eta": 0.2, "entmax_alpha": 1.5}  # fmt: skip
+
+
+def test_without_settings_all_ids_are_drawn():
+    assert choice_of(Decoding()) == Choice()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "used"),
+    [
+        ("weighted", ["temperature"]), ("topk", ["temperature", "top_k"]),
+        ("nucleus", ["temperature", "nucleus_p"]), ("composite", EVERY), ("greedy", []),
+    ],
+)  # fmt: skip
+def test_settings_of_other_strategies_have_no_effect(strategy, used):
+    keys = {
+        "decode_" + ("" if name == "entmax_alpha" else "sampling_") + name: value
+        for name, value in EVERY.items()
+    }
+    section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
+    expected = {name: EVERY[name] for name in used} or {"temperature": 0}
+    assert choice_of(section) == Choice(repetition_penalty=1.2, **expected)

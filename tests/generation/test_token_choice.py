@@ -138,19 +138,6 @@ def test_supports_are_those_of_the_definitions(quarters, scale):
             np.testing.assert_allclose(p_V, full_V / full_V.sum(), rtol=1e-5)
 
 
-def test_filters_see_what_those_before_them_left():
-    logits_BV = random_logits((5, 40))
-    together_BV = distribution(logits_BV, Choice(temperature=1.5, **ALL_FILTERS))
-    one_by_one_BV = distribution(logits_BV, Choice(temperature=1.5))
-    sizes = []
-    for name, setting in ALL_FILTERS.items():
-        one_by_one_BV = distribution(jnp.log(one_by_one_BV), Choice(**{name: setting}))
-        sizes.append(int(jnp.sum(one_by_one_BV > 0)))
-    assert sizes[0] == 5 * 12
-    assert sizes == sorted(set(sizes), reverse=True), "a filter had no effect"
-    np.testing.assert_allclose(together_BV, one_by_one_BV, rtol=1e-5)
-
-
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 1000.0])
 def test_entmax_meets_its_optimality_conditions(scale):
     """Of a large vocabulary; tests/layers/test_entmax.py has other alphas and the definition."""

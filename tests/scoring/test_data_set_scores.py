@@ -13,7 +13,6 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.scoring.data_set import score_data_set
@@ -205,15 +204,6 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     assert (found.num_bytes, found.bits_per_byte) == (None, None)
     assert "normalises text (Lowercase); and not every token" in found.why_no_bytes
     assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
-
-
-def test_the_tokenizer_of_the_weights_is_compared(folder, tmp_path):
-    (opened,) = opened_at(configured(folder))
-    other = load_tokenizer(lowercase_tokenizer(tmp_path / "t"))
-    said = TextBytes("train", False, other).mismatch(opened)
-    assert said.startswith("warning: ")
-    assert "of 258 ids" in said
-    assert TextBytes("train", False, load_tokenizer("bytes")).mismatch(opened) == ""
 
 
 def test_a_part_of_the_split(trained, folder):

@@ -84,28 +84,6 @@ def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
     assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "contents", "message"),
-    [
-        ("a.jsonl", '{"text": "a b"}\n{"text": "word"}\n', r"a\.jsonl:2 has fewer than two words"),
-        ("a.jsonl", '{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
-        ("a.jsonl", '{"text": "a b"}\n{"txt": "a b"}\n', r':2 has no text in field "text"; .*txt'),
-        ("a.jsonl", "a b\n", r":1 is not JSON .*one object"),
-        ("a.jsonl", "[1]\n", r':1 has no text in field "text"; its fields: none'),
-        ("a.txt", "\n \n", "holds no passage"),
-        ("a.txt", "two words\nword\n", ":2 has fewer than two words"),
-        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
-        ("a.txt", None, "cannot be read: No such file"),
-    ],
-)
-def test_lambada_files_that_cannot_be_used(name, contents, message, tmp_path):
-    path = tmp_path / name
-    if contents is not None:
-        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
-    with pytest.raises(UserError, match=f"lambada_path=.*{message}"):
-        lambada.read(str(path))
-
-
 # WikiText
 
 
@@ -163,21 +141,6 @@ def test_wikitext_by_brute_force(trained, tokenizer):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "contents", "message"),
-    [
-        ("a.raw", " \n \n", "holds no text"),
-        ("a.jsonl", '{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
-        ("a.jsonl", '{"text": "x"}', ':1 has no text in field "page"; its fields: text'),
-        ("a.jsonl", "", "holds no text"),
-    ],
-)
-def test_wikitext_files_that_cannot_be_used(name, contents, message, tmp_path):
-    (tmp_path / name).write_text(contents)
-    with pytest.raises(UserError, match=f"wikitext_path=.*{message}"):
-        wikitext.read(str(tmp_path / name))
-
-
 WIKI_LETTERS = st.sampled_from([*"ab sN1@-,.:;!?()[]{}\"'=°\n", " 's ", " @-@ ", "= = ", " N "])
 
 
@@ -196,6 +159,38 @@ def test_the_rules_of_the_harness(harness_rules, page):
 
 
 # Both
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "message"),
+    [
+        (
+            "lambada",
+            "a.jsonl",
+            b'{"text": "a b"}\n{"text": "word"}\n',
+            ":2 has fewer than two words",
+        ),
+        ("lambada", "a.jsonl", b'{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
+        ("lambada", "a.jsonl", b'{"text": "a b"}\n{"txt": "a"}', ':2 has no .* "text"; .*txt'),
+        ("lambada", "a.jsonl", b"a b\n", ":1 is not JSON .*one object"),
+        ("lambada", "a.jsonl", b"[1]\n", ':1 has no text in field "text"; its fields: none'),
+        ("lambada", "a.txt", b"\n \n", "holds no passage"),
+        ("lambada", "a.txt", b"two words\nword\n", ":2 has fewer than two"),
+        ("lambada", "a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("lambada", "a.txt", None, "cannot be read: No such file"),
+        ("wikitext", "a.raw", None, "cannot be read: No such file"),
+        ("wikitext", "a.raw", b" \n \n", "holds no text"),
+        ("wikitext", "a.jsonl", b'{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
+        ("wikitext", "a.jsonl", b'{"text": "x"}', ':1 has no text in field "page"; .*: text'),
+        ("wikitext", "a.jsonl", b"", "holds no text"),
+    ],
+)
+def test_files_that_cannot_be_used(task, name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    keys = {"eval_tasks": [task], f"{task}_path": str(tmp_path / name)}
+    with pytest.raises(UserError, match=f"{task}_path=.*{message}"):
+        tasks.read_tasks(configure(dataset_type="synthetic", **keys))
 
 
 def encode(text):
@@ -250,14 +245,6 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     stored = json.loads(json.dumps([score.to_json() for score in scores]))
     assert stored[1]["metrics"] == scores[1].metrics
     assert stored[0]["path"] == str(tmp_path / "l.jsonl")
-
-
-def test_a_missing_file_is_found_before_the_model_is_needed(tmp_path):
-    config = configure(
-        dataset_type="synthetic", eval_tasks=["wikitext"], wikitext_path=str(tmp_path / "none")
-    )
-    with pytest.raises(UserError, match=r"wikitext_path=.*none cannot be read: No such file"):
-        tasks.read_tasks(config)
 
 
 def test_numbers_too_large_to_write_are_infinite():

@@ -140,12 +140,15 @@ def test_lineage_is_one_tree_of_all_runs(tmp_path):
 
 def test_other_data_and_tokenizers_are_warned_about(tmp_path):
     data = {"train": "x", "identity": "1", "tokenizer": "t", "vocab_size": 10}
-    same = [started(tmp_path / name, data=data) for name in "ab"]
-    assert model_tables.warnings(entries_of(*same)) == []
-    other = started(tmp_path / "c", data=data | {"tokenizer": "u", "vocab_size": 20})
-    tokenizer, vocabulary = model_tables.warnings(entries_of(*same, other))
+    others = {"a": {}, "b": {}, "c": {"tokenizer": "u", "vocab_size": 20}, "d": {"identity": "2"}}
+    runs = {name: started(tmp_path / name, data=data | keys) for name, keys in others.items()}
+
+    def warnings(names):
+        return model_tables.warnings(entries_of(*map(runs.get, names)))
+
+    assert warnings("ab") == []
+    tokenizer, vocabulary = warnings("abc")
     assert tokenizer.endswith("a, b: t; c: u.")
     assert vocabulary.endswith("a, b: 10; c: 20.")
-    elsewhere = started(tmp_path / "d", data=data | {"identity": "2"})
-    (warning,) = model_tables.warnings(entries_of(same[0], elsewhere))
+    (warning,) = warnings("ad")
     assert warning.startswith("The runs have different data.")
