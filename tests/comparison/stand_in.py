@@ -54,8 +54,7 @@ def train(keys: Mapping[str, Any], after_step: Callable[[], None] = lambda: None
         if keys["eval_interval"] > 0 and not diverges:
             loss = 4.0 - 0.5 * is_gated - 0.1 * bool(parent) + 0.1 * keys["data_shuffle_seed"]
             write("evaluation", "evaluation", 0.1, step=step, **{"eval/avg_loss": loss})
-        reason = "diverged" if diverges else "completed"
-        write("stop", "finish", 0.0, step=step, reason=reason)
+        write("stop", "finish", 0.0, step=step, reason="diverged" if diverges else "completed")
     return int(diverges)
 
 

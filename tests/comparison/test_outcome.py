@@ -23,8 +23,7 @@ def test_summaries():
 
 @pytest.mark.parametrize("count", [2, 3, 30])
 def test_intervals_equal_those_of_scipy(count):
-    generator = np.random.default_rng(count)
-    first, other = generator.normal(4.0, 0.1, (2, count))
+    first, other = np.random.default_rng(count).normal(4.0, 0.1, (2, count))
     # Only seeds of both count.
     ours = paired_difference(
         {**dict(enumerate(first)), 98: 7.0}, {**dict(enumerate(other)), 99: 1.0}
@@ -66,8 +65,7 @@ def plan(**fields) -> Plan:
 
 def test_groups_have_means_and_differences_to_the_first():
     a, b = group_results(["a", "b"], results())
-    assert a.loss.mean == pytest.approx(4.1)
-    assert a.loss.deviation == pytest.approx(0.1)
+    assert (a.loss.mean, a.loss.deviation) == (pytest.approx(4.1), pytest.approx(0.1))
     assert a.difference is None
     assert a.perplexity == pytest.approx(math.exp(4.1))
     assert b.difference.mean == pytest.approx(-(0.5 + 0.6 + 0.5) / 3)
@@ -75,10 +73,8 @@ def test_groups_have_means_and_differences_to_the_first():
 
 
 def test_diverged_runs_are_counted_and_in_no_mean():
-    losses = {"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}
-    a, b = group_results(["a", "b"], results(losses))
-    assert (b.loss.count, b.loss.mean, b.diverged) == (1, 3.5, 1)
-    assert b.difference.count == 1
+    a, b = group_results(["a", "b"], results({"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}))
+    assert (b.loss.count, b.loss.mean, b.diverged, b.difference.count) == (1, 3.5, 1, 1)
     assert outcome.table_rows([a, b])[1][3] == "1 (1 diverged)"
     assert any(line.startswith("b: 1 diverged") for line in outcome.sentences([a, b], plan()))
 
@@ -107,8 +103,7 @@ def test_table_and_sentences(told):
 
 
 def test_speed_as_planned_is_not_mentioned():
-    groups = group_results(["a", "b"], results())
-    assert len(outcome.sentences(groups, plan(seconds=10 * 0.2))) == 1
+    assert len(outcome.sentences(group_results(["a", "b"], results()), plan(seconds=10 * 0.2))) == 1
 
 
 def test_csv_files(tmp_path, told):

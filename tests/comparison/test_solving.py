@@ -34,8 +34,7 @@ def test_costs_are_those_of_the_model_and_its_batches():
     config = tiny_config(per_device_batch_size=2, gradient_accumulation_steps=3, steps=7)
     of = cost(config, num_devices=4)
     assert of.parameters == Model(config.model).num_parameters
-    assert of.tokens == 7 * 2 * 3 * 4 * 16
-    assert of.steps == 7
+    assert (of.tokens, of.steps) == (7 * 2 * 3 * 4 * 16, 7)
     # 6 operations for each weight of a product, and causal attention over 16 tokens.
     weights = 64 * 32 + 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)
     attention = 12 * 3 * 4 * 8 * 16 / 2
@@ -63,8 +62,7 @@ def test_budgets_are_met(block, match, free, factor):
     config = tokenformer(**keys) if block == "tokenformer" else tiny_config(block, **keys)
     tolerance = 0.2 if free == "depth" else 0.02  # layers are coarse
     budget, new, changes, amount = solved(config, match, free, factor, tolerance=tolerance)
-    reached = cost(new, 1)
-    assert amount == getattr(reached, "parameters" if match == "params" else match)
+    assert amount == getattr(cost(new, 1), "parameters" if match == "params" else match)
     assert amount == pytest.approx(budget, rel=tolerance)
     rest = "slot_num" if block == "tokenformer" else "base_mlp_dim"
     changed = {"width": {"base_emb_dim", rest}, "vocab_size": {"vocab_size"}, "slots": {"slot_num"},
@@ -105,8 +103,7 @@ def test_depth_steps_over_small_budgets_and_says_so():
     layer = cost(tiny_config(base_num_decoder_layers=4), 1).parameters - cost(config, 1).parameters
     share = layer / cost(config, 1).parameters
     budget, _, changes, amount = solved(config, "params", "depth", 1 + 2 * share)
-    assert changes == {"base_num_decoder_layers": (3, 5)}
-    assert amount == budget
+    assert (changes, amount) == ({"base_num_decoder_layers": (3, 5)}, budget)
     said = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*free=width.*tolerance="
     with pytest.raises(UserError, match=f"(?s){said}") as caught:
         solved(config, "params", "depth", 1 + 2.5 * share)

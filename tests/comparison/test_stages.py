@@ -106,8 +106,7 @@ def test_a_chain_of_runs(configs):
     # Other stages are refused once a run has begun.
     first.folder.mkdir(parents=True)
     (first.folder / "events.jsonl").touch()
-    text = (configs / "c.yml").read_text().replace("steps: 3", "steps: 4")
-    (configs / "c.yml").write_text(text)
+    (configs / "c.yml").write_text((configs / "c.yml").read_text().replace("steps: 3", "steps: 4"))
     with pytest.raises(UserError, match="c: steps of stage 1: 3 -> 4"):
         open_plan(plan.folder, variants("a.yml", "c.yml"), question, (0, 1))
 

@@ -67,8 +67,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     config = load([]).config
     assert config.model.feed_forward.mlp_activations == ("gelu",)
-    assert config.run.hardware == "auto"
-    assert config.checkpoint.max_to_keep == 3
+    assert (config.run.hardware, config.checkpoint.max_to_keep) == ("auto", 3)
     warnings = capsys.readouterr().err
     assert "M_LEARNING_RATE?" in warnings
     assert "M_GCS_METRICS" in warnings
@@ -78,8 +77,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
 def test_inheritance_is_recursive_and_looks_beside_the_file_first(write):
     write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
     write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
-    path = write("base_config: a/middle.yml\neval_steps: 3\n")
-    config = configure(path)
+    config = configure(write("base_config: a/middle.yml\neval_steps: 3\n"))
     found = (config.run.steps, config.monitoring.log_period, config.evaluation.eval_steps)
     assert found == (1, 2, 3)
     config = configure(write("base_config: gpt2.yml\nsteps: 7\n", "b/own.yml"))

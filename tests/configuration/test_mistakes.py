@@ -126,9 +126,8 @@ def test_keys_without_effect_that_were_set_on_purpose(layer, write, monkeypatch)
             monkeypatch.setenv(f"M_{name.upper()}", value)
     elif layer == "file":
         path = write("".join(f"{name}: {value}\n" for name, value in keys.items()))
-    overrides = keys | {"rotary_pct": 0.5} if layer == "argument" else {}
     with pytest.raises(ConfigurationError, match=r"rotary_pct: .*position_embedding="):
-        configure(path, **overrides)
+        configure(path, **(keys | {"rotary_pct": 0.5} if layer == "argument" else {}))
 
 
 def test_keys_that_have_an_effect_or_were_not_chosen_are_accepted(write):

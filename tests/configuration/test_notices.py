@@ -78,8 +78,7 @@ def test_dashes_and_the_last_of_two_values():
 
 def test_of_several_files_the_last_one_wins(write):
     first = write("steps: 5\nlearning_rate: 0.1\n", "first.yml")
-    second = write("steps: 6\n", "second.yml")
-    config = load([first, second]).config
+    config = load([first, write("steps: 6\n", "second.yml")]).config
     assert (config.run.steps, config.schedule.learning_rate) == (6, 0.1)
 
 

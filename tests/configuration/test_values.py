@@ -76,8 +76,7 @@ def test_python_values():
 def test_file_values(write):
     path = write("steps: 1e3\nrun_name: 0123\nprompt: no\nmax_to_keep:\nmetrics_file: ''\n")
     config = configure(path)
-    assert config.run.steps == 1000
-    assert config.run.run_name == "0123"
+    assert (config.run.steps, config.run.run_name) == (1000, "0123")
     assert config.decoding.prompt == "no"
     assert config.checkpoint.max_to_keep is None
 
@@ -86,8 +85,7 @@ def test_file_values(write):
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_text_survives_writing_and_reading(write, value):
     if "\0" not in value:  # which no key takes
-        path = write(f"prompt: {values.to_yaml(value)}\n")
-        assert configure(path).decoding.prompt == value
+        assert configure(write(f"prompt: {values.to_yaml(value)}\n")).decoding.prompt == value
 
 
 def test_what_is_given_over_a_saved_configuration_counts(write):

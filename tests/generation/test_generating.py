@@ -88,8 +88,7 @@ def test_an_end_id_ends_its_row_alone(small):
             assert after.finish_reason == "end"
             assert after.tokens == before.tokens[: before.tokens.index(end) + 1]
         else:
-            assert after.finish_reason == "length"
-            assert after.tokens == before.tokens
+            assert (after.finish_reason, after.tokens) == ("length", before.tokens)
 
 
 def test_a_stop_string_ends_a_text(small):
@@ -105,8 +104,7 @@ def test_a_stop_string_ends_a_text(small):
     def show_piece(number, piece):
         shown[number] += piece
 
-    limits = Limits(12, stops=(stop,))
-    stopped = completions(engine, limits, decode=decode, show_piece=show_piece)
+    stopped = completions(engine, Limits(12, stops=(stop,)), decode=decode, show_piece=show_piece)
     for number, (before, after) in enumerate(zip(free, stopped, strict=True)):
         assert after.text == before.text.partition(stop)[0] == shown[number]
         assert after.finish_reason == ("stop" if stop in before.text else "length")

@@ -45,8 +45,7 @@ def test_a_character_of_several_tokens_is_shown_whole():
 
 def test_an_incomplete_character_is_shown_at_the_end():
     stream = TextStream(decode)
-    assert stream.add("€".encode()[0]) == ""
-    assert stream.finish() == "\ufffd"
+    assert (stream.add("€".encode()[0]), stream.finish()) == ("", "\ufffd")
 
 
 def test_the_beginning_of_a_stop_string_is_held_back():

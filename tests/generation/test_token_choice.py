@@ -92,8 +92,7 @@ def test_greedy_takes_the_lowest_of_the_likeliest_and_knows_only_the_penalty():
     logits_BV = jnp.array([[1.0, 3, 3, 2], [1, 3, 3, 2], [-jnp.inf, -5, -4, -jnp.inf]])
     seen_BV = jnp.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
     token_B, _ = draw(logits_BV, jax.random.split(jax.random.key(0), 3), greedy, seen_BV)
-    assert token_B.tolist() == [1, 3, 1]
-    assert token_B.dtype == jnp.int32
+    assert (token_B.tolist(), token_B.dtype) == ([1, 3, 1], jnp.int32)
 
 
 def kept_by_definition(p_V, name, setting):
@@ -225,8 +224,7 @@ def test_extreme_logits_give_distributions(temperature):
 @pytest.mark.parametrize("choice", [Choice(temperature=0), Choice(), Choice(nucleus_p=0.9)])
 def test_logits_that_are_nan_are_not_hidden(choice):
     logits_BV = jnp.array([[0.0, jnp.nan, 1.0], [-jnp.inf] * 3, [0.0, 1.0, 2.0]])
-    key_B = jax.random.split(jax.random.key(0), 3)
-    token_B, log_probability_B = draw(logits_BV, key_B, choice)
+    token_B, log_probability_B = draw(logits_BV, jax.random.split(jax.random.key(0), 3), choice)
     assert np.isnan(log_probability_B).tolist() == [True, True, False]
     assert np.all((np.array(token_B) >= 0) & (np.array(token_B) < 3))
 

@@ -42,8 +42,7 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
     pickled = pickle.dumps(Touches(marker), protocol)
     for content in (torch_archive(pickled), pickled):
         (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.pth": content}))
-        found = TarTensors("").scan(str(tmp_path / "a.tar"))
-        ((_, reason),) = found.damaged
+        ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
         assert "mkdir" in reason or "torch.save" in reason
 
 
@@ -193,8 +192,7 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
     before = _below(tmp_path)
     (unit,) = open_corpus(str(folder / "a.tar"), "text").units
     assert [document.text for document in unit.documents(Counter())] == ["some text"]
-    tensors = {name.replace(".txt", ".npy"): npy(np.arange(3))}
-    (folder / "a.tar").write_bytes(tar_archive(tensors))
+    (folder / "a.tar").write_bytes(tar_archive({name.replace(".txt", ".npy"): npy(np.arange(3))}))
     assert TarTensors("").scan(str(folder / "a.tar")).num_tokens.tolist() == [3]
     # Names are never paths: what a member holds is read, and nothing is written.
     assert _below(tmp_path) == before

@@ -15,8 +15,7 @@ def launch(capsys, tmp_path, monkeypatch):
 
     def launch(place, *others, dry_run=True):
         """Exit code, output and errors."""
-        options = ["--dry-run"] * dry_run
-        code = run_main("launch.py", [place, *options, *others])
+        code = run_main("launch.py", [place, *(["--dry-run"] * dry_run), *others])
         return code, *capsys.readouterr()
 
     return launch

@@ -72,8 +72,7 @@ def test_what_is_started_again():
 def test_all_are_started_again_on_another_port(run, capsys):
     assert run("0:0", "1:-9", "1:75", "1:0") == 0
     assert (run.starts(0), run.starts(1)) == (3, 3)
-    ports = [line.split()[-1] for line in run.log(1).splitlines()]
-    assert len(set(ports)) > 1
+    assert len({line.split()[-1] for line in run.log(1).splitlines()}) > 1
     assert "SIGKILL" in run.lines[0]
     assert "75" in run.lines[1]
     shown = capsys.readouterr().out

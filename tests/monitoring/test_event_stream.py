@@ -183,8 +183,7 @@ def test_every_key_is_a_column_of_hyperparameters():
     }
     experiment = found["_hparams_/experiment"].experiment
     assert {info.name for info in experiment.hparam_infos} == set(config)
-    metrics = [info.name.tag for info in experiment.metric_infos]
-    assert metrics == ["eval/avg_loss", "learning/loss"]
+    assert [info.name.tag for info in experiment.metric_infos] == ["eval/avg_loss", "learning/loss"]
     values = found["_hparams_/session_start_info"].session_start_info.hparams
     kinds = {name: values[name].WhichOneof("kind") for name in config}
     assert all(kinds.values())

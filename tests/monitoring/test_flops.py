@@ -113,8 +113,7 @@ def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
 def test_published_models_by_hand(name, length, matrices, attention):
     config = configure(model_name=name, dtype="float32", scan_layers=True, remat_policy="none")
     count = count_flops(Model(config.model), length)
-    assert count.matmul_parameters == matrices
-    assert count.forward == 2 * matrices + attention
+    assert (count.matmul_parameters, count.forward) == (matrices, 2 * matrices + attention)
     assert count.per_token == 3 * count.forward
 
 
@@ -185,8 +184,7 @@ def test_shared_weights_are_held_once_and_macarons_twice():
     alone, shared = parts_of(), parts_of(share_parameters=True)
     assert 3 * shared["feed-forward"].parameters == alone["feed-forward"].parameters
     assert shared["feed-forward"].flops == alone["feed-forward"].flops
-    macaron = parts_of(use_macaron=True)
-    assert macaron["feed-forward"].flops == 2 * alone["feed-forward"].flops
+    assert parts_of(use_macaron=True)["feed-forward"].flops == 2 * alone["feed-forward"].flops
 
 
 def test_static_sgu_and_head_qk_by_hand():
@@ -222,8 +220,7 @@ def test_line_of_maxtext(told):
 
 
 def test_keys_by_rule():
-    assert keys_by_rule(256, causal=False) == 256
-    assert keys_by_rule(256, causal=True) == 128
+    assert (keys_by_rule(256, causal=False), keys_by_rule(256, causal=True)) == (256, 128)
     assert keys_by_rule(256, causal=True, window=10_000) == 128
     # Half the window leaves three quarters of the triangle.
     assert keys_by_rule(256, causal=True, window=128) == 96

@@ -37,8 +37,7 @@ def test_sums_over_steps():
     assert ours.tokens_per_device(6) == 48
     # Sequences of half the length have half the attention.
     short, whole = ours.flops(0), ours.flops(3)
-    assert whole.weights == short.weights
-    assert whole.attention == 2 * short.attention
+    assert (whole.weights, whole.attention) == (short.weights, 2 * short.attention)
 
 
 @pytest.mark.parametrize("mlm_training", [False, True])
@@ -86,8 +85,7 @@ def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
     if damage is not None:
         (tmp_path / "peak_flops.json").write_text(damage)
     again = peak_flops(cache_folder=str(tmp_path))
-    assert first == measured[0]
-    assert again == (measured[0] if damage is None else measured[1])
+    assert (first, again) == (measured[0], measured[0] if damage is None else measured[1])
 
 
 TOKENS = 4 * 16  # of an update

@@ -15,8 +15,7 @@ def test_a_completed_run(completed_run):
     assert [row["step"] for row in record.steps] == list(range(400))
     assert [row["step"] for row in record.evaluations] == list(range(49, 400, 50))
     assert record.final_loss == record.evaluations[-1]["eval/avg_loss"]
-    assert record.last_step == 399
-    assert record.tokens == 400 * 16_384
+    assert (record.last_step, record.tokens) == (399, 400 * 16_384)
     assert record.config["emb_dim"] == 384
     assert {row["event"] for row in record.marks} >= {"start", "compile", "checkpoint", "stop"}
 

@@ -75,8 +75,7 @@ def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
     tracker.free.set()
     stream.close()
     stream.close()
-    calls = [call for call in tracker.calls if call != "flush"]
-    assert calls == [*range(1000), 999, "close"]
+    assert [call for call in tracker.calls if call != "flush"] == [*range(1000), 999, "close"]
     # One that was asked for after each 100 steps, or several in one.
     assert tracker.calls.count("flush") > 5
     assert tracker.calls[-2:] == ["flush", "close"]
@@ -217,8 +216,7 @@ def test_a_bucket_that_fails_is_reported_once_and_gets_all_later(tmp_path, bucke
 
 
 def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
-    events = EventFile(epath.Path(tmp_path), 0)
-    stream = EventStream([events])
+    stream = EventStream([EventFile(epath.Path(tmp_path), 0)])
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "no room")))
         with pytest.raises(OSError, match="no room"):

@@ -236,8 +236,7 @@ def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server):
     assert server.steps == list(range(13))
     # A restart from before it repeats what is there, and what W&B has lost of it is sent.
     server.steps, server.rows = server.steps[:-2], server.rows[:-2]
-    repeated = [rewind(5, 1, again=True), step(4)]
-    found = recorded(tmp_path, server, 4, *repeated, *again, after(10))
+    found = recorded(tmp_path, server, 4, *[rewind(5, 1, again=True), step(4)], *again, after(10))
     assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
     assert found[10] == 1.0
 
@@ -249,8 +248,7 @@ def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
     # W&B is still connecting, and then all is killed.
     record(tmp_path, 8, rewind(5, 1), *late)
     known = [rewind(5, 1, again=True), *late] if first_step == 5 else []
-    found = recorded(tmp_path, server, first_step, *known, step(7, loss=1.0))
-    assert found == charted(5, 8)
+    assert recorded(tmp_path, server, first_step, *known, step(7, loss=1.0)) == charted(5, 8)
 
 
 def test_another_configuration_is_charted_where_it_began(tmp_path, server):

@@ -32,8 +32,7 @@ def random_continuations(count, seed=0, longest=2 * WINDOW):
 
 def expected(trained, continuation):
     context, ids = continuation
-    whole = [*context, *ids][-(WINDOW + 1) :]
-    log_p = full_log_probabilities(trained, whole[:-1])[-len(ids) :]
+    log_p = full_log_probabilities(trained, [*context, *ids][-(WINDOW + 1) : -1])[-len(ids) :]
     total = log_p[np.arange(len(ids)), ids].sum()
     return total, bool((log_p.argmax(axis=-1) == ids).all())
 

@@ -82,8 +82,7 @@ def batches_of(folder, masking=None):
 def documents_of(folder):
     (source,) = opened_at(configured(folder))
     stream = source.data.stream
-    offsets = stream.document_offsets.tolist()
-    return [stream[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    return [stream[a:b].tolist() for a, b in itertools.pairwise(stream.document_offsets.tolist())]
 
 
 def begin_of_window(target, last, stride):
@@ -107,8 +106,7 @@ def by_hand(trained, documents, stride):
     for document in documents:
         for target in range(1, len(document)):
             begin = begin_of_window(target, len(document) - 1, stride)
-            logs = full_log_probabilities(trained, document[begin:target])
-            nats -= logs[-1, document[target]]
+            nats -= full_log_probabilities(trained, document[begin:target])[-1, document[target]]
     return nats
 
 
@@ -167,8 +165,7 @@ def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
     (plain,) = score(trained, folder)
     # The first byte of each text is no target, and the empty text has none.
     assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
-    expected = plain.nats / math.log(2) / plain.num_bytes
-    assert plain.bits_per_byte == pytest.approx(expected)
+    assert plain.bits_per_byte == pytest.approx(plain.nats / math.log(2) / plain.num_bytes)
     with_bos = data_set(tmp_path / "bos", add_bos=True)
     for stride in (-1, 4):
         (found,) = score(trained, with_bos, eval_stride=stride)
@@ -242,8 +239,7 @@ def test_masked_accuracy_against_a_count(folder):
         likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
         hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
     assert 0 < hits < found.num_targets
-    assert found.correct == hits
-    assert found.masked_accuracy == hits / found.num_targets
+    assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
     row = total([found, found]).to_json()
     assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
     shown = table([found])

@@ -66,8 +66,7 @@ def test_a_folder_of_hugging_face(root, stride):
     assert (whole["targets"], whole["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
     assert whole["nats"] == found["data"]["sources"][0]["nats"]
     assert whole["bits_per_byte"] > 8  # of random weights
-    assert found["data"]["eval_stride"] == stride
-    assert found["folder"] == str(root / "hf")
+    assert (found["data"]["eval_stride"], found["folder"]) == (stride, str(root / "hf"))
     assert found["tokenizer_sha256"] == found["data"]["sources"][0]["tokenizer_sha256"]
     said = "\n".join(lines)
     assert "warning: " not in said
@@ -153,9 +152,8 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
 )  # fmt: skip
 def test_mistakes(root, monkeypatch, arguments, message):
     monkeypatch.chdir(REPOSITORY)
-    keys = {key.split("=")[0]: key for key in [*data_of(root), *arguments]}
     with pytest.raises(UserError, match=message):
-        run(root, *keys.values())
+        run(root, *{key.split("=")[0]: key for key in [*data_of(root), *arguments]}.values())
 
 
 def test_the_program(root, tmp_path, users_environment):

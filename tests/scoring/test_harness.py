@@ -255,8 +255,7 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    scorer = ContinuationScorer(trained)
-    ours = lambada.score(lambada.read(path), path, scorer, tokenizer).metrics
+    ours = lambada.score(lambada.read(path), path, ContinuationScorer(trained), tokenizer).metrics
     assert results["perplexity,none"] == pytest.approx(ours["perplexity"], rel=1e-6)
     assert results["acc,none"] == ours["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"])

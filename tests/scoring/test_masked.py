@@ -116,8 +116,7 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
         log_p = slow_log_p(trained, ids, hidden, cls)
         wanted = log_p[np.arange(len(hidden)), ids[list(hidden)]]
         np.testing.assert_allclose(score.log_probabilities_C, wanted, rtol=1e-5, atol=1e-4)
-        likeliest = log_p.argmax(axis=-1) == ids[list(hidden)]
-        np.testing.assert_array_equal(score.likeliest_C, likeliest)
+        np.testing.assert_array_equal(score.likeliest_C, log_p.argmax(axis=-1) == ids[list(hidden)])
 
 
 def test_only_masked_models_are_asked_for_hidden_tokens():

@@ -104,8 +104,7 @@ def test_titles():
     others = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
               "a = b = ", "= 5", ""]  # fmt: skip
     for line in titles + others:
-        pages = wikitext.split_pages(f"text\n{line}\nmore")
-        assert len(pages) == 1 + (line in titles), line
+        assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
 
 
 def test_text_as_people_write_it():
@@ -221,8 +220,7 @@ def test_the_first_id_is_what_the_settings_say(tmp_path):
     assert first_id((), (EOS,)) == BOS
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text('{"tokenizer_type": "byte", "bos_token": null}')
-    assert first_id((), (EOS,)) == EOS
-    assert first_id((BOS,), (EOS,)) == BOS
+    assert (first_id((), (EOS,)), first_id((BOS,), (EOS,))) == (EOS, BOS)
     plain.entry = plain.entry.model_copy(update={"bos_id": None, "eos_id": None})
     assert first_id((), (7,)) == 7
     with pytest.raises(UserError, match="neither a beginning-of-text nor an end-of-text"):

@@ -107,8 +107,7 @@ def test_losses_of_different_kinds_are_on_no_common_axis(tmp_path):
     losses = {name: row["validation loss"] for name, row in overview_of(entries).items()}
     assert "(entmax, alpha 1.3" in losses["b"]
     assert "of masked tokens" in losses["c"]
-    alone = entries_of(folders[0], folders[3])
-    assert "(" not in overview_of(alone)["a"]["validation loss"]
+    assert "(" not in overview_of(entries_of(folders[0], folders[3]))["a"]["validation loss"]
 
 
 def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(tmp_path):
