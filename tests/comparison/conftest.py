@@ -1,20 +1,12 @@
 """No environment variable of the machine may reach the configurations under test."""
 
-import os
-
 import jax
 import pytest
 
 from MaxText.comparison import child_processes, measuring, outcome_report, running
 from MaxText.configuration.saved import flat
 from tests.comparison import small_comparison, stand_in
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("M_") or name == "JOBSET_NAME":
-            monkeypatch.delenv(name)
+from tests.configuration.conftest import _clean_environment  # noqa: F401
 
 
 @pytest.fixture
@@ -42,13 +34,9 @@ def one_device(configs, monkeypatch):
 
 
 class Trained(list):
-    """Names of the runs that were trained, in order.
+    """Names of the runs that were trained, in order."""
 
-    Attributes:
-      interrupted: ends of the names of runs that Ctrl-C ends after a step.
-    """
-
-    interrupted: tuple[str, ...] = ()
+    interrupted: tuple[str, ...] = ()  # ends of the names of those that Ctrl-C ends after a step
 
 
 @pytest.fixture

@@ -14,12 +14,7 @@ from typing import Any
 
 
 def train(keys: Mapping[str, Any], after_step: Callable[[], None] = lambda: None) -> int:
-    """Writes events.jsonl of a resolved configuration; returns the exit code.
-
-    Args:
-      keys: of the configuration, flat.
-      after_step: called after each step; KeyboardInterrupt ends the run.
-    """
+    """Writes events.jsonl of a configuration; KeyboardInterrupt of `after_step` ends the run."""
     folder = Path(keys["base_output_directory"]) / keys["run_name"]
     is_gated, diverges = len(keys["mlp_activations"]) > 1, keys["learning_rate"] > 1
     seconds = 0.2 if is_gated else 0.1

@@ -1,8 +1,5 @@
 """Whatever is written on a command line, in a file or in the environment: a configuration that
-works, or a message and exit code 2. Never a traceback, never a hang.
-
-The examples are the same in every run.
-"""
+works, or a message and exit code 2. Never a traceback, never a hang."""
 
 import contextlib
 import functools
@@ -191,10 +188,7 @@ def read_again(loaded: Loaded) -> Config:
 
 
 def accepted_or_refused(told: Input, program: str) -> Loaded | None:
-    """What a program makes of it; None where it says what is wrong.
-
-    Fails where anything but a message and exit code 2 comes out of a mistake.
-    """
+    """What a program makes of it; None where it says what is wrong, and exits with 2."""
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     written = io.StringIO()
     loaded, code = None, 0

@@ -35,26 +35,15 @@ _MUDD = "MaxText/configs/base_v2.yml run_name=gs://bucket/output/ dataset_path=g
 # As the READMEs of TokenFormer and MUDDFormer give them, and keys that they lead to.
 PUBLISHED_COMMANDS = {
     "MaxText/configs/tokenformer.yml run_name=tokenformer124_steps600k steps=600000 "
-    f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}": {
-        "normalize_embedding_logits": True,
-        "drop_path": 0,
-        "slot_num": 576,
-    },
+    f"checkpoint_period=10000 slot_num=576 drop_path=0 {_RUN}": {"drop_path": 0, "slot_num": 576},
     "MaxText/configs/gpt2.yml run_name=transformer124_steps600k steps=600000 "
     f"checkpoint_period=2000 {_RUN}": {"normalize_embedding_logits": True, "steps": 600_000},
-    f"{_MUDD} model_name=MUDDLlama2Medium hardware=tpu": {
-        "base_output_directory": "gs://bucket",
-        "run_name": "output",
-        "dense_conn": True,
-    },
-    f"{_MUDD} model_name=MUDDLlama2Medium hardware=gpu compile_topology_num_slices=1": {
-        "dense_conn": True,
-        "hardware": "gpu",
-    },
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=tpu": {"run_name": "output", "dense_conn": True},
+    f"{_MUDD} model_name=MUDDLlama2Medium hardware=gpu compile_topology_num_slices=1": {},
     f"{_MUDD} model_name=Llama2Medium hardware=gpu compile_topology_num_slices=1": {
-        "dense_conn": False
+        "base_output_directory": "gs://bucket", "dense_conn": False, "hardware": "gpu",
     },
-}
+}  # fmt: skip
 
 
 def changed(config: Config) -> str:

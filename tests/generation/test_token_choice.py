@@ -96,10 +96,9 @@ def test_greedy_takes_the_lowest_of_the_likeliest_and_knows_only_the_penalty():
 
 
 def kept_by_definition(p_V, name, setting):
-    """Ids that a filter must keep and ids that it may keep, from float64 probabilities.
+    """Ids that a filter must keep, and may keep where a comparison is too close for float32.
 
-    They differ only where a comparison is too close for float32. `setting` of a filter by mass is
-    compared with the mass of everything strictly nearer than an id: what came before it.
+    `setting` of a filter by mass is compared with the mass of all that is nearer than an id.
     """
     surprisal_V = -np.log(p_V)
     entropy = np.sum(p_V * surprisal_V)

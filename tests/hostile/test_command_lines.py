@@ -1,8 +1,5 @@
-"""Command lines of programs that read weights and data sets, made up at random.
-
-Each program's main() runs in this process, on small folders that it finds: work that is done, or a
-message and exit code 2. Never a traceback, never anything left behind.
-"""
+"""Random command lines of programs that read weights and data sets: work that is done, or a message
+and exit code 2. Never a traceback, never anything left behind."""
 
 import contextlib
 import io

@@ -1,8 +1,5 @@
 """Files of tokens, damaged at random: an error, or a record that is passed over; where a format has
-checksums never other tokens than were written.
-
-What formats without checksums cannot show is said by `_UNCHECKED`.
-"""
+checksums never other tokens than were written."""
 
 import gzip
 import itertools

@@ -1,6 +1,5 @@
 """Lines of JSON, damaged at random: what can still be told of them, or a message that names the
-place. Never a traceback, never a hang, never a text that cannot be written again.
-"""
+place. Never a traceback, never a hang, never a text that cannot be written again."""
 
 import json
 from collections import Counter

@@ -31,7 +31,7 @@ def shown():
 @pytest.fixture
 def launch(shown):
     def launch(dry_run=False, tries=3, **tpu):
-        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True, **tpu}
+        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True} | tpu
         vm = TpuVm("pod", "z", "p", retry=Retry(tries, 0.0), **options)
         return TpuVmLaunch(vm, Commands(shown.append, dry_run=dry_run))
 
@@ -108,12 +108,9 @@ def test_the_working_tree_is_copied_without_what_git_ignores(gcloud, launch, mon
     monkeypatch.setattr(tarfile.TarFile, "add", lambda *_, arcname, **__: archived.append(arcname))
     launch().copy()
     assert sorted(archived) == [".gitignore", "kept"]
-    scp, ssh = gcloud.calls
-    assert (scp[3], scp[5], scp[-1]) == ("scp", "pod:maxtext.tar.gz", "--worker=all")
-    assert ssh[-2:] == [
-        "--worker=all",
-        "--command=mkdir -p maxtext && tar -xzf maxtext.tar.gz -C maxtext",
-    ]
+    scp, (*_, worker, command) = gcloud.calls
+    assert (scp[3], scp[5], scp[-1], worker) == ("scp", "pod:maxtext.tar.gz", *["--worker=all"] * 2)
+    assert command == "--command=mkdir -p maxtext && tar -xzf maxtext.tar.gz -C maxtext"
 
 
 def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):

@@ -1,7 +1,4 @@
-"""FLOP counts by formula, against the compiler's count and figures worked out by hand.
-
-tests/layers/test_conformance.py holds the formula of every architecture against its traced program.
-"""
+"""FLOP counts by formula, against the compiler's count and figures worked out by hand."""
 
 import types
 
@@ -26,11 +23,10 @@ SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": Fa
 SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
 MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3, "dense_activation": "gelu"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {
-    "gpt2, blocks": {"decoder_block": "gpt2", "attention": "blocked", "attention_block_size": 64},
-    "tokenformer": FULL | {"decoder_block": "tokenformer", "slot_num": 96},
-    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "base_num_kv_heads": 2}
-    | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5},
+    "experts": EXPERTS | {"base_num_kv_heads": 2},
     "depth sums one by one": MUDD | {"dense_mixing": "sum"},
 }
 EINSUM = MUDD | FULL | {"dense_mixing": "einsum", "mlp_dim_multiple": 16}
@@ -44,9 +40,7 @@ TRACED = {
     "head in chunks": {"num_vocab_tiling": 4, "logits_via_embedding": True} | FULL,
     "rezero, parallel": {"use_rezero": True, "block_arrangement": "parallel"} | FULL,
     "static SGU, rezero": SGU | FULL | {"decoder_block": "gpt_neo", "use_rezero": True},
-    "experts in one layer": {"num_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}
-    | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5, "moe_group_size": 8}
-    | FULL,
+    "experts in one layer": EXPERTS | FULL | {"moe_layers": [1], "moe_group_size": 8},
     "pre- and post-norm": EINSUM | {"decoder_block": "muddformer_prepost"},
     "two ways of the last two outputs": EINSUM
     | {"dense_ways": ["q", "v"], "dense_static": False}

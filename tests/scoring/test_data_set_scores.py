@@ -88,9 +88,7 @@ def documents_of(folder):
 def begin_of_window(target, last, stride):
     """First token that the window sees in which token `target` of a document counts.
 
-    Args:
-      last: the document's last token.
-      stride: None for documents that begin a window each, cut every LENGTH tokens.
+    Without stride documents begin a window each and are cut every LENGTH tokens.
     """
     if stride is None:
         return (target - 1) // LENGTH * LENGTH

@@ -154,18 +154,12 @@ def write_tasks(folder, offline):
 
 def answers(lm_eval, model, names, folder):
     """(metrics by task, what was answered by task and request)."""
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(
-        include_path=str(folder), include_defaults=False
-    )
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=manager, bootstrap_iters=0
-    )
-    metrics = {
-        (task, name): value
-        for task, values in found["results"].items()
-        for name, value in values.items()
-        if isinstance(value, float)
-    }
+    make = importlib.import_module("lm_eval.tasks").TaskManager
+    manager = make(include_path=str(folder), include_defaults=False)
+    keys = {"task_manager": manager, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(model=model, tasks=names, **keys)
+    results = [(t, n, value) for t, of in found["results"].items() for n, value in of.items()]
+    metrics = {(task, name): value for task, name, value in results if isinstance(value, float)}
     samples = {
         name: [sample["resps"] for sample in sorted(rows, key=lambda row: row["doc_id"])]
         for name, rows in found["samples"].items()
@@ -269,10 +263,7 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"doc_to_text": "{{missing_field.x}}"},
-            r"(?s)broken cannot be read: UndefinedError.*mend",
-        ),
+        ({"doc_to_text": "{{missing_field.x}}"}, "(?s)broken cannot be read: UndefinedError.*mend"),
         ({"dataset_kwargs": {"data_files": {"test": "none.jsonl"}}}, "FileNotFoundError"),
         ({"metric_list": [{"metric": "no_such_metric"}]}, "broken cannot be read"),
         ({"no_such_setting": 1}, "broken cannot be read: TypeError.*no_such_setting"),
@@ -306,13 +297,11 @@ def test_arguments_of_the_harness(monkeypatch):
 
     assert get_model("maxtext") is MaxTextLM
     monkeypatch.setattr(MaxTextLM, "open", staticmethod(lambda words: words))
-    assert MaxTextLM.create_from_arg_string(
-        "load_parameters_path=hf:models/gpt2,mesh_axes=[data,fsdp], dtype=float32", {"device": None}
-    ) == ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
-    assert MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3}) == [
-        "load_parameters_path=run",
-        "eval_steps=3",
-    ]
+    words = ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
+    typed = f"{words[0]},{words[1]}, {words[2]}"
+    assert MaxTextLM.create_from_arg_string(typed, {"device": None}) == words
+    made = MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3})
+    assert made == ["load_parameters_path=run", "eval_steps=3"]
     with pytest.raises(UserError, match=r"batch_size=8 has no effect.*eval_per_device_batch_size"):
         MaxTextLM.create_from_arg_string("load_parameters_path=run", {"batch_size": 8})
 
@@ -321,8 +310,8 @@ def test_without_the_harness(monkeypatch):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install '\.\[lm-eval\]'"):
         harness_run.check_harness(configure(dataset_type="synthetic", harness_tasks=["arc_easy"]))
-    for name in ("lm_eval", "lm_eval.api.model"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "MaxText.scoring.harness", raising=False)
     with pytest.raises(UserError, match=r"not installed .*pip install '\.\[lm-eval\]'"):
         importlib.import_module("MaxText.scoring.harness")

@@ -86,9 +86,6 @@ def random_ids(count, seed):
     return np.random.default_rng(seed).integers(0, NUM_LETTERS, count)
 
 
-# Hidden tokens
-
-
 @pytest.fixture(scope="module")
 def local_and_linear():
     """With learned positions."""
@@ -144,9 +141,6 @@ def test_a_word_is_uncovered_from_its_beginning():
     assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
 
 
-# Which ids
-
-
 def masking(**keys):
     return configure(vocab_size=VOCAB, dataset_type="synthetic", mlm_training=True, **keys)
 
@@ -175,9 +169,6 @@ def test_cls_begins_a_row_once():
     assert without_cls(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
     assert without_cls(tokenizer_of(BOS), CLS).prefix == (BOS,)
     assert without_cls(tokenizer_of(CLS), None).prefix == (CLS,)
-
-
-# LAMBADA
 
 
 def scorer_of(trained):
@@ -230,9 +221,6 @@ def test_words_that_cannot_be_hidden(trained, word, message):
         lambada.score_masked(passages, "file", scorer_of(trained), tokenizer_of())
 
 
-# WikiText
-
-
 def test_wikitext_by_a_plain_loop(trained):
     window = WINDOW - 1
     ids = random_ids(window + 6, 3).tolist()
@@ -253,9 +241,6 @@ def test_wikitext_by_a_plain_loop(trained):
     sizes = {"word_pseudo_perplexity": words, "token_pseudo_perplexity": num_tokens}
     expected = {name: math.exp(-total / size) for name, size in sizes.items()}
     assert found.metrics == pytest.approx(expected, rel=1e-4)
-
-
-# Both
 
 
 def test_tasks_are_run_by_the_kind_of_model(trained, tmp_path):

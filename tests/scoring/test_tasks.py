@@ -46,9 +46,6 @@ def following(trained, ids, count):
     return log_p[np.arange(len(ids) - 1), list(ids[1:])][-count:]
 
 
-# LAMBADA
-
-
 def test_passages_of_both_kinds_of_file(tmp_path):
     passages = ["the cat sat on the mat", "a  b", "to be or\nnot to be"]
     rows = tmp_path / "lambada.jsonl"
@@ -82,9 +79,6 @@ def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
     found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
     assert found.metrics["accuracy"] == 0.75
     assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
-
-
-# WikiText
 
 
 def test_pages_begin_at_their_titles(tmp_path):
@@ -155,9 +149,6 @@ def test_the_rules_of_the_harness(harness_rules, page):
     assert wikitext.detokenized(page) == harness_rules.wikitext_detokenizer({"page": page})
     _, words = harness_rules.process_results({"page": page}, (0.0,))["word_perplexity"]
     assert wikitext.count_words(page) == words
-
-
-# Both
 
 
 @pytest.mark.parametrize(

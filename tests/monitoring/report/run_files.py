@@ -103,10 +103,7 @@ class RunFiles:
     def write(
         self, *, config: dict[str, Any] | None = None, cut: str = "", old: bool = True
     ) -> Path:
-        """Writes the folder, with `cut` as the beginning of a row that was not finished.
-
-        `old`: nothing has been written for an hour.
-        """
+        """Writes the folder, an hour ago if `old`; `cut` begins a row that was not finished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "events.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in self.rows) + cut)
