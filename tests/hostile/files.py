@@ -61,8 +61,7 @@ def damaged(
 ) -> Iterator[tuple[bytes, int]]:
     """Contents with one or two damages each, and the offset of the first of them."""
     rng = random.Random(seed)
-    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3]
-    kinds = kinds if inserted else kinds[:5]
+    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3 * bool(inserted)]
     for _ in range(number):
         found, first = _damage(content, rng, rng.choice(kinds), inserted)
         if found and rng.random() < 0.3:

@@ -29,17 +29,6 @@ def left_behind(monkeypatch):
     return calls
 
 
-@pytest.fixture
-def end_is_late(monkeypatch):
-    """Makes the end of a run begin so many seconds ago."""
-
-    def make_late(seconds):
-        clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() - seconds)
-        monkeypatch.setattr(event_stream, "time", clock)
-
-    return make_late
-
-
 class Tracker:
     """Takes each event when it is let."""
 
@@ -108,12 +97,14 @@ def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])
-def test_the_end_waits_for_so_long_only(end_is_late, left_behind, capsys, reason, seconds):
+def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason, seconds):
     trackers = [Tracker(), Tracker()]
     stream = EventStream([Background(tracker, "tracker") for tracker in trackers])
     emit_steps(stream, range(3))
     stream.emit("stop", step=2, reason=reason)
-    end_is_late(seconds - 0.05)
+    # The end began so many seconds ago.
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() - seconds + 0.05)
+    monkeypatch.setattr(event_stream, "time", clock)
     began = time.monotonic()
     stream.close()
     assert time.monotonic() - began < 5

@@ -10,13 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring.bytes_of_ids import NotExact, bytes_of_ids
-from tests.input_pipeline.tokenization.small_tokenizers import (
-    SAMPLE,
-    STRUCTURES,
-    byte_pairs,
-    loaded,
-    texts,
-)
+from tests.input_pipeline.tokenization import small_tokenizers
+from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, byte_pairs, loaded
 from tests.input_pipeline.tokenization.test_tiktoken_file import write as write_tiktoken
 
 
@@ -24,7 +19,7 @@ from tests.input_pipeline.tokenization.test_tiktoken_file import write as write_
 def exact(tmp_path_factory):
     """Tokenizers of all kinds, with the bytes of their ids."""
     folder = tmp_path_factory.mktemp("exact")
-    found = {name: loaded(make()) for name, make in STRUCTURES.items()}
+    found = {name: loaded(make()) for name, make in small_tokenizers.STRUCTURES.items()}
     found["byte"] = load_tokenizer("byte")
     words = {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
     found["tiktoken"] = load_tokenizer(write_tiktoken(folder / "ranks.tiktoken", **words))
@@ -32,7 +27,7 @@ def exact(tmp_path_factory):
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(text=texts())
+@given(text=small_tokenizers.texts())
 def test_ids_spell_as_many_bytes_as_the_text_has(exact, text):
     for name, (tokenizer, of_ids) in exact.items():
         if name in ("gpt_neox", "qwen2"):  # which bring text to normal form

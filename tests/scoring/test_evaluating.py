@@ -188,7 +188,8 @@ def test_the_programs_on_a_masked_run(tmp_path, users_environment, monkeypatch):
         "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=16", "base_mlp_dim=64",
         "base_num_decoder_layers=1", "max_target_length=32", "per_device_batch_size=16",
         "steps=100", "learning_rate=0.01", "eval_interval=-1", "sample_tokens=0",
-        "loss_curve=false", "enable_tensorboard=false", "jax_cache_dir=", "mlm_training=true", "mlm_mask_id=259", "mlm_cls_token_id=260",
+        "loss_curve=false", "enable_tensorboard=false", "jax_cache_dir=",
+        "mlm_training=true", "mlm_mask_id=259", "mlm_cls_token_id=260",
     ]  # fmt: skip
     done = start("train.py", keys, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr

@@ -17,17 +17,10 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.manifest import TokenizerEntry
-from MaxText.scoring import lambada, tasks, wikitext
+from MaxText.scoring import lambada, masked_text, tasks, wikitext
 from MaxText.scoring.lambada import Passage
 from MaxText.scoring.masked_scorer import MaskedScorer
-from MaxText.scoring.masked_text import (
-    Masked,
-    MaskIds,
-    hide_each,
-    hide_word,
-    mask_ids,
-    without_cls,
-)
+from MaxText.scoring.masked_text import Masked, MaskIds
 from tests.scoring.small_trained import tiny_trained
 from tests.small_models import some_quick
 
@@ -126,7 +119,7 @@ def test_only_masked_models_are_asked_for_hidden_tokens():
 @given(st.integers(0, 40), st.integers(0, 2), st.integers(1, 12))
 def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, window):
     ids = list(range(100, 100 + count))
-    texts = list(hide_each(ids, start, window))
+    texts = list(masked_text.hide_each(ids, start, window))
     assert [int(text.ids[place]) for text in texts for place in text.hidden] == ids[start:]
     for text in texts:
         (place,) = text.hidden
@@ -136,7 +129,7 @@ def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, w
 
 
 def test_a_word_is_uncovered_from_its_beginning():
-    texts = list(hide_word([5, 6, 7, 8], 1))
+    texts = list(masked_text.hide_word([5, 6, 7, 8], 1))
     assert [list(text.hidden) for text in texts] == [[1, 2, 3], [2, 3], [3]]
     assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
 
@@ -146,9 +139,8 @@ def masking(**keys):
 
 
 def test_mask_and_cls_are_those_of_the_training():
-    of_tokenizer = tokenizer_of(mask_id=40)
-    assert mask_ids(masking(), of_tokenizer) == MaskIds(40, None)
-    assert mask_ids(masking(mlm_mask_id=3, mlm_cls_token_id=0), of_tokenizer) == MaskIds(3, 0)
+    for keys, expected in (({}, (40, None)), ({"mlm_mask_id": 3, "mlm_cls_token_id": 0}, (3, 0))):
+        assert masked_text.mask_ids(masking(**keys), tokenizer_of(mask_id=40)) == expected
 
 
 @pytest.mark.parametrize(
@@ -162,13 +154,13 @@ def test_mask_and_cls_are_those_of_the_training():
 )
 def test_masks_that_cannot_be(keys, mask_id, message):
     with pytest.raises(UserError, match=message):
-        mask_ids(masking(**keys), tokenizer_of(mask_id=mask_id))
+        masked_text.mask_ids(masking(**keys), tokenizer_of(mask_id=mask_id))
 
 
 def test_cls_begins_a_row_once():
-    assert without_cls(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
-    assert without_cls(tokenizer_of(BOS), CLS).prefix == (BOS,)
-    assert without_cls(tokenizer_of(CLS), None).prefix == (CLS,)
+    assert masked_text.without_cls(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
+    assert masked_text.without_cls(tokenizer_of(BOS), CLS).prefix == (BOS,)
+    assert masked_text.without_cls(tokenizer_of(CLS), None).prefix == (CLS,)
 
 
 def scorer_of(trained):
