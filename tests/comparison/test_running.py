@@ -120,9 +120,8 @@ def test_time_left_is_work_left_at_the_speed_so_far(progress):
     assert lines == [
         "[1/2] r0 seed 0: started",
         "[1/2] r0 seed 0: validation loss 4.0, 0:00:15, about 0:00:36 left",
-        "[2/2] r1 seed 0: started",
-        "[2/2] r1 seed 0: diverged at step 3, 0:00:30",
-    ]
+        "[2/2] r1 seed 0: started", "[2/2] r1 seed 0: diverged at step 3, 0:00:30",
+    ]  # fmt: skip
 
 
 def test_earlier_work_does_not_count_as_speed(progress):

@@ -102,12 +102,6 @@ def test_bad_files(text, write, told):
     told(caught.value)
 
 
-@pytest.mark.parametrize("text", ["steps: [1\n", "steps: 1\n---\nsteps: 2\n"])
-def test_files_that_are_not_yaml(text, write):
-    with pytest.raises(ConfigurationError, match=r"config\.yml"):
-        configure(write(text))
-
-
 def test_a_config_file_has_a_bound(write):
     path = write("".join(f"k{number}: 1\n" for number in range(150_000)))
     with pytest.raises(ConfigurationError, match="1,000,000"):

@@ -64,11 +64,6 @@ def test_nothing_is_said_of_values_that_the_user_did_not_choose(typed, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_strict_config_refuses_what_has_no_effect():
-    with pytest.raises(ConfigurationError, match="zoom_dim"):
-        load(["zoom_dim=4", "strict_config=true"])
-
-
 def test_dashes_and_the_last_of_two_values():
     config = load(["--steps=8", "--learning-rate", "3e-4", "--eval_interval", "-1", "steps=7"])
     run, schedule = config.config.run, config.config.schedule

@@ -74,12 +74,10 @@ def _zst(first: bytes = b"") -> bytes:
 _A_RECORD = "268,?435,?456"
 # Maker of each file, and the number or word of the message.
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "rows.jsonl.gz": (_gz, _A_RECORD),
-    "rows.jsonl.zst": (_zst, _A_RECORD),
+    "rows.jsonl.gz": (_gz, _A_RECORD), "rows.jsonl.zst": (_zst, _A_RECORD),
     "rows.jsonl.xz": (lambda: _packed(lzma.LZMACompressor(preset=0)), _A_RECORD),
     "rows.jsonl.bz2": (lambda: bz2.compress(_BLOCK) * (SIZE // MEGABYTE), _A_RECORD),
-    "list.json.zst": (lambda: _zst(b'["'), _A_RECORD),
-    "lines.gz.named/lines.gz": (_gz, _A_RECORD),
+    "list.json.zst": (lambda: _zst(b'["'), _A_RECORD), "lines.gz.named/lines.gz": (_gz, _A_RECORD),
     "counted.dat.zst": (lambda: _zst(b"9999999999999999"), "9,999,999,999,999,999"),
     "records.tfrecord.zst": (lambda: _zst(_long_record()), "1,099,511,627,776"),
     "records.tfrecord.gz": (lambda: _gz(_long_record()), "1,099,511,627,776"),
@@ -89,7 +87,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "long_name.tar.zst": (lambda: _zst(_long_name()), "8,589,934,592"),
     "copy/tokens.tfrecord.gz": (_gz, "200 times"),
     "webdataset/long_name.tar": (lambda: _long_name() + bytes(4096), "8,589,934,592"),
-}
+}  # fmt: skip
 
 
 def _read(path: Path, name: str) -> Iterable[object]:

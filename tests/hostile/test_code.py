@@ -161,8 +161,10 @@ def test_aliases_that_multiply(tmp_path):
         load([str(tmp_path / "config.yml")])
 
 
-@pytest.mark.parametrize("text", ["[" * 20_000, "a: " + "{a: " * 5000, "- " * 5000])
-def test_configurations_nested_without_end(tmp_path, text):
+@pytest.mark.parametrize(
+    "text", ["[" * 20_000, "a: " + "{a: " * 5000, "- " * 5000, "a: [1\n", "a: 1\n---\na: 2\n"]
+)
+def test_configurations_nested_without_end_or_no_yaml(tmp_path, text):
     (tmp_path / "config.yml").write_text(text)
     with pytest.raises(ConfigurationError, match=r"config\.yml"):
         load([str(tmp_path / "config.yml")])

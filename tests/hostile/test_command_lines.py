@@ -21,12 +21,9 @@ from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
 
 _SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # what fails is short enough
-    suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 
 
 class _Reached(Exception):

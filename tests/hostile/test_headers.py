@@ -81,12 +81,9 @@ def _npy(header: str) -> bytes:
         "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
         "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }",
         "{'descr': '<V99999999999', 'fortran_order': False, 'shape': (1,), }",
-        "{'descr': __import__('os').system('exit 1')}",
-        "(" * 110,
-        "{'descr': (",
-        None,
+        "{'descr': __import__('os').system('exit 1')}", "(" * 110, "{'descr': (", None,
     ],
-)
+)  # fmt: skip
 def test_arrays_whose_header_lies(tmp_path, header):
     content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
