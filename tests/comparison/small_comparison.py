@@ -3,12 +3,16 @@
 import csv
 import dataclasses
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
 
 from MaxText.comparison import comparing
 from MaxText.comparison.plan import Plan, Question, open_plan
 from MaxText.comparison.request import read
 from MaxText.comparison.variants import Variant, expand
+from MaxText.configuration.problems import ConfigurationError
 
 A = """
 dataset_type: synthetic
@@ -79,6 +83,17 @@ def plan_of(*arguments: str, seeds: tuple[int, ...] = (0,)) -> tuple[Plan, list[
 def key_at_fault(text: str) -> str:
     """The last key of a command line or of YAML, behind which a mistake was made."""
     return re.findall(r"\w+(?=[:=](?!//))|^$|(?<=--)\w+|\w+\.yml$", text)[-1]
+
+
+def refusals(cases: Iterable[str], act: Callable[[str], object]) -> str:
+    """What is said of each command line or YAML text; the key at fault is named, or its list."""
+    said = []
+    for case in cases:
+        with pytest.raises(ConfigurationError) as caught:
+            act(case)
+        assert re.search(f"{key_at_fault(case)}|stages: |only one", str(caught.value)), case
+        said.append(f"{case}\n{caught.value}")
+    return "\n\n".join(said)
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:

@@ -5,12 +5,10 @@ import shlex
 import pytest
 
 from MaxText.comparison import variants as module
-from MaxText.comparison.request import read
-from MaxText.comparison.variants import expand, expand_sweep, other_differences
+from MaxText.comparison.variants import expand_sweep, other_differences
 from MaxText.configuration import values
 from MaxText.configuration.catalogue import flat
-from MaxText.configuration.problems import ConfigurationError
-from tests.comparison.small_comparison import key_at_fault, variants
+from tests.comparison.small_comparison import refusals, variants
 
 
 def labels(*arguments: str) -> list[str]:
@@ -87,15 +85,7 @@ MISTAKES = [
 
 def test_mistakes(configs, told):
     (configs / "swept.yml").write_text("base_config: a.yml\nsweep: {steps: [x, 3]}\n")
-    said = []
-    for line in MISTAKES:
-        request, problems = read(shlex.split(line))
-        assert not problems
-        with pytest.raises(ConfigurationError) as caught:
-            expand(request)
-        assert key_at_fault(line) in str(caught.value) or line == "a.yml"
-        said.append(f"{line}\n{caught.value}")
-    told("\n\n".join(said))
+    told(refusals(MISTAKES, lambda line: variants(*shlex.split(line))))
 
 
 def test_unintended_differences(configs):

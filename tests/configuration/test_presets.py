@@ -1,9 +1,7 @@
 """Shipped configurations: they load, resolve to what is recorded, and are those of their papers.
 
-tests/configuration/resolved/<name>.yml holds the keys in which a preset differs from the schema.
-`UPDATE_RESOLVED=1 python -m pytest tests/configuration` writes them anew; read the diff.
-tests/parallelism/test_preset_shardings.py has the sizes of the presets.
-"""
+resolved/<name>.yml holds the keys in which a preset differs from the schema; UPDATE_RESOLVED=1
+writes them anew. tests/parallelism/test_preset_shardings.py has the sizes of the presets."""
 
 import os
 import re

@@ -1,8 +1,6 @@
 """Small files that stand for gigabytes: refused, or read a piece at a time.
 
-As a program it reads them in one process, because the most memory that a process had is all that it
-can tell, and prints a JSON object: name -> [what came out, megabytes that the process grew by].
-"""
+As a program it reads all of them, and prints what came out and how many megabytes it grew by."""
 
 import bz2
 import io

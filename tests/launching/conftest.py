@@ -1,9 +1,7 @@
-"""Stand-ins for the programs of clouds and schedulers: they note their arguments, and fail if told.
+"""Stand-ins for the programs of clouds and schedulers.
 
-In the folder of the stand-ins: <program>.calls has one JSON list of arguments per call,
-<program>.answers one JSON list [code, output, errors] per call to come, taken from the top; with
-none left a call succeeds and prints nothing.
-"""
+<program>.calls has a JSON list of arguments per call, <program>.answers one [code, output, errors]
+per call to come; with none left a call succeeds and prints nothing."""
 
 import json
 import os
