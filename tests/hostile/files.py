@@ -5,10 +5,13 @@ import os
 import random
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 
 
 def torch_file(ids: np.ndarray) -> bytes:
@@ -44,6 +47,12 @@ def tar_archive(members: dict[str, bytes]) -> bytes:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     return stored.getvalue()
+
+
+def texts_of(path: Path, *unit_bytes: int) -> list[str]:
+    """All texts of a corpus."""
+    units = open_corpus(str(path), "text", *unit_bytes).units
+    return [document.text for unit in units for document in unit.documents(Counter())]
 
 
 class Touches:

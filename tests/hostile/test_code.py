@@ -21,7 +21,7 @@ from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-from tests.hostile.files import Touches, tar_archive, torch_archive
+from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
 
 
 @pytest.fixture
@@ -95,11 +95,6 @@ def test_arrays_of_objects(tmp_path, marker):
     assert "Object arrays" in reason
 
 
-def _read_text(path: Path) -> None:
-    for unit in open_corpus(str(path), "text").units:
-        list(unit.documents(Counter()))
-
-
 def _read_parameters(path: Path) -> None:
     FattoribWeights(str(path.parent), configure(model_name="fattorib-smol"))
 
@@ -107,7 +102,7 @@ def _read_parameters(path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "names"),
     [
-        (_read_text, ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin", "corpus.txt"]),
+        (texts_of, ["corpus.pkl", "corpus.pth", "corpus.npy", "corpus.bin", "corpus.txt"]),
         (load_tokenizer, ["tokenizer.json", "a.model", "a.tiktoken", "vocab.txt"]),
         (lambda path: TensorFiles(path.parent), ["pytorch_model.bin", "model.safetensors"]),
         (_read_parameters, ["params_1"]),
@@ -192,8 +187,7 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
     folder.mkdir(parents=True)
     (folder / "a.tar").write_bytes(tar_archive({name: b"some text"}))
     before = _below(tmp_path)
-    (unit,) = open_corpus(str(folder / "a.tar"), "text").units
-    assert [document.text for document in unit.documents(Counter())] == ["some text"]
+    assert texts_of(folder / "a.tar") == ["some text"]
     (folder / "a.tar").write_bytes(tar_archive({name.replace(".txt", ".npy"): npy(np.arange(3))}))
     assert TarTensors("").scan(str(folder / "a.tar")).num_tokens.tolist() == [3]
     # Names are never paths: what a member holds is read, and nothing is written.

@@ -5,8 +5,6 @@ import itertools
 import json
 import re
 import struct
-from collections import Counter
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -21,21 +19,12 @@ from MaxText.input_pipeline.formats.array_record_ids import open_reader
 from MaxText.input_pipeline.formats.megatron_index import MAGIC, read_index
 from MaxText.input_pipeline.formats.table_ids import Table
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring import lambada
-from tests.hostile.files import tar_archive, torch_archive
+from tests.hostile.files import tar_archive, texts_of, torch_archive
 
 DEEP = "[" * 100_000
-
-
-def _texts(path: Path) -> list[str]:
-    return [
-        document.text
-        for unit in open_corpus(str(path), "text").units
-        for document in unit.documents(Counter())
-    ]
 
 
 def _safetensors(header: object, length: int | None = None, content: bytes = b"") -> bytes:
@@ -113,7 +102,7 @@ def test_tables_whose_header_lies(tmp_path, length):
         with pytest.raises(BadRecord):
             Table(str(tmp_path / name))
         with pytest.raises(UserError, match=re.escape(name)):
-            _texts(tmp_path / name)
+            texts_of(tmp_path / name)
 
 
 def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
@@ -129,7 +118,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
         wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
         (tmp_path / "a.arrow").write_bytes(wrong)
         with pytest.raises(UserError, match=r"a\.arrow"):
-            _texts(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
+            texts_of(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
                 0, "text"
             )
 
@@ -144,7 +133,7 @@ def test_array_records_of_nothing(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("list.json", _texts), ("rows.jsonl", _texts),
+        ("list.json", texts_of), ("rows.jsonl", texts_of),
         ("lambada.jsonl", lambda path: lambada.read(str(path))), ("config.json", read_json),
         ("config.json", lambda path: own_configuration.load([
             f"load_parameters_path=hf:{path.parent}"], "decode.py")),
