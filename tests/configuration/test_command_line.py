@@ -47,7 +47,7 @@ def test_help_of_a_key(answer, told):
 @pytest.mark.parametrize(
     "words",
     ["gpt2.yml dataset_path=x lerning_rate=1", "--help stepz", "--why stepz", "--why gcs_metrics",
-     "--why", "--from-maxtext", "--from-maxtext nowhere.yml", ""],
+     "--why", "--from-maxtext", "--from-maxtext nowhere.yml", "~no_such_user_here/a.yml", ""],
 )  # fmt: skip
 def test_mistakes(words, answer, told):
     told(answer(*words.split(), code=2))

@@ -188,8 +188,9 @@ def test_axis_rules_merge_by_name(write):
     )  # fmt: skip
     assert dict(rules)["mlp"] == base["mlp"]
     assert [name for name, _ in rules].count("vocab") == 1
-    replaced = load(["logical_axis_rules=[[embed,fsdp]]", "override_logical_axis_rules=true"])
-    assert replaced.config.mesh.logical_axis_rules == (("embed", ("fsdp",)),)
+    rules = "logical_axis_rules=[[embed,null],[mlp,fsdp]]"
+    replaced = load([rules, "override_logical_axis_rules=true"]).config.mesh
+    assert replaced.logical_axis_rules == (("embed", ()), ("mlp", ("fsdp",)))
 
 
 @pytest.mark.parametrize("text", ["sweep:\n  steps: [1, 2]\n", "stages: [{steps: 1}]\n"])
