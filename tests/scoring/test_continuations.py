@@ -66,6 +66,7 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
     monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 128)
     check(ContinuationScorer(trained).score(asked), wanted)
+    assert ContinuationScorer(trained).score([]) == []
 
 
 @pytest.mark.parametrize("ids", [[], list(range(WINDOW + 1))])
