@@ -135,10 +135,10 @@ class Subject:
         return jax.jit(self._program).trace(self.models[0].abstract)
 
     @property
-    def products(self) -> list[int]:
+    def operations(self) -> list[int]:
         """Operations of both losses with their gradients."""
         return [
-            _products(equation.params["jaxpr"].jaxpr)
+            products(equation.params["jaxpr"].jaxpr)
             for equation in self._traced.jaxpr.eqns
             if equation.params.get("name") == "loss"
         ]
@@ -233,7 +233,7 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     return prompt, jnp.moveaxis(steps, 0, 1)
 
 
-def _products(jaxpr: Any) -> int:
+def products(jaxpr: Any) -> int:
     """Operations of all products of matrices in a traced program, loops as often as they run."""
     total = 0
     for equation in jaxpr.eqns:
@@ -250,7 +250,7 @@ def _products(jaxpr: Any) -> int:
         for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                total += times * _products(inner)
+                total += times * products(inner)
     return total
 
 
@@ -359,7 +359,7 @@ def _scan_and_remat(subject: Subject) -> str | None:
 
 
 def _flops(subject: Subject) -> str | None:
-    for ours, model in zip(subject.products, subject.models, strict=True):
+    for ours, model in zip(subject.operations, subject.models, strict=True):
         count, dense = count_flops(model, LENGTH), model.section.dense_connections
         if dense.dense_conn and dense.dense_mixing != "einsum":
             continue  # their sums are no products in the traced program

@@ -1,20 +1,12 @@
 """No environment variable of the machine may reach the configurations under test."""
 
-import os
-
 import jax
 import pytest
 
 from MaxText.comparison import child_processes, measuring, outcome_report, running
 from MaxText.configuration.saved import flat
 from tests.comparison import small_comparison, stand_in
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("M_") or name == "JOBSET_NAME":
-            monkeypatch.delenv(name)
+from tests.configuration.conftest import _clean_environment  # noqa: F401
 
 
 @pytest.fixture
@@ -27,23 +19,24 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_device(configs, monkeypatch):
-    """Comparisons in process: one device, no terminal, a report without pages and pictures."""
+    """Comparisons in process: one device, no terminal, a report that is a list of its contents."""
+
+    def write_report(runs, folder, **contents):
+        (folder / "report.html").write_text(str(contents))
+        return folder / "report.html"
+
     platforms = jax.config.jax_platforms
     monkeypatch.setattr(child_processes, "count_devices", lambda hardware: 1)
-    monkeypatch.setattr(outcome_report, "write_report", lambda runs, folder, **_: folder / "none")
+    monkeypatch.setattr(outcome_report, "write_report", write_report)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     yield
     jax.config.update("jax_platforms", platforms)  # compare() keeps its process to the CPU
 
 
 class Trained(list):
-    """Names of the runs that were trained, in order.
+    """Names of the runs that were trained, in order."""
 
-    Attributes:
-      interrupted: ends of the names of runs that Ctrl-C ends after a step.
-    """
-
-    interrupted: tuple[str, ...] = ()
+    interrupted: tuple[str, ...] = ()  # ends of the names of those that Ctrl-C ends after a step
 
 
 @pytest.fixture

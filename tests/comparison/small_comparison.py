@@ -1,12 +1,18 @@
 """Small configurations, and whole comparisons of them in process."""
 
+import csv
 import dataclasses
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
 
 from MaxText.comparison import comparing
 from MaxText.comparison.plan import Plan, Question, open_plan
 from MaxText.comparison.request import read
 from MaxText.comparison.variants import Variant, expand
+from MaxText.configuration.problems import ConfigurationError
 
 A = """
 dataset_type: synthetic
@@ -72,3 +78,28 @@ def plan_of(*arguments: str, seeds: tuple[int, ...] = (0,)) -> tuple[Plan, list[
     question = Question(request.match, request.budget, free, 0.02, 1)
     Path("out").mkdir(exist_ok=True)
     return open_plan(Path("out"), found, question, seeds), found, question
+
+
+def key_at_fault(text: str) -> str:
+    """The last key of a command line or of YAML, behind which a mistake was made."""
+    return re.findall(r"\w+(?=[:=](?!//))|^$|(?<=--)\w+|\w+\.yml$", text)[-1]
+
+
+def refusals(cases: Iterable[str], act: Callable[[str], object]) -> str:
+    """What is said of each command line or YAML text; the key at fault is named, or its list."""
+    said = []
+    for case in cases:
+        with pytest.raises(ConfigurationError) as caught:
+            act(case)
+        assert re.search(f"{key_at_fault(case)}|stages: |only one", str(caught.value)), case
+        said.append(f"{case}\n{caught.value}")
+    return "\n\n".join(said)
+
+
+def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Rows of runs.csv by configuration."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with (folder / "runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(row["config"], []).append(row)
+    return rows

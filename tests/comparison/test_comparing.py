@@ -22,6 +22,7 @@ def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, c
     assert "[1/4] a seed 0: validation loss 4.0000" in text
     result = "b is lower than a by 0.5000 nats/token (95 % interval 0.5000 to 0.5000"
     assert result in text
+    assert result in (configs / "out" / "report.html").read_text()
     assert {path.name for path in (configs / "out").iterdir()} >= {
         "comparison.json", "runs.csv", "summary.csv", "a", "b",
     }  # fmt: skip
@@ -83,19 +84,20 @@ def test_printed_lines_are_a_script(trained, configs, monkeypatch):
     assert (config.run.steps, config.run.run_name) == (8, "seed_0")
 
 
-def free(*arguments: str) -> dict[str, str]:
-    request, problems = read(arguments)
+def free(*arguments: str) -> list[str]:
+    """What is solved for of a.yml and b.yml."""
+    request, problems = read(["a.yml", "b.yml", *arguments])
     assert not problems
-    return free_by_label(request, expand(request))
+    return list(free_by_label(request, expand(request)).values())
 
 
 def test_what_is_solved_for(configs):
-    assert free("a.yml", "b.yml") == {"a": "width", "b": "width"}
+    assert free() == ["width", "width"]
     for match in ("flops", "tokens", "time"):
-        assert free("a.yml", "b.yml", f"match={match}") == {"a": "steps", "b": "steps"}
-    assert free("a.yml", "b.yml", "free=[width,depth]") == {"a": "width", "b": "depth"}
-    by_file = free("a.yml", "b.yml", "sweep={qkv_bias: [true, false]}", "free=[width,depth]")
-    assert list(by_file.values()) == ["width", "width", "depth", "depth"]
+        assert free(f"match={match}") == ["steps", "steps"]
+    assert free("free=[width,depth]") == ["width", "depth"]
+    by_file = free("sweep={qkv_bias: [true, false]}", "free=[width,depth]")
+    assert by_file == ["width", "width", "depth", "depth"]
 
 
 @pytest.mark.parametrize(
@@ -110,18 +112,17 @@ def test_what_is_solved_for(configs):
 )
 def test_what_cannot_be_solved_for(configs, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        free("a.yml", "b.yml", *arguments)
+        free(*arguments)
 
 
 def test_the_folder_is_named_after_what_is_compared(configs):
-    def folder(*arguments: str) -> str:
+    for arguments, folder in (
+        (["a.yml", "b.yml"], "maxtext_output/compare_a_b_params"),
+        (["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
+         "o/compare_a_qkv_bias_params"),
+    ):  # fmt: skip
         request, _ = read(arguments)
-        return str(comparing.default_folder(request, expand(request)))
-
-    assert folder("a.yml", "b.yml") == "maxtext_output/compare_a_b_params"
-    assert folder("a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o") == (
-        "o/compare_a_qkv_bias_params"
-    )
+        assert str(comparing.default_folder(request, expand(request))) == folder
 
 
 @pytest.mark.parametrize(

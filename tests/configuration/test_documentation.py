@@ -1,8 +1,5 @@
-"""The declaration of keys and sections, and the files that are generated from it.
-
-After a change of the schema: `python -m MaxText.configuration.documentation`, and
-`UPDATE_RESOLVED=1 python -m pytest tests/configuration` for public_keys.txt and resolved/.
-"""
+"""The declaration of keys and sections, and the files that are generated from it: by `python -m
+MaxText.configuration.documentation`, and with UPDATE_RESOLVED=1 by the tests of this folder."""
 
 import os
 from pathlib import Path

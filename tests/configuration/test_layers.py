@@ -25,12 +25,11 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert config.run.steps == 3  # file over base_config
     assert config.schedule.warmup_steps_fraction == 0.2
     assert config.model.shape.base_emb_dim == 512  # preset over file
-    layers = {name: origin.layer for name, origin in loaded.origins.items()}
-    assert layers["block_arrangement"] is Layer.DECODER_BLOCK
-    assert layers["rotary_pct"] is Layer.BASE_CONFIG
-    assert layers["steps"] is Layer.CONFIG_FILE
-    assert layers["base_emb_dim"] is Layer.PRESET
-    assert layers["learning_rate"] is Layer.DEFAULT
+    layers = {
+        "block_arrangement": Layer.DECODER_BLOCK, "rotary_pct": Layer.BASE_CONFIG,
+        "steps": Layer.CONFIG_FILE, "base_emb_dim": Layer.PRESET, "learning_rate": Layer.DEFAULT,
+    }  # fmt: skip
+    assert {name: loaded.origins[name].layer for name in layers} == layers
     assert loaded.origins["steps"].line == 3
     assert loaded.origins["steps"].place.endswith("config.yml:3")
 
@@ -60,16 +59,15 @@ def test_presets_and_bundles_may_be_chosen_in_any_layer(layer, write, monkeypatc
 
 
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
-    monkeypatch.setenv("M_MLP_ACTIVATIONS", "[gelu]")
-    monkeypatch.setenv("M_LERNING_RATE", "1")
-    monkeypatch.setenv("M_GCS_METRICS", "1")
-    monkeypatch.setenv("M_XQZ", "1")
-    monkeypatch.setenv("M_MAX_NUM_CHECKPOINTS_TO_KEEP", "3")  # MaxText's name
-    monkeypatch.setenv("HARDWARE", "tpu")
+    for name, value in {
+        "M_MLP_ACTIVATIONS": "[gelu]", "M_LERNING_RATE": "1", "M_GCS_METRICS": "1", "M_XQZ": "1",
+        "M_MAX_NUM_CHECKPOINTS_TO_KEEP": "3",  # MaxText's name
+        "HARDWARE": "tpu",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
     config = load([]).config
     assert config.model.feed_forward.mlp_activations == ("gelu",)
-    assert config.run.hardware == "auto"
-    assert config.checkpoint.max_to_keep == 3
+    assert (config.run.hardware, config.checkpoint.max_to_keep) == ("auto", 3)
     warnings = capsys.readouterr().err
     assert "M_LEARNING_RATE?" in warnings
     assert "M_GCS_METRICS" in warnings
@@ -79,8 +77,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
 def test_inheritance_is_recursive_and_looks_beside_the_file_first(write):
     write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
     write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
-    path = write("base_config: a/middle.yml\neval_steps: 3\n")
-    config = configure(path)
+    config = configure(write("base_config: a/middle.yml\neval_steps: 3\n"))
     found = (config.run.steps, config.monitoring.log_period, config.evaluation.eval_steps)
     assert found == (1, 2, 3)
     config = configure(write("base_config: gpt2.yml\nsteps: 7\n", "b/own.yml"))
@@ -96,15 +93,9 @@ def test_a_cycle_is_an_error(write):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "gpt2.yml",
-        "configs/gpt2.yml",
-        "MaxText/configs/gpt2.yml",
-        "./configs/gpt2.yml",
-        "models/gpt2-124m.yml",
-        "gpt2-124m.yml",
-    ],
-)
+    ["gpt2.yml", "configs/gpt2.yml", "MaxText/configs/gpt2.yml", "./configs/gpt2.yml",
+     "models/gpt2-124m.yml", "gpt2-124m.yml"],
+)  # fmt: skip
 def test_shipped_configs_are_found_from_any_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = load([name]).config_path
@@ -166,17 +157,16 @@ def test_derived_values(monkeypatch):
     assert loaded.config.run.steps == 20
     assert loaded.origins["steps"].place == "derived from learning_rate_schedule_steps"
 
-    config = configure(run_name="x")
-    assert config.run.base_output_directory == "./maxtext_output"
-    for whole, folder in (("gs://b/o/x", "gs://b/o"), ("/tmp/o/x", "/tmp/o"), ("/x", "/")):
-        run = configure(run_name=whole).run
-        assert (run.base_output_directory, run.run_name) == (folder, "x")
-    run = configure(run_name="group/x", base_output_directory="out").run
-    assert (run.base_output_directory, run.run_name) == ("out", "group/x")
-    run = configure(run_name="group/x").run  # below the base, whether that is given or not
-    assert (run.base_output_directory, run.run_name) == ("./maxtext_output", "group/x")
-    run = configure(run_name="/tmp/o/x", base_output_directory="out").run
-    assert (run.base_output_directory, run.run_name) == ("/tmp/o", "x")
+    for keys, folder, name in (
+        ({"run_name": "x"}, "./maxtext_output", "x"),
+        ({"run_name": "gs://b/o/x"}, "gs://b/o", "x"),
+        ({"run_name": "/x"}, "/", "x"),
+        ({"run_name": "group/x", "base_output_directory": "out"}, "out", "group/x"),
+        ({"run_name": "group/x"}, "./maxtext_output", "group/x"),
+        ({"run_name": "/tmp/o/x", "base_output_directory": "out"}, "/tmp/o", "x"),
+    ):
+        run = configure(**keys).run
+        assert (run.base_output_directory, run.run_name) == (folder, name)
     for name in ("a/../../b", "a//b", "..", "./a"):
         with pytest.raises(ConfigurationError, match="run_name"):
             configure(run_name=name)
@@ -194,15 +184,13 @@ def test_axis_rules_merge_by_name(write):
     path = write("logical_axis_rules: [[vocab, [fsdp, tensor]], [kv, tensor], [kv, []]]\n")
     rules = configure(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
     assert rules[:4] == (
-        ("embed", ()),
-        ("vocab", ("fsdp", "tensor")),
-        ("kv", ("tensor",)),
-        ("kv", ()),
-    )
+        ("embed", ()), ("vocab", ("fsdp", "tensor")), ("kv", ("tensor",)), ("kv", ()),
+    )  # fmt: skip
     assert dict(rules)["mlp"] == base["mlp"]
     assert [name for name, _ in rules].count("vocab") == 1
-    replaced = load(["logical_axis_rules=[[embed,fsdp]]", "override_logical_axis_rules=true"])
-    assert replaced.config.mesh.logical_axis_rules == (("embed", ("fsdp",)),)
+    rules = "logical_axis_rules=[[embed,null],[mlp,fsdp]]"
+    replaced = load([rules, "override_logical_axis_rules=true"]).config.mesh
+    assert replaced.logical_axis_rules == (("embed", ()), ("mlp", ("fsdp",)))
 
 
 @pytest.mark.parametrize("text", ["sweep:\n  steps: [1, 2]\n", "stages: [{steps: 1}]\n"])

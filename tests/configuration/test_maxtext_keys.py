@@ -4,16 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from MaxText.configuration import maxtext_keys
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.loading import configure, load
-from MaxText.configuration.maxtext_keys import (
-    ALIASES,
-    REFERENCE_KEYS,
-    TRANSLATIONS,
-    UNAVAILABLE,
-    VALUE_NOTES,
-    absent,
-)
 from MaxText.configuration.problems import ConfigurationError
 
 # The keys of MaxText 0.2.5's base.yml and of its documentation, one per line.
@@ -21,19 +14,20 @@ MAXTEXT = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8
 
 
 def test_known_one_way_or_another():
+    kinds = (all_keys(), maxtext_keys.ALIASES, maxtext_keys.UNAVAILABLE)
     for name in MAXTEXT:
-        assert (name in all_keys()) + (name in ALIASES) + (name in UNAVAILABLE) == 1, name
-    for old, new in ALIASES.items():
+        assert sum(name in kind for kind in kinds) == 1, name
+    for old, new in maxtext_keys.ALIASES.items():
         assert new in all_keys()
         assert old not in all_keys()
 
 
 def test_absent_keys_are_explained(capsys):
-    for name, reason in UNAVAILABLE.items():
+    for name, reason in maxtext_keys.UNAVAILABLE.items():
         assert name not in all_keys(), f"{name} is a key now: remove it from maxtext_keys.yml"
         assert reason.why
         assert not reason.instead or reason.instead in all_keys()
-    for reason, name in {reason: name for name, reason in UNAVAILABLE.items()}.items():
+    for reason, name in {reason: name for name, reason in maxtext_keys.UNAVAILABLE.items()}.items():
         if reason.accepts == "any":
             load([f"{name}=something"])
             shown = capsys.readouterr().err
@@ -49,8 +43,8 @@ def test_absent_keys_are_explained(capsys):
 def test_what_is_not_here_can_be_switched_off(off, capsys):
     names = [
         name
-        for name, reason in UNAVAILABLE.items()
-        if reason.accepts != "nothing" and (name, off or "null") not in TRANSLATIONS
+        for name, reason in maxtext_keys.UNAVAILABLE.items()
+        if reason.accepts != "nothing" and (name, off or "null") not in maxtext_keys.TRANSLATIONS
     ]
     load([f"{name}={off}" for name in names])
     shown = capsys.readouterr().err
@@ -61,7 +55,7 @@ def test_what_is_not_here_can_be_switched_off(off, capsys):
 
 def test_translated_values_are_accepted(capsys):
     common = ["run_name=r", "decoder_block=muddformer_prepost"]  # where its keys have an effect
-    for (name, value), found in TRANSLATIONS.items():
+    for (name, value), found in maxtext_keys.TRANSLATIONS.items():
         loaded = load([f"{name}={value}", *common])
         assert f"note: {name}={value} {found.sentence}" in capsys.readouterr().err
         if found.name:
@@ -77,22 +71,20 @@ def test_python_values_and_files_are_translated_too(write):
 
 
 def test_keys_of_other_programs_name_ours():
-    for name, (whose, ours) in REFERENCE_KEYS.items():
-        assert not {name} & {*all_keys(), *ALIASES, *UNAVAILABLE}
+    for name, (whose, ours) in maxtext_keys.REFERENCE_KEYS.items():
+        assert not {name} & {*all_keys(), *maxtext_keys.ALIASES, *maxtext_keys.UNAVAILABLE}
         assert ours in all_keys()
         with pytest.raises(ConfigurationError, match=f"{whose}; use {ours}"):
             load([f"{name}=something"])
 
 
 def test_families():
-    found = absent("sa_block_kv_dq")
-    assert found is not None
-    assert "attention=flash" in found.why
-    assert absent("lerning_rate") is None
+    assert "attention=flash" in maxtext_keys.absent("sa_block_kv_dq").why
+    assert maxtext_keys.absent("lerning_rate") is None
 
 
 def test_values_with_a_note_are_not_accepted():
-    for (name, value), note in VALUE_NOTES.items():
+    for (name, value), note in maxtext_keys.VALUE_NOTES.items():
         with pytest.raises(ConfigurationError) as caught:
             load([f"{name}={value}"])
         assert note in str(caught.value)

@@ -90,29 +90,17 @@ def test_what_a_program_needs(program, told):
 @pytest.mark.parametrize(
     "text",
     [
-        "steps: 1\nrun_name: a\nsteps: 2\n",
-        "- steps\n",
-        "base_config: [a, b]\n",
-        "base_config: nowhere.yml\n",
-        "schema_version: 999\n",
-        "schema_version: x\n",
-        "lora: {rank: 3}\n",
-        "run_name: !!python/object/apply:os.getcwd []\n",
-        "adamw_mask: &a [*a]\n",
-        'run_name: "a\\0b"\n',
+        "steps: 1\nrun_name: a\nsteps: 2\n", "- steps\n", "base_config: [a, b]\n",
+        "base_config: nowhere.yml\n", "schema_version: 999\n", "schema_version: x\n",
+        "lora: {rank: 3}\n", "run_name: !!python/object/apply:os.getcwd []\n",
+        "adamw_mask: &a [*a]\n", 'run_name: "a\\0b"\n',
     ],
-)
+)  # fmt: skip
 def test_bad_files(text, write, told):
     with pytest.raises(ConfigurationError, match=r"config\.yml") as caught:
         configure(write(text))
     assert len(caught.value.problems) == 1
     told(caught.value)
-
-
-@pytest.mark.parametrize("text", ["steps: [1\n", "steps: 1\n---\nsteps: 2\n"])
-def test_files_that_are_not_yaml(text, write):
-    with pytest.raises(ConfigurationError, match=r"config\.yml"):
-        configure(write(text))
 
 
 def test_a_config_file_has_a_bound(write):
@@ -125,44 +113,29 @@ def test_an_empty_file_gives_the_defaults(write):
     assert configure(write("# nothing\n"), run_name="r") == configure(run_name="r")
 
 
-class TestKeysWithoutEffect:
-    """Only what was set on purpose, and not overruled by a stronger choice, is an error."""
+@pytest.mark.parametrize("layer", ["environment", "file", "argument"])
+def test_keys_without_effect_that_were_set_on_purpose(layer, write, monkeypatch):
+    path, keys = None, {"rotary_pct": "0.5", "position_embedding": "none"}
+    if layer == "environment":
+        for name, value in keys.items():
+            monkeypatch.setenv(f"M_{name.upper()}", value)
+    elif layer == "file":
+        path = write("".join(f"{name}: {value}\n" for name, value in keys.items()))
+    with pytest.raises(ConfigurationError, match=r"rotary_pct: .*position_embedding="):
+        configure(path, **(keys | {"rotary_pct": 0.5} if layer == "argument" else {}))
 
-    @pytest.mark.parametrize("layer", ["environment", "file", "argument"])
-    def test_set_on_purpose(self, layer, write, monkeypatch):
-        path, overrides = None, {}
-        if layer == "environment":
-            monkeypatch.setenv("M_ROTARY_PCT", "0.5")
-            monkeypatch.setenv("M_POSITION_EMBEDDING", "none")
-        elif layer == "file":
-            path = write("rotary_pct: 0.5\nposition_embedding: none\n")
-        else:
-            overrides = {"rotary_pct": 0.5, "position_embedding": "none"}
-        with pytest.raises(ConfigurationError, match=r"rotary_pct: .*position_embedding="):
-            configure(path, **overrides)
 
-    def test_keys_of_a_part_that_slots_replace(self):
-        with pytest.raises(ConfigurationError) as caught:
-            load(["tokenformer.yml", "base_mlp_dim=3072", "mlp_activations=[silu]"])
-        assert len(caught.value.problems) == 2
+def test_keys_that_have_an_effect_or_were_not_chosen_are_accepted(write):
+    write("muon_beta: 0.9\n", "b.yml")
+    configure(write("base_config: b.yml\n"))  # inherited
+    configure(model_name="pythia-70m", position_embedding="none")
 
-    def test_what_has_an_effect_or_was_not_chosen_is_accepted(self, write):
-        for line in (
-            "attention_projections=pattention slot_num=8",  # one of several conditions is enough
-            "feed_forward_type=pattention normalize_type=gelu gelu_approximate=false",
-            "rotary_pct=1 position_embedding=none",  # the default value
-            "steps=3 steps=3",
-        ):
-            load(line.split())
-        write("muon_beta: 0.9\n", "b.yml")
-        configure(write("base_config: b.yml\n"))  # inherited
-        configure(model_name="pythia-70m", position_embedding="none")
 
-    def test_a_stronger_choice_makes_the_file_inert(self, write):
-        path = write("dataset_path: folder\n")
-        load([path, "dataset_type=synthetic"])
-        with pytest.raises(ConfigurationError, match="dataset_path: "):
-            load([path, "dataset_type=synthetic", "dataset_path=other"])
+def test_a_stronger_choice_makes_the_file_inert(write):
+    path = write("dataset_path: folder\n")
+    load([path, "dataset_type=synthetic"])
+    with pytest.raises(ConfigurationError, match="dataset_path: "):
+        load([path, "dataset_type=synthetic", "dataset_path=other"])
 
 
 @pytest.mark.parametrize(
@@ -171,22 +144,23 @@ class TestKeysWithoutEffect:
         ("train_compile.py", "compile_topology=v5e-16"),
         ("train.py", "ici_pipeline_parallelism=2 dataset_type=synthetic"),
         ("decode.py", "num_pipeline_microbatches=4"),  # a run's, which comes with its weights
-        ("plan.py", ""),
-        ("train.py", "dataset_path=folder"),
+        ("plan.py", ""), ("train.py", "dataset_path=folder"),
         ("train.py", "grain_train_files=a* eval_interval=-1"),
         ("train.py", "grain_train_files=a* grain_eval_files=b* eval_interval=5"),
         ("eval.py", "dataset_path=folder max_target_length=64 eval_stride=64"),
-        ("eval.py", "grain_eval_files=b*"),
-        ("eval.py", "dataset_type=synthetic eval_steps=2"),
+        ("eval.py", "grain_eval_files=b*"), ("eval.py", "dataset_type=synthetic eval_steps=2"),
         ("eval.py", "eval_tasks=[lambada] lambada_path=a.jsonl"),
         ("eval.py", "harness_tasks=[hellaswag]"),
-        (None, "base_num_kv_heads=4 head_dim=-1"),
+        (None, "attention_projections=pattention slot_num=8"),  # one condition of several is met
+        (None, "feed_forward_type=pattention normalize_type=gelu gelu_approximate=false"),
+        (None, "rotary_pct=1 position_embedding=none"),  # the default value
+        (None, "steps=3 steps=3"), (None, "base_num_kv_heads=4 head_dim=-1"),
         (None, "decoder_block=gpt2 trainable_position_size=4096"),
         (None, "lr_schedule_type=wsd warmup_steps_fraction=0.9 wsd_decay_steps_fraction=0.1"),
         (None, "ici_data_parallelism=-1 ici_fsdp_parallelism=1"),
         (None, "base_num_decoder_layers=10000 eval_stride=-1"),
     ],
-)
+)  # fmt: skip
 def test_near_misses_are_accepted(program, line):
     load(line.split(), program)
 

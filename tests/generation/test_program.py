@@ -1,4 +1,4 @@
-"""decode.py as users type it."""
+"""decode.py as users type it, and which of its sampling settings a strategy uses."""
 
 import json
 import subprocess
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.configuration.inference_sections import Decoding
-from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
 from MaxText.generation.decoding import OtherText, choice_of, decode
 from MaxText.generation.token_choice import Choice
@@ -60,15 +59,6 @@ def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
         assert max(row["log_probabilities"]) <= 0
         assert row["finish_reason"] == "length"
         assert f"Input `{row['prompt']}` -> `{row['completion']}`\n" in shown
-    # The same prompts one by one, which are other batches.
-    run(folder, *arguments, "decode_ignore_end=true", "decode_num_samples=2",
-        "per_device_batch_size=1")  # fmt: skip
-    again = [json.loads(line) for line in output.read_text().splitlines()]
-
-    def texts(rows):
-        return {(row["index"], row["sample"]): row["tokens"] for row in rows}
-
-    assert texts(again) == texts(rows)
 
 
 def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path):
@@ -85,9 +75,9 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
 
 
 def test_a_reader_who_leaves_does_not_end_the_work(folder, tmp_path, users_environment):
-    program = f"{sys.executable} {REPOSITORY / 'MaxText' / 'decode.py'}"
     line = (
-        f"{program} load_parameters_path={folder} max_new_tokens=3 decode_num_samples=40 "
+        f"{sys.executable} {REPOSITORY}/MaxText/decode.py load_parameters_path={folder} "
+        "max_new_tokens=3 decode_num_samples=40 "
         "per_device_batch_size=4 decode_ignore_end=true decode_output=out.jsonl | head -1"
     )
     environment = users_environment | {"JAX_PLATFORMS": "cpu"}
@@ -105,21 +95,20 @@ def test_matrices_have_the_format_that_they_are_multiplied_in(folder):
     read = jax.jit(lambda params: model.merge(params).read_prompt(tokens, jnp.array([3]), 8)[0])
     expected = read(trained.params)
     parts = model.in_parts(jax.tree.map(jnp.copy, trained.params))
-    formats = {str(leaf.dtype) for leaf in jax.tree.leaves(parts)}
-    assert formats == {"bfloat16", "float32"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(parts)} == {"bfloat16", "float32"}
     assert parts["layers"][0]["mlp"]["wo"]["kernel"].dtype == jnp.bfloat16
     assert parts["layers"][0]["pre_mlp_layer_norm"]["scale"].dtype == jnp.float32
     assert (read(parts) == expected).all()
 
 
 def test_the_expected_text(folder):
-    arguments = ("prompt=Once", "max_new_tokens=4", "decode_sampling_strategy=greedy")
-    shown = run(folder, *arguments, "decode_ignore_end=true")
-    text = shown.partition("Input `Once` -> `")[2].rpartition("`\n")[0]
+    arguments = ["prompt=Once", "max_new_tokens=4", "decode_ignore_end=true"]
+    arguments.append("decode_sampling_strategy=greedy")
+    text = run(folder, *arguments).partition("Input `Once` -> `")[2].rpartition("`\n")[0]
     assert text
-    run(folder, *arguments, "decode_ignore_end=true", f"autoregressive_decode_assert={text}")
+    run(folder, *arguments, f"autoregressive_decode_assert={text}")
     with pytest.raises(OtherText, match="not the expected one") as caught:
-        run(folder, *arguments, "decode_ignore_end=true", "autoregressive_decode_assert=other")
+        run(folder, *arguments, "autoregressive_decode_assert=other")
     assert caught.value.exit_code == 1
 
 
@@ -128,23 +117,26 @@ def test_a_long_prompt_says_what_was_not_read(folder):
     assert "window of 32 tokens; the first 70 of the prompt's 100 were not read" in shown
 
 
-def test_strategies_and_settings_make_a_choice():
-    def of(**keys):
-        return choice_of(configure(**keys).decoding)
+EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
+         "eta": 0.2, "entmax_alpha": 1.5}  # fmt: skip
 
-    assert of() == Choice()
-    assert of(decode_sampling_strategy="greedy", repetition_penalty=1.2) == Choice(
-        temperature=0, repetition_penalty=1.2
-    )
-    every = {
-        "decode_sampling_temperature": 0.8,
-        "decode_sampling_top_k": 40,
-        "decode_sampling_nucleus_p": 0.9,
-        "decode_sampling_min_p": 0.05,
-        "decode_sampling_typical_p": 0.95,
-        "decode_sampling_eta": 1e-3,
-        "decode_entmax_alpha": 1.3,
-        "repetition_penalty": 1.1,
+
+def test_without_settings_all_ids_are_drawn():
+    assert choice_of(Decoding()) == Choice()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "used"),
+    [
+        ("weighted", ["temperature"]), ("topk", ["temperature", "top_k"]),
+        ("nucleus", ["temperature", "nucleus_p"]), ("composite", EVERY), ("greedy", []),
+    ],
+)  # fmt: skip
+def test_settings_of_other_strategies_have_no_effect(strategy, used):
+    keys = {
+        "decode_" + ("" if name == "entmax_alpha" else "sampling_") + name: value
+        for name, value in EVERY.items()
     }
-    assert of(**every) == Choice(0.8, 40, 0.9, 0.05, 0.95, 1e-3, 1.3, 1.1)
-    assert {"sample_tokens", "prompt"} < set(Decoding.model_fields)
+    section = Decoding(decode_sampling_strategy=strategy, repetition_penalty=1.2, **keys)
+    expected = {name: EVERY[name] for name in used} or {"temperature": 0}
+    assert choice_of(section) == Choice(repetition_penalty=1.2, **expected)

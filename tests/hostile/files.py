@@ -5,10 +5,13 @@ import os
 import random
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 
 
 def torch_file(ids: np.ndarray) -> bytes:
@@ -46,6 +49,12 @@ def tar_archive(members: dict[str, bytes]) -> bytes:
     return stored.getvalue()
 
 
+def texts_of(path: Path, *unit_bytes: int) -> list[str]:
+    """All texts of a corpus."""
+    units = open_corpus(str(path), "text", *unit_bytes).units
+    return [document.text for unit in units for document in unit.documents(Counter())]
+
+
 class Touches:
     """Pickled, it is a program that makes a file when it is loaded."""
 
@@ -61,8 +70,7 @@ def damaged(
 ) -> Iterator[tuple[bytes, int]]:
     """Contents with one or two damages each, and the offset of the first of them."""
     rng = random.Random(seed)
-    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3]
-    kinds = kinds if inserted else kinds[:5]
+    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3 * bool(inserted)]
     for _ in range(number):
         found, first = _damage(content, rng, rng.choice(kinds), inserted)
         if found and rng.random() < 0.3:
@@ -77,12 +85,11 @@ def _damage(
     at, length = rng.randrange(len(content)), rng.randrange(1, 300)
     before, after, end = content[:at], content[at:], content[at + length :]
     changed = {
-        "cut": before,
-        "left out": before + end,
+        "cut": before, "left out": before + end,
         "flipped": before + bytes([content[at] ^ 1 << rng.randrange(8)]) + after[1:],
         "zeroed": before + bytes(len(after) - len(end)) + end,
         "repeated": before + content[max(0, at - length) :],
-    }
+    }  # fmt: skip
     if kind == "inserted":
         return before + rng.choice(inserted) + after, at
     return changed[kind], at

@@ -1,8 +1,5 @@
-"""Command lines of programs that read weights and data sets, made up at random.
-
-Each program's main() runs in this process, on small folders that it finds: work that is done, or a
-message and exit code 2. Never a traceback, never anything left behind.
-"""
+"""Random command lines of programs that read weights and data sets: work that is done, or a message
+and exit code 2. Never a traceback, never anything left behind."""
 
 import contextlib
 import io
@@ -24,12 +21,9 @@ from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
 
 _SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # what fails is short enough
-    suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 
 
 class _Reached(Exception):
@@ -108,37 +102,42 @@ _EDGES = st.sampled_from(
      "cut", "deep", "list", "empty", "latin", "nul",
      "huge", "other", "sizes", "words", "bad.jsonl", "/proc/self/x", "5GB", "0B", "1.5KB"]
 )  # fmt: skip
-_PLACES = st.one_of(
-    _EDGES,
-    st.builds(
-        "".join, st.tuples(st.sampled_from(["hf:", "maxtext:", "fattorib:", "hf:hf:"]), _EDGES)
-    ),
-)
+_PREFIXES = st.sampled_from(["hf:", "maxtext:", "fattorib:", "hf:hf:"])
+_PLACES = st.one_of(_EDGES, st.tuples(_PREFIXES, _EDGES).map("".join))
 _VALUES = st.one_of(
     _EDGES,
     st.sampled_from(["float32", "bfloat16", "float64", "llama", "gpt2", "stablehlo", "weights"]),
     st.integers(-2, 40).map(str),
     st.text(st.characters(exclude_characters="\0/~"), max_size=6),
 )
-_KEYS = st.sampled_from(sorted(all_keys()))
-_DEFAULTS = {key.name: to_yaml(key.default) for key in all_keys().values()}
 
 
-def _edit(name: str, text: str) -> str:
-    return f"{name}={text}"
+def _edits(names: list[str], values: st.SearchStrategy[str] = _VALUES) -> st.SearchStrategy[str]:
+    return st.builds("{}={}".format, st.sampled_from(names), values)
 
 
 _KEY_EDITS = st.one_of(
-    st.builds(_edit, _KEYS, _VALUES),
-    _KEYS.map(lambda name: f"{name}={_DEFAULTS[name]}"),
+    _edits(sorted(all_keys())),
+    st.sampled_from([f"{key.name}={to_yaml(key.default)}" for key in all_keys().values()]),
 )
-_OPTIONS = st.sampled_from(
-    ["export", "family", "dtype", "max_shard_size", "query_scaling", "length", "tokenizer", "form"]
-)
+
+
+def _typed(often: list, more: st.SearchStrategy[str], most: int) -> st.SearchStrategy[list[str]]:
+    """Each of `often` in nine of ten lines, and up to `most` of what may be typed besides."""
+
+    @st.composite
+    def line(draw: st.DrawFn) -> list[str]:
+        words = [draw(each) for each in often if draw(st.integers(0, 9))]
+        return draw(st.permutations([*words, *draw(st.lists(more, max_size=most))]))
+
+    return line()
+
+
 _SOURCES = st.one_of(st.sampled_from(["hf:hf", "run", "hf:hf", "damaged", "maxtext:run"]), _PLACES)
 _TARGETS = st.one_of(st.sampled_from(["out/a", "hf:out/a", "out/a", "hf:out/b"]), _PLACES)
-_MORE = st.one_of(
-    st.builds(_edit, _OPTIONS, _VALUES),
+_CONVERSIONS = st.one_of(
+    _edits(["export", "family", "dtype", "max_shard_size", "query_scaling", "length", "tokenizer",
+            "form"]),
     _KEY_EDITS,
     st.sampled_from(
         ["grow", "own.yml", "bad.yml", "nowhere.yml", "--help", "-h", "--verfy", "--verify",
@@ -147,52 +146,29 @@ _MORE = st.one_of(
     ),
     _EDGES,
 )  # fmt: skip
-
-
-@st.composite
-def _conversions(draw: st.DrawFn) -> tuple[str, list[str]]:
-    arguments = [f"from={draw(_SOURCES)}"] if draw(st.integers(0, 9)) else []
-    arguments += [f"to={draw(_TARGETS)}"] if draw(st.integers(0, 9)) else []
-    arguments += draw(st.lists(_MORE, max_size=2))
-    return "convert.py", draw(st.permutations(arguments))
-
-
-_WEIGHTS = st.one_of(
-    st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]), _PLACES
+_WEIGHTS = _edits(
+    ["load_parameters_path"],
+    st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]) | _PLACES,
 )
-_KEYS_OF = {
-    "decode.py": ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
-                  "decode_stop", "decode_num_samples", "per_device_batch_size"],
-    "eval.py": ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
-                "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"],
-}  # fmt: skip
 _TASKS = st.sampled_from(["[lambada]", "[wikitext]", "[lambada,nothing]"])
-
-
-@st.composite
-def _runs_of_weights(draw: st.DrawFn, program: str) -> tuple[str, list[str]]:
-    own = st.builds(_edit, st.sampled_from(_KEYS_OF[program]), _VALUES | _TASKS)
-    arguments = draw(st.lists(st.one_of(own, _KEY_EDITS, _EDGES), max_size=3))
-    if draw(st.integers(0, 9)):
-        arguments.append(f"load_parameters_path={draw(_WEIGHTS)}")
-    return program, arguments
-
-
-@st.composite
-def _inspections(draw: st.DrawFn) -> tuple[str, list[str]]:
-    own = st.sampled_from(["step", "num_devices", "sample", "output", "max_target_length"])
-    edits = st.one_of(st.builds(_edit, own, _VALUES), _KEY_EDITS)
-    first = draw(st.one_of(st.sampled_from(["data", "dataset_path=data"]), _EDGES))
-    common = [first, "vocab_size=512", "max_target_length=16"]
-    return "inspect_data.py", [*common, *draw(st.lists(edits, max_size=2))]
-
-
+_DECODING = ["prompt", "prompt_file", "decode_output", "max_new_tokens", "tokenizer_path",
+             "decode_stop", "decode_num_samples", "per_device_batch_size"]  # fmt: skip
+_EVALUATION = ["eval_tasks", "lambada_path", "wikitext_path", "eval_output", "eval_stride",
+               "harness_tasks", "tokenizer_path", "dataset_path", "grain_eval_files"]  # fmt: skip
+_INSPECTION = ["step", "num_devices", "sample", "output", "max_target_length"]
+_DATA = [st.sampled_from(["data", "dataset_path=data"]) | _EDGES]
+_DATA += [st.just("vocab_size=512"), st.just("max_target_length=16")]
+# What is typed, and how many lines by default and in the slow suite.
 _COMMAND_LINES = {
-    "convert.py": (_conversions(), 40, 800),
-    "decode.py": (_runs_of_weights("decode.py"), 20, 200),
-    "eval.py": (_runs_of_weights("eval.py"), 20, 200),
-    "inspect_data.py": (_inspections(), 30, 200),
-}
+    "convert.py": (
+        _typed([_edits(["from"], _SOURCES), _edits(["to"], _TARGETS)], _CONVERSIONS, 2), 40, 800,
+    ),
+    "decode.py": (_typed([_WEIGHTS], _edits(_DECODING) | _KEY_EDITS | _EDGES, 3), 20, 200),
+    "eval.py": (
+        _typed([_WEIGHTS], _edits(_EVALUATION, _VALUES | _TASKS) | _KEY_EDITS | _EDGES, 3), 20, 200,
+    ),
+    "inspect_data.py": (_typed(_DATA, _edits(_INSPECTION) | _KEY_EDITS, 2), 30, 200),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", _COMMAND_LINES)
@@ -202,9 +178,9 @@ def test_done_or_refused(place, name, many):
 
     @given(command_lines)
     @settings(_SETTINGS, max_examples=number if many else few)
-    def is_done_or_refused(program_and_arguments):
+    def is_done_or_refused(arguments):
         before = set(place.rglob("*"))
-        code = run(*program_and_arguments)
+        code = run(name, arguments)
         written = sorted(set(place.rglob("*")) - before, reverse=True)
         assert code == 0 or not written
         for path in written:

@@ -1,10 +1,6 @@
 """Files of tokens, damaged at random: an error, or a record that is passed over; where a format has
-checksums never other tokens than were written.
+checksums never other tokens than were written."""
 
-What formats without checksums cannot show is said by `_UNCHECKED`.
-"""
-
-import dataclasses
 import gzip
 import itertools
 import shutil
@@ -29,96 +25,71 @@ DOCUMENTS = token_files.documents(0, SIZES, VOCAB_SIZE)
 DAMAGES = 40
 
 
-def _tfrecord_gz(path: Path) -> None:
-    plain = path.with_suffix("")
-    token_files.write_tfrecord(plain, DOCUMENTS)
-    path.write_bytes(gzip.compress(plain.read_bytes()))
-    plain.unlink()
+def _tfrecord_gz(path: Path, documents: list[np.ndarray]) -> None:
+    token_files.write_tfrecord(path, documents)
+    path.write_bytes(gzip.compress(path.read_bytes()))
 
 
-def _tar_of_torch(path: Path) -> None:
-    members = {
-        f"s/{number:06d}.input_id.pth": torch_file(ids) for number, ids in enumerate(DOCUMENTS)
-    }
-    path.write_bytes(tar_archive(members))
+def _tar_of_torch(path: Path, documents: list[np.ndarray]) -> None:
+    names = (f"s/{number:06d}.input_id.pth" for number in itertools.count())
+    path.write_bytes(tar_archive(dict(zip(names, map(torch_file, documents), strict=False))))
 
 
-def _prepared(path: Path, file_format: str) -> None:
-    small_data.write_data_set(
-        path,
-        {"train": [*DOCUMENTS]},
-        vocab_size=VOCAB_SIZE,
-        file_format=file_format,  # pyright: ignore[reportArgumentType]
-    )
+def _megatron(path: Path, documents: list[np.ndarray]) -> None:
+    token_files.write_megatron(path.with_suffix(""), documents)
 
 
-# Name of what is damaged, and how all of it is written below a folder. Parquet is written with
-# checksums of its pages; what torch.save writes has those of zip. An index and a manifest have
-# none, and must fit the data exactly.
-_CHECKED: dict[str, Callable[[Path], None]] = {
-    "a.tfrecord": lambda folder: token_files.write_tfrecord(folder / "a.tfrecord", DOCUMENTS),
-    "a.tfrecord.gz": lambda folder: _tfrecord_gz(folder / "a.tfrecord.gz"),
-    "a.array_record": lambda folder: token_files.write_array_record(
-        folder / "a.array_record", DOCUMENTS
-    ),
-    "train/tokens-00000-of-00001.array_record": lambda folder: _prepared(folder, "array_record"),
-    "manifest.json": lambda folder: _prepared(folder, "bin"),
-    "a.idx": lambda folder: token_files.write_megatron(folder / "a", DOCUMENTS),
-    "a.parquet": lambda folder: token_files.write_parquet(folder / "a.parquet", DOCUMENTS),
-    "torch.tar": lambda folder: _tar_of_torch(folder / "torch.tar"),
-}
+def _prepared(path: Path, documents: list[np.ndarray]) -> None:
+    folder = path.parent if path.name == "manifest.json" else path.parent.parent
+    file_format = "array_record" if path.suffix == ".array_record" else "bin"
+    keys = {"vocab_size": VOCAB_SIZE, "file_format": file_format}
+    small_data.write_data_set(folder, {"train": [*documents]}, **keys)
+
+
+# Name of what is damaged, and how all of it is written. Parquet is written with checksums of its
+# pages; what torch.save writes has those of zip. An index and a manifest have none, and must fit
+# the data exactly.
+_CHECKED = {
+    "a.tfrecord": token_files.write_tfrecord, "a.tfrecord.gz": _tfrecord_gz,
+    "a.array_record": token_files.write_array_record,
+    "train/tokens-00000-of-00001.array_record": _prepared, "manifest.json": _prepared,
+    "a.idx": _megatron, "a.parquet": token_files.write_parquet, "torch.tar": _tar_of_torch,
+}  # fmt: skip
 # Ids that were changed into other ids cannot be told from those that were written.
-_UNCHECKED: dict[str, Callable[[Path], None]] = {
-    "a.bin": lambda folder: token_files.write_megatron(folder / "a", DOCUMENTS),
-    "stream.arrow": lambda folder: token_files.write_arrow(folder / "stream.arrow", DOCUMENTS),
-    "file.arrow": lambda folder: token_files.write_arrow(folder / "file.arrow", DOCUMENTS, False),
-    "a.tar": lambda folder: token_files.write_tar(folder / "a.tar", DOCUMENTS),
-    "train/tokens-00000-of-00001.bin": lambda folder: _prepared(folder, "bin"),
-}
+_UNCHECKED = {
+    "a.bin": _megatron, "stream.arrow": token_files.write_arrow,
+    "file.arrow": lambda path, documents: token_files.write_arrow(path, documents, False),
+    "a.tar": token_files.write_tar, "train/tokens-00000-of-00001.bin": _prepared,
+}  # fmt: skip
 
 
-@dataclasses.dataclass
-class _Read:
-    """What came out of a damaged data set: documents, None for each that cannot be read."""
-
-    documents: list[np.ndarray | None]
-    error: str = ""
-
-
-def _read(folder: Path, cache: Path, skip: bool) -> _Read:
-    data = Data(
-        dataset_path=str(folder),
-        data_cache_dir=str(cache),
-        on_bad_record="skip" if skip else "fail",
-    )
+def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None], str]:
+    """Documents, None for each that cannot be read, and what an error says."""
+    bad = "skip" if skip else "fail"
+    data = Data(dataset_path=str(folder), data_cache_dir=str(cache), on_bad_record=bad)
+    found: list[np.ndarray | None] = []
     try:
         tokens = open_token_data(
-            str(folder),
-            key="dataset_path",
-            data=data,
-            preparation=Preparation(),
-            split="train",
-            for_training=True,
-            show=lambda line: None,
-        )
+            str(folder), key="dataset_path", data=data, preparation=Preparation(), split="train",
+            for_training=True, show=lambda line: None,
+        )  # fmt: skip
         offsets = tokens.stream.document_offsets.tolist()
     except UserError as error:
-        return _Read([], str(error))
-    found: list[np.ndarray | None] = []
+        return [], str(error)
     for place in itertools.pairwise(offsets):
         try:
             found += tokens.stream.ranges([place])
         except UserError:
             found.append(None)
-    return _Read(found)
+    return found, ""
 
 
-def _damaged(tmp_path: Path, name: str, write: Callable[[Path], None]):
+def _damaged(tmp_path: Path, name: str, write: Callable[[Path, list[np.ndarray]], None]):
     """Folders with one damaged file each."""
     whole = tmp_path / "whole"
-    if not name.startswith(("train/", "manifest")):
+    if write is not _prepared:
         whole.mkdir()
-    write(whole)
+    write(whole / name, DOCUMENTS)
     before = (whole / name).read_bytes()
     for number, (after, _) in enumerate(damaged(name, before, DAMAGES)):
         if after != before:
@@ -131,20 +102,19 @@ def _damaged(tmp_path: Path, name: str, write: Callable[[Path], None]):
 @pytest.mark.parametrize("name", [*_CHECKED, *_UNCHECKED])
 def test_damage_is_an_error_or_leaves_out_documents(tmp_path, name):
     checked = name in _CHECKED
-    written = {ids.tobytes() for ids in DOCUMENTS}
-    noticed = 0
+    written, noticed = {ids.tobytes() for ids in DOCUMENTS}, 0
     for number, folder in enumerate(_damaged(tmp_path, name, {**_CHECKED, **_UNCHECKED}[name])):
         skip = not checked or number % 2 == 0
-        found = _read(folder, tmp_path / "cache", skip)
-        whole = [ids for ids in found.documents if ids is not None]
+        documents, error = _read(folder, tmp_path / "cache", skip)
+        whole = [ids for ids in documents if ids is not None]
         for ids in whole:
             assert ids.tobytes() in written or not checked, folder
             assert ids.dtype == np.int32
             assert ids.min(initial=0) >= 0
         # Damage of what nobody reads, such as padding, changes nothing.
-        noticed += bool(found.error) or (checked and len(whole) < len(DOCUMENTS))
-        if not skip and not found.error:
-            assert len(found.documents) == len(DOCUMENTS), f"{folder}: no error for lost documents"
+        noticed += bool(error) or (checked and len(whole) < len(DOCUMENTS))
+        if not skip and not error:
+            assert len(documents) == len(DOCUMENTS), f"{folder}: no error for lost documents"
     # A file that is shorter or longer than it was is always noticed.
     assert noticed >= DAMAGES // (3 if checked else 4)
 
@@ -156,11 +126,8 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(content)
     batches = train_loader(
         Data(dataset_path=str(tmp_path), data_cache_dir=str(tmp_path / "cache")),
-        plan=BatchPlan.constant(4, 16),
-        vocab_size=VOCAB_SIZE,
-        process_index=0,
-        process_count=1,
-    )
+        plan=BatchPlan.constant(4, 16), vocab_size=VOCAB_SIZE, process_index=0, process_count=1,
+    )  # fmt: skip
     with pytest.raises(UserError, match="vocab_size=3000"):
         list(itertools.islice(batches, 8))
     batches.close()

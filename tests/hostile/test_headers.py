@@ -1,15 +1,11 @@
 """Headers that claim what the file does not hold, and texts nested without end."""
 
 import contextlib
-import io
 import itertools
 import json
 import re
 import struct
-from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -23,21 +19,12 @@ from MaxText.input_pipeline.formats.array_record_ids import open_reader
 from MaxText.input_pipeline.formats.megatron_index import MAGIC, read_index
 from MaxText.input_pipeline.formats.table_ids import Table
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring import lambada
-from tests.hostile.files import tar_archive
+from tests.hostile.files import tar_archive, texts_of, torch_archive
 
 DEEP = "[" * 100_000
-
-
-def _texts(path: Path) -> list[str]:
-    return [
-        document.text
-        for unit in open_corpus(str(path), "text").units
-        for document in unit.documents(Counter())
-    ]
 
 
 def _safetensors(header: object, length: int | None = None, content: bytes = b"") -> bytes:
@@ -52,8 +39,7 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
 @pytest.mark.parametrize(
     "content",
     [
-        _safetensors({}, 1 << 60),
-        _safetensors({}, (1 << 64) - 1),
+        _safetensors({}, 1 << 60), _safetensors({}, (1 << 64) - 1),
         _safetensors(_tensor([1 << 60], [0, 1 << 62])),
         _safetensors(_tensor([4], [0, 16]), content=b"short"),
         _safetensors(_tensor([1], [1 << 40, (1 << 40) + 4])),
@@ -61,11 +47,9 @@ def _tensor(shape: list[int], offsets: list[int], kind: str = "F32") -> dict:
         _safetensors(_tensor([1 << 62, 1 << 62], [0, 0])),
         _safetensors(_tensor([-1], [0, 4]), content=bytes(4)),
         _safetensors(_tensor([1], [0, 4], "PICKLE"), content=bytes(4)),
-        struct.pack("<Q", len(DEEP)) + DEEP.encode(),
-        b"",
-        b"\x08",
+        struct.pack("<Q", len(DEEP)) + DEEP.encode(), b"", b"\x08",
     ],
-)
+)  # fmt: skip
 def test_weights_whose_header_lies(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors"):
@@ -86,23 +70,14 @@ def _npy(header: str) -> bytes:
         "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
         "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }",
         "{'descr': '<V99999999999', 'fortran_order': False, 'shape': (1,), }",
-        "{'descr': __import__('os').system('exit 1')}",
-        "(" * 110,
-        "{'descr': (",
+        "{'descr': __import__('os').system('exit 1')}", "(" * 110, "{'descr': (", None,
     ],
-)
+)  # fmt: skip
 def test_arrays_whose_header_lies(tmp_path, header):
-    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": _npy(header)}))
+    content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
+    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
     ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert ".npy" in reason
-
-
-def test_archives_named_as_arrays(tmp_path):
-    """An .npz is a zip archive: what is read is a member of a tar, and no archive in it."""
-    stored = io.BytesIO()
-    np.savez(stored, np.arange(3))
-    (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": stored.getvalue()}))
-    assert TarTensors("").scan(str(tmp_path / "a.tar")).damaged
+    assert ".npy" in reason or not header
 
 
 def test_indices_whose_header_lies(tmp_path):
@@ -127,7 +102,7 @@ def test_tables_whose_header_lies(tmp_path, length):
         with pytest.raises(BadRecord):
             Table(str(tmp_path / name))
         with pytest.raises(UserError, match=re.escape(name)):
-            _texts(tmp_path / name)
+            texts_of(tmp_path / name)
 
 
 def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
@@ -143,7 +118,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
         wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
         (tmp_path / "a.arrow").write_bytes(wrong)
         with pytest.raises(UserError, match=r"a\.arrow"):
-            _texts(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
+            texts_of(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
                 0, "text"
             )
 
@@ -158,10 +133,8 @@ def test_array_records_of_nothing(tmp_path, content):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("list.json", _texts),
-        ("rows.jsonl", _texts),
-        ("lambada.jsonl", lambda path: lambada.read(str(path))),
-        ("config.json", read_json),
+        ("list.json", texts_of), ("rows.jsonl", texts_of),
+        ("lambada.jsonl", lambda path: lambada.read(str(path))), ("config.json", read_json),
         ("config.json", lambda path: own_configuration.load([
             f"load_parameters_path=hf:{path.parent}"], "decode.py")),
         ("model.safetensors.index.json", lambda path: TensorFiles(path.parent)),
@@ -198,13 +171,10 @@ _SIZES = {
 }  # fmt: skip
 # Names of the keys of config.json where they are others.
 _FAMILIES = {
-    "llama": {},
-    "mistral": {},
-    "gemma": {},
-    "gpt_neox": {},
+    "llama": {}, "mistral": {}, "gemma": {}, "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
     "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", _FAMILIES)

@@ -1,9 +1,7 @@
 """Lines of JSON, damaged at random: what can still be told of them, or a message that names the
-place. Never a traceback, never a hang, never a text that cannot be written again.
-"""
+place. Never a traceback, never a hang, never a text that cannot be written again."""
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +11,9 @@ from etils import epath
 from MaxText.configuration.inference_sections import Decoding
 from MaxText.errors import UserError
 from MaxText.generation.prompts import read_prompts
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.monitoring.json_lines import JsonLines, read_rows, stream_rows
 from MaxText.scoring import lambada, wikitext
-from tests.hostile.files import damaged
+from tests.hostile.files import damaged, texts_of
 
 DAMAGES = 120
 TEXTS = [f'some words of text {number}, äöü 漢字 🙂 \\ " \u2028 end' for number in range(12)]
@@ -36,13 +33,8 @@ _PIECES = (
 )  # fmt: skip
 
 
-def _prepared(path: Path) -> list[str]:
-    units = open_corpus(str(path), "text", 400).units
-    return [document.text for unit in units for document in unit.documents(Counter())]
-
-
 READERS: dict[str, Callable[[Path], list[str]]] = {
-    "prepare_source": _prepared,
+    "prepare_source": lambda path: texts_of(path, 400),
     "prompt_file": lambda path: [
         prompt.text for prompt in read_prompts(Decoding(prompt_file=str(path)))
     ],
@@ -83,7 +75,7 @@ def test_one_list_of_texts(tmp_path):
     whole = json.dumps([{"text": text} for text in TEXTS]).encode()
     for content, _ in damaged("list", whole, DAMAGES, _PIECES):
         path.write_bytes(content)
-        texts, message = _texts(_prepared, path)
+        texts, message = _texts(READERS["prepare_source"], path)
         assert message or "".join(texts).encode()
 
 

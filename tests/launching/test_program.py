@@ -15,8 +15,7 @@ def launch(capsys, tmp_path, monkeypatch):
 
     def launch(place, *others, dry_run=True):
         """Exit code, output and errors."""
-        options = ["--dry-run"] * dry_run
-        code = run_main("launch.py", [place, *options, *others])
+        code = run_main("launch.py", [place, *(["--dry-run"] * dry_run), *others])
         return code, *capsys.readouterr()
 
     return launch
@@ -64,17 +63,14 @@ def test_slurm(launch, tmp_path):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("local 2 -- quickstart.yml stepss=3", "stepss"),
-        ("local 0 -- quickstart.yml", "not 0"),
-        ("local two -- quickstart.yml", "not two"),
-        ("local 2 configs/quickstart.yml", "follow --"),
+        ("local 2 -- quickstart.yml stepss=3", "stepss"), ("local 0 -- quickstart.yml", "not 0"),
+        ("local two -- quickstart.yml", "not two"), ("local 2 configs/quickstart.yml", "follow --"),
         ("gcloud run --name=p --zone=z", "after --"),
         ("gcloud stop --name=p --zone=z -- quickstart.yml", "action run"),
-        ("gcloud create --name=p --zone=z", "--type and --version"),
-        ("slurm stop", "--job=NUMBER"),
+        ("gcloud create --name=p --zone=z", "--type and --version"), ("slurm stop", "--job=NUMBER"),
         ("nowhere", "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(line, named, launch):
     code, _, errors = launch(*line.split())
     assert code == 2

@@ -9,15 +9,11 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.launching.commands import Commands
 from MaxText.launching.slurm import SlurmJob, script, submit
-from tests.launching.stand_ins import StandIn, path_with
 
 
 @pytest.fixture
-def programs(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", path_with(folder))
-    return {name: StandIn(folder, name) for name in ("sbatch", "srun", "scontrol")}
+def programs(stand_in):
+    return {name: stand_in(name) for name in ("sbatch", "srun", "scontrol")}
 
 
 @pytest.fixture

@@ -54,20 +54,11 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [
-        ([0, 0], 0),
-        ([0, 1], 1),
-        ([76, 2, 1], 2),
-        ([76, 1], 1),
-        ([76, -9], -9),
-        ([76, -6], 76),
-        ([75, -6], -6),
-        ([75, 76], 76),
-        ([75, 75], 75),
-        ([3, 76], 3),
-        ([None, -9], -9),
+        ([0, 0], 0), ([0, 1], 1), ([76, 2, 1], 2), ([76, 1], 1), ([76, -9], -9), ([76, -6], 76),
+        ([75, -6], -6), ([75, 76], 76), ([75, 75], 75), ([3, 76], 3), ([None, -9], -9),
         ([None, None], exit_codes.STUCK),
     ],
-)
+)  # fmt: skip
 def test_the_code_of_all(codes, expected):
     assert outcome(codes) == expected
 
@@ -81,8 +72,7 @@ def test_what_is_started_again():
 def test_all_are_started_again_on_another_port(run, capsys):
     assert run("0:0", "1:-9", "1:75", "1:0") == 0
     assert (run.starts(0), run.starts(1)) == (3, 3)
-    ports = [line.split()[-1] for line in run.log(1).splitlines()]
-    assert len(set(ports)) > 1
+    assert len({line.split()[-1] for line in run.log(1).splitlines()}) > 1
     assert "SIGKILL" in run.lines[0]
     assert "75" in run.lines[1]
     shown = capsys.readouterr().out
@@ -131,10 +121,6 @@ def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
 def test_the_environment_of_a_process():
     assert environment_of({"A": "b"}, 1, 0, 5, None) == {"A": "b"}
     assert environment_of({}, 2, 1, 5, 4) == {
-        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": "1",
-        "JAX_NUM_CPU_DEVICES": "4",
-        "JAX_LOCAL_DEVICE_IDS": "4,5,6,7",
-        "MAXTEXT_NUM_DEVICES": "8",
-    }
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
+        "JAX_NUM_CPU_DEVICES": "4", "JAX_LOCAL_DEVICE_IDS": "4,5,6,7", "MAXTEXT_NUM_DEVICES": "8",
+    }  # fmt: skip

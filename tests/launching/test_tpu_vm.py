@@ -13,18 +13,14 @@ from MaxText.errors import UserError
 from MaxText.launching import tpu_vm
 from MaxText.launching.commands import Commands, Retry
 from MaxText.launching.tpu_vm import TpuVm, TpuVmLaunch
-from tests.launching.stand_ins import StandIn, path_with
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
 ZONE = ["--zone=z", "--project=p"]
 
 
 @pytest.fixture
-def gcloud(tmp_path, monkeypatch):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", path_with(folder))
-    return StandIn(folder, "gcloud")
+def gcloud(stand_in):
+    return stand_in("gcloud")
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def shown():
 @pytest.fixture
 def launch(shown):
     def launch(dry_run=False, tries=3, **tpu):
-        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True, **tpu}
+        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True} | tpu
         vm = TpuVm("pod", "z", "p", retry=Retry(tries, 0.0), **options)
         return TpuVmLaunch(vm, Commands(shown.append, dry_run=dry_run))
 
@@ -109,19 +105,12 @@ def test_the_working_tree_is_copied_without_what_git_ignores(gcloud, launch, mon
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     monkeypatch.setattr(tpu_vm, "REPOSITORY", tree)
     archived = []
-
-    def add(tar, path, arcname, **options):
-        archived.append(arcname)
-
-    monkeypatch.setattr(tarfile.TarFile, "add", add)
+    monkeypatch.setattr(tarfile.TarFile, "add", lambda *_, arcname, **__: archived.append(arcname))
     launch().copy()
     assert sorted(archived) == [".gitignore", "kept"]
-    scp, ssh = gcloud.calls
-    assert (scp[3], scp[5], scp[-1]) == ("scp", "pod:maxtext.tar.gz", "--worker=all")
-    assert ssh[-2:] == [
-        "--worker=all",
-        "--command=mkdir -p maxtext && tar -xzf maxtext.tar.gz -C maxtext",
-    ]
+    scp, (*_, worker, command) = gcloud.calls
+    assert (scp[3], scp[5], scp[-1], worker) == ("scp", "pod:maxtext.tar.gz", *["--worker=all"] * 2)
+    assert command == "--command=mkdir -p maxtext && tar -xzf maxtext.tar.gz -C maxtext"
 
 
 def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):
@@ -130,8 +119,8 @@ def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):
     assert worker == "--worker=all"
     # The line, as the shell of a host would read it.
     home = tmp_path / "home"
-    (home / "maxtext" / ".venv" / "bin").mkdir(parents=True)
     python = home / "maxtext" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
     python.write_text('#!/bin/bash\nprintf "<%s>" "$@"\nexec sleep 20\n')
     python.chmod(0o755)
     line = command.removeprefix("--command=")

@@ -110,11 +110,11 @@ def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
     for check in CHECKS:
         if check.name not in OTHERS:
             assert check.problem(subject) is None
-    for products, model in zip(subject.products, subject.models, strict=True):
+    for operations, model in zip(subject.operations, subject.models, strict=True):
         count, dense = count_flops(model, LENGTH), model.section.dense_connections
         assert sum(part.parameters for part in count.parts) == model.num_parameters
         if not dense.dense_conn or dense.dense_mixing == "einsum":  # exact, not to 1 %
-            assert products == count.executed_per_token * subject.batch.tokens_BT.size
+            assert operations == count.executed_per_token * subject.batch.tokens_BT.size
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=SLOW) for n in MORE)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.monitoring.report.run_files import completed, eventful
+from tests.monitoring.report.run_files import RunFiles, completed, eventful
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +15,11 @@ def completed_run(tmp_path_factory):
 def eventful_run(tmp_path_factory):
     """The folder b, of a run that was killed, went back and diverged."""
     return eventful(tmp_path_factory.mktemp("eventful") / "b")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has started, in 6 s, and compiled, in 9 s."""
+    run = RunFiles(tmp_path / "run")
+    run.start()
+    return run

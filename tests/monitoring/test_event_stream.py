@@ -26,13 +26,11 @@ def emit_step(stream, step, loss=2.0):
     stream.emit("step", step=step, seconds=0.5, report=report, updates=1, **report.row())
 
 
-def opened(folder, first_step=0, run_name="tiny", config=None, lines=None, **keys):
-    show = (lines if lines is not None else []).append
-    keys = {"enable_tensorboard": False} | keys
+def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
+    monitoring, terminal = Monitoring(**{"enable_tensorboard": False} | keys), Terminal(10, show)
     return open_stream(
-        folder, Monitoring(**keys), run_name, config or {}, first_step=first_step,
-        terminal=Terminal(10, show),
-    )  # fmt: skip
+        folder, monitoring, run_name, config or {}, first_step=first_step, terminal=terminal
+    )
 
 
 def record(folder, steps, first_step=0, **keys):
@@ -65,7 +63,7 @@ def tensorboard_events(folder):
 def test_each_event_reaches_every_place(tmp_path):
     lines = []
     keys = {"config": {"learning_rate": 0.001}, "log_period": 1, "enable_tensorboard": True}
-    stream = opened(tmp_path, lines=lines, **keys)
+    stream = opened(tmp_path, show=lines.append, **keys)
     stream.emit("start", step=0, num_parameters=1234)
     assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
     emit_step(stream, 0, loss=1.25)
@@ -90,17 +88,13 @@ def test_each_event_reaches_every_place(tmp_path):
 
     assert lines[0].startswith("completed step: 0, seconds: 0.500, ")
     (metrics,) = read_rows(tmp_path / "metrics.jsonl")
-    assert metrics["run_name"] == "tiny"
-    assert metrics["learning/grad_norm"] == 1.5
-    assert metrics["perf/per_device_tflops_per_sec"] == 0.5
-    assert metrics["perf/per_device_tokens_per_sec"] == 128
+    assert (metrics["run_name"], metrics["learning/grad_norm"]) == ("tiny", 1.5)
+    speeds = [metrics[f"perf/per_device_{what}_per_sec"] for what in ("tflops", "tokens")]
+    assert speeds == [0.5, 128]
     tags = {name for name in step if "/" in name}
     assert {name: metrics[name] for name in tags} == {name: step[name] for name in tags}
-    board = {
-        value.tag: value.simple_value
-        for event in tensorboard_events(tmp_path)
-        for value in event.summary.value
-    }
+    found = [event.summary.value for event in tensorboard_events(tmp_path)]
+    board = {value.tag: value.simple_value for values in found for value in values}
     assert (board["learning/loss"], board["eval/avg_loss"]) == (1.25, 2.0)
     for beginning in ("num_model_parameters", "learning_rate", "_hparams_/"):
         assert any(tag.startswith(beginning) for tag in board)
@@ -182,17 +176,17 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
 
 def test_every_key_is_a_column_of_hyperparameters():
     config = flat(configure("quickstart.yml"))
-    found = {}
-    for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss")):
-        for value in summary.value:
-            content = value.metadata.plugin_data.content
-            found[value.tag] = HParamsPluginData.FromString(content)
+    found = {
+        value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for summary in hyperparameter_summaries(config, ("eval/avg_loss", "learning/loss"))
+        for value in summary.value
+    }
     experiment = found["_hparams_/experiment"].experiment
     assert {info.name for info in experiment.hparam_infos} == set(config)
-    metrics = [info.name.tag for info in experiment.metric_infos]
-    assert metrics == ["eval/avg_loss", "learning/loss"]
+    assert [info.name.tag for info in experiment.metric_infos] == ["eval/avg_loss", "learning/loss"]
     values = found["_hparams_/session_start_info"].session_start_info.hparams
-    assert {name for name in config if values[name].WhichOneof("kind")} == set(config)
+    kinds = {name: values[name].WhichOneof("kind") for name in config}
+    assert all(kinds.values())
     assert values["steps"].number_value == config["steps"]
-    flags = {name for name, value in config.items() if isinstance(value, bool)}
-    assert {name for name in config if values[name].WhichOneof("kind") == "bool_value"} == flags
+    for name, value in config.items():
+        assert (kinds[name] == "bool_value") == isinstance(value, bool)

@@ -1,52 +1,42 @@
-"""FLOP counts by formula, against the compiler's count and figures worked out by hand.
+"""FLOPs, bytes and tables of a model's cost, against the compiler, arrays and figures by hand."""
 
-tests/layers/test_conformance.py holds the formula of every architecture against its traced program.
-"""
-
+import json
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from MaxText.configuration.layer_sections import Attention
 from MaxText.configuration.loading import configure
+from MaxText.conformance import products
 from MaxText.layers.attention import keys_by_rule, keys_multiplied
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
+from MaxText.monitoring.cost import MFU_RULE, model_cost
 from MaxText.monitoring.flops import FlopCount, Part, count_flops
+from MaxText.monitoring.tables import parameter_table
 from MaxText.training.objective import loss_sums
-from tests.layers.test_conformance import products
-from tests.small_models import random_batch, tiny_config
+from tests.small_models import random_batch, tiny_config, trainer
 
-# So wide that what is no product is a few percent of XLA's count.
 WIDE = {
-    "base_emb_dim": 256,
-    "base_num_kv_heads": 4,
-    "head_dim": 64,
-    "base_mlp_dim": 512,
-    "base_num_decoder_layers": 2,
-    "vocab_size": 512,
-    "max_target_length": 256,
-    "scan_layers": False,
-    "attention": "dot_product",
-}
+    "base_emb_dim": 256, "base_num_kv_heads": 4, "head_dim": 64, "base_mlp_dim": 512,
+    "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 256,
+    "scan_layers": False, "attention": "dot_product",
+}  # fmt: skip
+SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": False}
+SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
 MUDD = {"decoder_block": "muddformer", "base_num_decoder_layers": 3, "dense_activation": "gelu"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {
-    "gpt2, blocks": {"decoder_block": "gpt2", "attention": "blocked", "attention_block_size": 64},
-    "tokenformer": FULL | {"decoder_block": "tokenformer", "slot_num": 96},
-    "experts": {"num_experts": 4, "num_experts_per_tok": 2, "base_num_kv_heads": 2}
-    | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5},
+    "experts": EXPERTS | {"base_num_kv_heads": 2},
     "depth sums one by one": MUDD | {"dense_mixing": "sum"},
-}
-SMALL = {
-    "base_num_kv_heads": 4,
-    "base_num_decoder_layers": 2,
-    "scan_layers": False,
-    "attention": "dot_product",
 }
 EINSUM = MUDD | FULL | {"dense_mixing": "einsum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
+MANY = EXPERTS | SGU | {"head_qk": True}
 # Beside the rows of the conformance suite: what is counted in a way of its own.
 TRACED = {
     "both directions": {"mlm_training": True, "attention": "blocked", "attention_block_size": 4},
@@ -56,9 +46,7 @@ TRACED = {
     "head in chunks": {"num_vocab_tiling": 4, "logits_via_embedding": True} | FULL,
     "rezero, parallel": {"use_rezero": True, "block_arrangement": "parallel"} | FULL,
     "static SGU, rezero": SGU | FULL | {"decoder_block": "gpt_neo", "use_rezero": True},
-    "experts in one layer": {"num_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}
-    | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5, "moe_group_size": 8}
-    | FULL,
+    "experts in one layer": EXPERTS | FULL | {"moe_layers": [1], "moe_group_size": 8},
     "pre- and post-norm": EINSUM | {"decoder_block": "muddformer_prepost"},
     "two ways of the last two outputs": EINSUM
     | {"dense_ways": ["q", "v"], "dense_static": False}
@@ -88,12 +76,7 @@ def traced_products(case):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_counts_the_same_within_5_percent(name):
-    """XLA's own count of the optimized program.
-
-    Beside products it has one operation or more for every element of norms, softmax, activation
-    functions, masks, rotary positions, additions and the cross entropy, forward and backward: 1 to
-    4 % here. So it is never below the formula.
-    """
+    """Its count is never below the formula: beside products it has norms, softmax and the like."""
     count, function, arguments, tokens = loss_and_gradients(WIDE | COMPILED[name])
     cost = jax.jit(function).lower(*arguments).compile().cost_analysis()
     formula = count.executed_per_token * tokens
@@ -104,6 +87,7 @@ def test_xla_counts_the_same_within_5_percent(name):
 def test_products_of_the_traced_program_equal_the_formula(name):
     count, found, tokens = traced_products(SMALL | TRACED[name])
     assert found == count.executed_per_token * tokens
+    assert count.per_token == count.weights + count.attention + count.depth_sums
 
 
 def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
@@ -116,41 +100,32 @@ def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
     assert unknown.per_token == count.per_token
 
 
-def test_the_rule_differs_from_what_is_executed_by_the_masked_half_only():
-    causal = count_flops(Model(tiny_config(attention="dot_product").model), 16)
-    assert causal.executed_per_token == causal.per_token + causal.attention
-    both = count_flops(Model(tiny_config(mlm_training=True).model), 16)
-    assert both.executed_per_token == both.per_token == causal.executed_per_token
-    assert both.attention == 2 * causal.attention
-
-
+# Of layers and the head; of attention: layers, two products, width and the mean number of keys.
 @pytest.mark.parametrize(
     ("name", "length", "matrices", "attention"),
     [
-        # 12 layers of 12 x 768^2 and the tied head of 50257 x 768. Attention: 12 layers x 2
-        # products x 2 x 768 x 512 keys.
-        ("gpt2-124m", 1024, 123_532_032, 18_874_368),
-        # 32 layers of (4 x 4096 + 3 x 11008) x 4096 and a head of 32000 x 4096. Attention: 32
-        # layers x 2 products x 2 x 4096 x 2048 keys.
-        ("llama2-7b", 4096, 6_607_077_376, 1_073_741_824),
-        # 12 layers of 16 x 768 x 576 and the tied head of 50304 x 768.
-        ("tokenformer-124m", 1024, 12 * 16 * 768 * 576 + 50_304 * 768, 18_874_368),
+        ("gpt2-124m", 1024, 12 * 12 * 768**2 + 50_257 * 768, 12 * 2 * 2 * 768 * 512),
+        ("llama2-7b", 4096, 32 * (4 * 4096 + 3 * 11_008) * 4096 + 32_000 * 4096,
+         32 * 2 * 2 * 4096 * 2048),
+        ("tokenformer-124m", 1024, 12 * 16 * 768 * 576 + 50_304 * 768, 12 * 2 * 2 * 768 * 512),
     ],
-)
+)  # fmt: skip
 def test_published_models_by_hand(name, length, matrices, attention):
     config = configure(model_name=name, dtype="float32", scan_layers=True, remat_policy="none")
     count = count_flops(Model(config.model), length)
-    assert count.matmul_parameters == matrices
-    assert count.forward == 2 * matrices + attention
+    assert (count.matmul_parameters, count.forward) == (matrices, 2 * matrices + attention)
     assert count.per_token == 3 * count.forward
+
+
+def parts_of(*arguments, **keys):
+    count = count_flops(Model(tiny_config(*arguments, **keys).model), 16)
+    return {part.name: part for part in count.parts}
 
 
 def test_dense_connections_by_hand():
     # Sums of 2, 3 and 4 hidden states, on four ways but after the last layer; 64 hidden units each.
     L, D, F = 3, 32, 64
-    model = Model(tiny_config("muddformer", mlp_dim_multiple=8, scan_layers=False).model)
-    count = count_flops(model, 16)
-    parts = {part.name: part for part in count.parts}
+    parts = parts_of("muddformer", mlp_dim_multiple=8, scan_layers=False)
     pairs = 4 * 2 + 4 * 3 + 4
     assert parts["sums over depth"] == Part("sums over depth", 0, 2 * D * pairs, 2 * D * pairs)
     of_weights = parts["dense connections"]
@@ -161,53 +136,20 @@ def test_dense_connections_by_hand():
     # One norm before the first layer's attention, three before that of the others; and heads'.
     assert parts["norms"].parameters == (1 + 3 + 3 + L) * D + L * 2 * 8 + D
     assert {"layers", "connections"}.isdisjoint(name.partition("/")[0] for name in parts)
-    assert count.per_token == count.weights + count.attention + count.depth_sums
-    assert count.weights == 6 * count.matmul_parameters
-
-
-def test_published_overhead_of_dense_connections():
-    """Parameters and operations over those of the layers of 2.8B (Xiao et al. 2025).
-
-    The paper counts eta / 6 and eta / (3 + rho / 4) with eta = (L + 3) / D and rho = T / D: four
-    ways after the last layer, too, and no second product.
-    """
-    L, D, T = 32, 2560, 4096
-    config = configure(
-        decoder_block="muddpythia", base_emb_dim=D, base_num_decoder_layers=L, base_mlp_dim=4 * D,
-        base_num_query_heads=32, base_num_kv_heads=32, head_dim=D // 32,
-        dense_hidden_rounding="none", dense_last_expand=1, dtype="float32", scan_layers=False,
-        remat_policy="none", dataset_type="synthetic",
-    )  # fmt: skip
-    parts = {part.name: part.flops for part in count_flops(Model(config.model), T).parts}
-    pairs = [4 * (depth + 1) for depth in range(1, L)] + [L + 1]
-    counted = parts["dense connections"] + parts["sums over depth"]
-    assert counted == 2 * sum(K * D + K * K + K * D for K in pairs)
-    layers = parts["query, key, value"] + parts["feed-forward"]
-    layers += sum(parts[f"attention {name}"] for name in ("scores", "values", "output"))
-    eta, rho = (L + 3) / D, T / D
-    by_paper = counted - 2 * sum(K * K for K in pairs) + 4 * D * 3 * (L + 1)
-    assert by_paper / layers == pytest.approx(eta / (3 + rho / 4), rel=1e-12)
-    assert (round(eta / 6, 4), round(by_paper / layers, 4)) == (0.0023, 0.0040)
 
 
 def test_parts_by_hand():
     L, T, D, N, K, H, F, V = 3, 16, 32, 4, 2, 8, 64, 64
-    model = Model(tiny_config(use_qk_norm=True, qkv_bias=True).model)
-    parts = {part.name: part for part in count_flops(model, T).parts}
+    parts = parts_of(use_qk_norm=True, qkv_bias=True)
     assert {name: (part.parameters, part.flops) for name, part in parts.items()} == {
         "token embedding": (V * D, 0),
         "query, key, value": (L * (D + 1) * H * (N + 2 * K), 2 * L * D * H * (N + 2 * K)),
         "attention scores": (0, 2 * L * N * H * T / 2),
         "attention values": (0, 2 * L * N * H * T / 2),
         "attention output": (L * N * H * D, 2 * L * N * H * D),
-        "feed-forward": (L * 3 * D * F, 2 * L * 3 * D * F),
-        "norms": (L * (2 * D + 2 * H) + D, 0),
+        "feed-forward": (L * 3 * D * F, 2 * L * 3 * D * F), "norms": (L * (2 * D + 2 * H) + D, 0),
         "head": (D * V, 2 * D * V),
-    }
-
-
-def parts_of(**keys):
-    return {part.name: part for part in count_flops(Model(tiny_config(**keys).model), 16).parts}
+    }  # fmt: skip
 
 
 def test_kinds_of_attention_by_hand():
@@ -242,8 +184,7 @@ def test_shared_weights_are_held_once_and_macarons_twice():
     alone, shared = parts_of(), parts_of(share_parameters=True)
     assert 3 * shared["feed-forward"].parameters == alone["feed-forward"].parameters
     assert shared["feed-forward"].flops == alone["feed-forward"].flops
-    macaron = parts_of(use_macaron=True)
-    assert macaron["feed-forward"].flops == 2 * alone["feed-forward"].flops
+    assert parts_of(use_macaron=True)["feed-forward"].flops == 2 * alone["feed-forward"].flops
 
 
 def test_static_sgu_and_head_qk_by_hand():
@@ -272,9 +213,15 @@ def test_a_part_without_a_row_is_counted_under_its_own_name():
     assert after.per_token == before.per_token + 3 * 960
 
 
+def test_line_of_maxtext(told):
+    flops = {"feed-forward": 8e9, "attention scores": 1e9, "sums over depth": 1e9}
+    parts = tuple(Part(name, 1, number, number) for name, number in flops.items())
+    counts = [FlopCount(sequence_length=8, parts=of, recomputed=0.0) for of in (parts[:2], parts)]
+    told("\n".join(count.line(1000) for count in counts))
+
+
 def test_keys_by_rule():
-    assert keys_by_rule(256, causal=False) == 256
-    assert keys_by_rule(256, causal=True) == 128
+    assert (keys_by_rule(256, causal=False), keys_by_rule(256, causal=True)) == (256, 128)
     assert keys_by_rule(256, causal=True, window=10_000) == 128
     # Half the window leaves three quarters of the triangle.
     assert keys_by_rule(256, causal=True, window=128) == 96
@@ -306,15 +253,81 @@ def test_keys_multiplied(section, length, kind, keys):
     assert keys_multiplied(Attention(**section), length, kind) == keys
 
 
-def test_line_of_maxtext(told):
-    parts = (
-        Part("feed-forward", 1, 8e9, 8e9),
-        Part("attention scores", 0, 1e9, 1e9, between_tokens=True),
-        Part("sums over depth", 0, 1e9, 1e9),
-    )
-    told(
-        "\n".join(
-            FlopCount(sequence_length=8, parts=some, recomputed=0.0).line(1000)
-            for some in (parts[:2], parts)
-        )
-    )
+def cost_of(**keys):
+    return model_cost(Model(tiny_config(**keys).model), sequence_length=16)
+
+
+def bytes_of(tree):
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def test_bytes_are_those_of_the_arrays():
+    model, state, _ = trainer(tiny_config(weight_dtype="bfloat16", opt_type="lion"))
+    cost = model_cost(model, sequence_length=16, optimizer_state=state.opt_state)
+    assert cost.facts()["bytes"] == {
+        "parameters": bytes_of(state.params),
+        "optimizer": bytes_of(state.opt_state),
+        "gradients": bytes_of(state.params),
+    }
+    abstract = jax.eval_shape(lambda: state.opt_state)
+    assert model_cost(model, sequence_length=16, optimizer_state=abstract) == cost
+
+
+def test_cache_of_llama_2_7b():
+    # Published: half a MiB per token in 16 bits, 2 GiB for the 4,096 tokens of its context.
+    keys = {"dtype": "bfloat16", "scan_layers": True, "remat_policy": "full"}
+    model = Model(configure(model_name="llama2-7b", **keys).model)
+    cost = model_cost(model, sequence_length=4096)
+    assert (cost.kv_cache_bytes_per_token, cost.kv_cache_bytes) == (2**19, 2**31)
+    assert "4,096 x 524,288 = 2,147,483,648 bytes (2.00 GiB)" in cost.describe()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"base_num_kv_heads": 1},
+        {
+            "attention_types": [[["local", "linear", "none"], 1]], "scan_layers": False,
+            "sliding_window_size": 5, "dtype": "bfloat16",
+        },
+        {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4},
+        {"head_qk": True, "head_qk_dim": 6, "share_parameters": True},
+    ],
+)  # fmt: skip
+def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
+    cost = cost_of(**keys)
+    tokens, lengths = jnp.zeros((1, 16), int), jnp.ones((1,), int)
+
+    def states(params):
+        return cost.model.merge(params).read_prompt(tokens, lengths, 16)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(states, cost.model.abstract))
+    assert sum(x.size * x.dtype.itemsize for x in kept) == cost.kv_cache_bytes
+
+
+@pytest.mark.parametrize("keys", [{"decoder_block": "gpt2"}, {"remat_policy": "minimal"}, MANY])
+def test_facts_are_json_and_add_up(keys):
+    cost = cost_of(**keys)
+    facts = json.loads(json.dumps(cost.facts(), allow_nan=False))
+    for total in ("parameters", "forward_flops_per_token", "flops_per_token"):
+        assert facts[total] == sum(part[total] for part in facts["parts"])
+    assert facts["parameters"] == cost.model.num_parameters
+    assert facts["flops_per_token"] == count_flops(cost.model, 16).per_token
+    assert facts["executed_flops_per_token"] == cost.count.executed_per_token
+    assert (facts["sequence_length"], facts["mfu_rule"]) == (16, MFU_RULE)
+    assert facts["bytes"]["optimizer"] is None
+
+
+def test_the_printed_table(told):
+    """A tied head multiplies with the token table and holds nothing itself."""
+    told(cost_of(decoder_block="gpt2").describe())
+
+
+def test_parameter_table(told):
+    shapes = {"token_embedder/embedding": (1000, 8)}
+    shapes |= {f"layers/{i}/mlp/wi": (8, 32) for i in range(12)}
+    shapes |= {"norm/scale": (8,), "a/very/long/name/" * 20 + "kernel": (2, 3)}
+    parameters = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    table = parameter_table(parameters, sharding_of=lambda name: "fsdp, -")
+    told(table)
+    assert max(map(len, table.splitlines())) <= 110

@@ -1,11 +1,13 @@
-"""Sizes of a run: tokens and operations of steps, how they are printed, and peaks of devices."""
+"""Tokens and operations of steps, what a run and its ancestors have spent, peaks of devices."""
 
 import pytest
 
+from MaxText.checkpointing.starting_point import Start
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.monitoring import peak_flops as peaks
 from MaxText.monitoring.flops import count_flops
+from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.peak_flops import PeakFlops, from_data_sheet, peak_flops
 from MaxText.monitoring.quantities import Quantities
 from tests.small_models import tiny_config
@@ -13,43 +15,34 @@ from tests.small_models import tiny_config
 WINDOW = 16
 # Short sequences first, then whole windows, then more of them.
 STAGES = BatchPlan((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
-CONSTANT = BatchPlan.constant(4, WINDOW)
 
 
-def quantities(plan, num_updates=8, num_devices=2, **keys):
+def quantities(plan, num_devices=2, num_updates=8, **keys):
     config = tiny_config(**keys)
     peak = PeakFlops(1.0, "a data sheet")
     return Quantities(Model(config.model), config.batch, plan, num_devices, num_updates, peak)
 
 
-@pytest.mark.parametrize("plan", [CONSTANT, STAGES], ids=["constant", "stages"])
-def test_sums_over_steps(plan):
-    ours = quantities(plan)
-    tokens, flops = 0, 0.0
+def test_sums_over_steps():
+    ours = quantities(STAGES)
+    flops = 0.0
     for step in range(8):
-        assert ours.tokens_before(step) == tokens
         assert ours.flops_before(step) == flops
-        tokens += ours.tokens(step)
-        per_token = count_flops(ours.model, plan.at(step).length).per_token
+        per_token = count_flops(ours.model, STAGES.at(step).length).per_token
         assert ours.tflops_per_device(step) == per_token * ours.tokens_per_device(step) / 1e12
         flops += ours.tokens(step) * per_token
-    assert ours.tokens_of_run == ours.tokens_before(8) == tokens
     assert ours.flops_of_run == ours.flops_before(8) == flops
-
-
-def test_tokens_by_hand():
-    ours = quantities(STAGES)
     assert [ours.tokens_before(step) for step in (0, 1, 3, 5, 6)] == [0, 64, 192, 320, 416]
+    assert ours.tokens_of_run == ours.tokens_before(8) == 416 + 2 * 96
     assert ours.tokens_per_device(6) == 48
     # Sequences of half the length have half the attention.
     short, whole = ours.flops(0), ours.flops(3)
-    assert whole.weights == short.weights
-    assert whole.attention == 2 * short.attention
+    assert (whole.weights, whole.attention) == (short.weights, 2 * short.attention)
 
 
 @pytest.mark.parametrize("mlm_training", [False, True])
 def test_the_printed_formula_gives_the_printed_number(mlm_training):
-    ours = quantities(CONSTANT, mlm_training=mlm_training)
+    ours = quantities(BatchPlan.constant(4, WINDOW), mlm_training=mlm_training)
     count = ours.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
@@ -60,12 +53,11 @@ def test_the_printed_formula_gives_the_printed_number(mlm_training):
 
 
 def test_data_sheets():
+    """Of names that begin alike, too."""
     for kind, tflops in [
-        ("TPU v3", 61.5), ("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5e", 197), ("TPU v5", 459),
-        ("TPU v5p", 459), ("TPU v6 lite", 918), ("TPU7x", 1153.5), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
-        ("NVIDIA B200", 2250),
+        ("TPU v5 lite", 197), ("TPU v5e", 197), ("TPU v5", 459), ("TPU v5p", 459),
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
     ]:  # fmt: skip
         peak = from_data_sheet(kind)
         assert peak is not None
@@ -93,5 +85,60 @@ def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
     if damage is not None:
         (tmp_path / "peak_flops.json").write_text(damage)
     again = peak_flops(cache_folder=str(tmp_path))
-    assert first == measured[0]
-    assert again == (measured[0] if damage is None else measured[1])
+    assert (first, again) == (measured[0], measured[0] if damage is None else measured[1])
+
+
+TOKENS = 4 * 16  # of an update
+
+
+@pytest.fixture(scope="module")
+def spending():
+    return quantities(BatchPlan.constant(4, WINDOW), num_devices=1, num_updates=100)
+
+
+def begun(how, first_step, metadata, stored_step=9):
+    return Start(None, first_step, None, "", how, metadata, f"/runs/old/{stored_step}", stored_step)
+
+
+def saved(lineage, step, run_name):
+    """The metadata of a checkpoint, as far as it is read here."""
+    return {"config": {"run_name": run_name}, **lineage.metadata(step)}
+
+
+def test_what_a_run_has_spent(spending):
+    new = Lineage.of(begun("scratch", 0, {}), spending)
+    assert new.spent_before(0) == (0, 0.0)
+    assert new.progress(9)["progress/tokens"] == 10 * TOKENS
+    assert new.progress(9)["progress/flops"] == pytest.approx(10 * spending.flops_before(1))
+    # The batch may have changed since a checkpoint; what was spent is what was spent.
+    kept = saved(Lineage(spending), 9, "first") | {"spent": {"tokens": 5, "flops": 7.0}}
+    resumed = Lineage.of(begun("resume", 10, kept), spending)
+    assert resumed.spent_before(10) == (5, 7.0)
+    assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
+    assert new.facts() == resumed.facts() == []
+    # A checkpoint that does not say is counted by the plan.
+    silent = Lineage.of(begun("resume", 10, {}), spending)
+    assert silent.spent_before(10) == (10 * TOKENS, spending.flops_before(10))
+
+
+@pytest.mark.parametrize(("how", "first_step"), [("parameters", 0), ("full_state", 10)])
+def test_totals_are_cumulative_over_generations(spending, how, first_step):
+    grandparent = saved(Lineage(spending), 9, "grandparent")
+    parent = Lineage.of(begun(how, first_step, grandparent), spending)
+    assert parent.spent_before(first_step) == (0, 0.0)
+    child = Lineage.of(begun(how, 0, saved(parent, first_step + 4, "parent"), 4), spending)
+    old, young = child.facts()
+    assert (old["run_name"], old["how"], old["tokens"]) == ("grandparent", how, 10 * TOKENS)
+    assert (young["run_name"], young["step"], young["tokens"]) == ("parent", 4, 15 * TOKENS)
+    assert young["flops"] == pytest.approx(spending.flops_before(15))
+    # A restart of the child keeps them.
+    again = Lineage.of(begun("resume", 3, saved(child, 2, "child")), spending)
+    assert again.facts() == child.facts()
+
+
+def test_weights_that_say_nothing_have_unknown_totals(spending):
+    lineage = Lineage.of(begun("parameters", 0, {}, None), spending)
+    (parent,) = lineage.facts()
+    assert (parent["run_name"], parent["step"], parent["tokens"]) == (None, None, None)
+    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).facts()
+    assert parent["tokens"] is None

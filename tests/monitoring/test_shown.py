@@ -13,7 +13,6 @@ from MaxText.monitoring.loss_curve import draw_loss_curve
 from MaxText.monitoring.profiler import StepProfiler
 from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_line import EvaluationReport, StepReport
-from tests.monitoring.report.run_files import RunFiles
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
@@ -43,12 +42,11 @@ def test_lines_and_rows_of_other_reports(told):
     high = StepReport(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
     entmax = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
     shown = [
-        high,
-        StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
+        high, StepReport(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
         EvaluationReport(10, 0.0, 0.0, 0, 1.0),
-    ]
+    ]  # fmt: skip
     rows = [{name: f"{value:.6g}" for name, value in one.row().items()} for one in shown]
     told("\n\n".join(f"{one.line()}\n{row}" for one, row in zip(shown, rows, strict=True)))
 
@@ -124,9 +122,7 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
         assert lines == [text, report(5, 2.0).line()]
 
 
-def test_loss_curve_is_drawn_from_the_records(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
+def test_loss_curve_is_drawn_from_the_records(run):
     assert draw_loss_curve(run.write()) is None
     run.steps(0, 300, every=50, nan_at=20)
     path = draw_loss_curve(run.write())
@@ -137,21 +133,14 @@ def test_loss_curve_is_drawn_from_the_records(tmp_path):
 
 def test_the_configured_steps_are_traced(tmp_path):
     monitoring = Monitoring(profiler="xplane", skip_first_n_steps_for_profiler=1, profiler_steps=2)
-    profiler = StepProfiler(monitoring, tmp_path, first_step=10)
-    written = []
-    for step in range(10, 15):
-        with profiler.step(step):
-            result = jnp.ones(4) + step
-        if profiler.finished(step, result):
-            written.append(step)
-    profiler.close()
-    assert written == [12]
-    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
-
-
-def test_no_trace_unless_asked_for(tmp_path):
-    profiler = StepProfiler(Monitoring(), tmp_path, first_step=0)
-    with profiler.step(1):
-        pass
-    assert not profiler.finished(1, None)
-    assert not list(tmp_path.iterdir())
+    for section, expected in ((Monitoring(), []), (monitoring, [12])):
+        profiler = StepProfiler(section, tmp_path, first_step=10)
+        written = []
+        for step in range(10, 15):
+            with profiler.step(step):
+                result = jnp.ones(4) + step
+            if profiler.finished(step, result):
+                written.append(step)
+        profiler.close()
+        assert written == expected
+        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == bool(expected)

@@ -5,8 +5,8 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from etils import epath
@@ -18,6 +18,7 @@ from MaxText.monitoring.sinks.background import Background
 from MaxText.monitoring.sinks.event_file import EventFile
 from MaxText.monitoring.sinks.metrics_file import MetricsFile
 from MaxText.parallelism import processes
+from tests.house.sources import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +27,6 @@ def left_behind(monkeypatch):
     calls = []
     monkeypatch.setattr(processes, "leave_behind", lambda: calls.append(None))
     return calls
-
-
-@pytest.fixture
-def end_is_late(monkeypatch):
-    """Makes the end of a run begin so many seconds ago."""
-
-    def make_late(seconds):
-        clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() - seconds)
-        monkeypatch.setattr(event_stream, "time", clock)
-
-    return make_late
 
 
 class Tracker:
@@ -74,8 +64,7 @@ def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
     tracker.free.set()
     stream.close()
     stream.close()
-    calls = [call for call in tracker.calls if call != "flush"]
-    assert calls == [*range(1000), 999, "close"]
+    assert [call for call in tracker.calls if call != "flush"] == [*range(1000), 999, "close"]
     # One that was asked for after each 100 steps, or several in one.
     assert tracker.calls.count("flush") > 5
     assert tracker.calls[-2:] == ["flush", "close"]
@@ -95,12 +84,10 @@ def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
     assert line.startswith("warning: tracker is slower")
 
 
-def test_a_tracker_that_fails_is_reported_once(capsys):
-    class Failing(Tracker):
-        def write(self, event):
-            raise RuntimeError("503\nand more")
-
-    stream = EventStream([Background(Failing(), "tracker", remedy="wandb sync")])
+def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
+    tracker, failure = Tracker(), mock.Mock(side_effect=RuntimeError("503\nand more"))
+    monkeypatch.setattr(tracker, "write", failure)
+    stream = EventStream([Background(tracker, "tracker", remedy="wandb sync")])
     emit_steps(stream, range(20))
     stream.close()
     (line,) = capsys.readouterr().err.splitlines()
@@ -110,12 +97,14 @@ def test_a_tracker_that_fails_is_reported_once(capsys):
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])
-def test_the_end_waits_for_so_long_only(end_is_late, left_behind, capsys, reason, seconds):
+def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason, seconds):
     trackers = [Tracker(), Tracker()]
     stream = EventStream([Background(tracker, "tracker") for tracker in trackers])
     emit_steps(stream, range(3))
     stream.emit("stop", step=2, reason=reason)
-    end_is_late(seconds - 0.05)
+    # The end began so many seconds ago.
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() - seconds + 0.05)
+    monkeypatch.setattr(event_stream, "time", clock)
     began = time.monotonic()
     stream.close()
     assert time.monotonic() - began < 5
@@ -126,7 +115,8 @@ def test_the_end_waits_for_so_long_only(end_is_late, left_behind, capsys, reason
 
 def test_a_thread_that_hangs_does_not_keep_the_process():
     program = """
-        import atexit, threading, sys
+        import atexit, threading
+        from MaxText.monitoring.events import Event
         from MaxText.monitoring.sinks.background import Background
         from MaxText.parallelism import processes
 
@@ -136,7 +126,6 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
         atexit.register(threading.Event().wait)  # as libraries do
 
         def main():
-            from MaxText.monitoring.events import Event
             sink = Background(Hangs(), "tracker")
             sink.write(Event("step", 0.0))
             sink.end()
@@ -146,38 +135,31 @@ def test_a_thread_that_hangs_does_not_keep_the_process():
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True, text=True, timeout=100, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("warning")) == (75, 1), done.stderr
 
 
-class Bucket:
-    """Files are objects: written whole, as slowly or badly as the test wants."""
-
-    def __init__(self, folder, monkeypatch):
-        self.free, self.begun = threading.Event(), threading.Event()
-        self.failures, self.writes = 0, 0
-        self.free.set()
-        path_type = type(epath.Path(folder))
-        write_bytes = path_type.write_bytes
-
-        def write(path, content):
-            self.begun.set()
-            self.free.wait()
-            self.writes += 1
-            if self.failures:
-                self.failures -= 1
-                raise RuntimeError("503 from the bucket")
-            return write_bytes(path, content)
-
-        monkeypatch.setattr(path_type, "write_bytes", write)
-        monkeypatch.setattr(json_lines, "is_bucket", lambda path: True)
-
-
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    return Bucket(tmp_path, monkeypatch)
+    """Files are objects: written whole, as slowly or badly as the test wants."""
+    bucket = SimpleNamespace(free=threading.Event(), begun=threading.Event(), failures=0, writes=0)
+    bucket.free.set()
+    path_type = type(epath.Path(tmp_path))
+    write_bytes = path_type.write_bytes
+
+    def write(path, content):
+        bucket.begun.set()
+        bucket.free.wait()
+        bucket.writes += 1
+        if bucket.failures:
+            bucket.failures -= 1
+            raise RuntimeError("503 from the bucket")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(path_type, "write_bytes", write)
+    monkeypatch.setattr(json_lines, "is_bucket", lambda path: True)
+    return bucket
 
 
 def opened(folder, first_step=0):
@@ -225,10 +207,9 @@ def test_a_bucket_that_fails_is_reported_once_and_gets_all_later(tmp_path, bucke
 
 
 def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
-    events = EventFile(epath.Path(tmp_path), 0)
-    stream = EventStream([events])
+    stream = EventStream([EventFile(epath.Path(tmp_path), 0)])
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "no room")))
+        patch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "no room")))
         with pytest.raises(OSError, match="no room"):
             stream.emit("checkpoint", step=0)
     stream.close()

@@ -26,6 +26,7 @@ class Clock:
     """Seconds that pass where a test lets them, and a nanosecond with each look at it."""
 
     now = 0.0
+    time = staticmethod(time.time)
 
     def perf_counter(self):
         self.pass_(1e-9)
@@ -56,21 +57,13 @@ class SlowScalar:
         return float(self.__array__())
 
 
-class NoMeans:
-    def add(self, metrics):
-        pass
-
-    def take(self):
-        return {}
-
-
 @pytest.fixture(name="clock")
 def own_clock(monkeypatch):
     clock = Clock()
-    own = SimpleNamespace(perf_counter=clock.perf_counter, time=time.time)
-    monkeypatch.setattr(step_log, "time", own)
+    monkeypatch.setattr(step_log, "time", clock)
     # Slow scalars are none of jax.
-    monkeypatch.setattr(step_log, "MeanLoss", NoMeans)
+    no_means = SimpleNamespace(add=lambda metrics: None, take=dict)
+    monkeypatch.setattr(step_log, "MeanLoss", lambda: no_means)
     return clock
 
 
@@ -128,8 +121,7 @@ def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics,
     log.add(2, metrics(1.0))
     log.flush()
     # The 0.4 seconds of step 1 are counted, though they passed when the pause began.
-    assert events[-1].facts["updates"] == 2
-    assert events[-1].seconds == pytest.approx(0.4)
+    assert (events[-1].facts["updates"], events[-1].seconds) == (2, pytest.approx(0.4))
     assert events[-1].report.seconds == pytest.approx(0.2)
 
 
@@ -202,12 +194,8 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
 
 
 def falling(start, end, count, noise=0.1):
-    rng = np.random.default_rng(0)
-    return list(
-        end
-        + (start - end) * np.exp(-np.arange(count) / (count / 5))
-        + noise * rng.normal(size=count)
-    )
+    mean = end + (start - end) * np.exp(-np.arange(count) / (count / 5))
+    return list(mean + noise * np.random.default_rng(0).normal(size=count))
 
 
 @pytest.mark.parametrize(

@@ -26,19 +26,19 @@ from MaxText.monitoring.sinks.weights_and_biases import WeightsAndBiases
 from tests.house.sources import REPOSITORY
 
 
-def attempt(folder, first, end, blocks):
-    """One attempt of a run offline, in a process of its own.
+def offline_files(folder):
+    return [*Path(folder).glob("wandb/offline-run-*/*.wandb")]
 
-    Args:
-      first: its first step.
-      end: the step after its last one.
-      blocks: of W&B's file (32 KiB, some 7 steps) after which it is killed; 0 lets it end.
+
+def attempt(folder, first, end, blocks):
+    """Steps of a run offline, in a process of its own.
+
+    It is killed after so many blocks of W&B's file (32 KiB, some 7 steps); 0 lets it end.
     """
     folder = epath.Path(folder)
 
     def size():
-        files = Path(folder / "wandb").glob("offline-run-*/*.wandb")
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in offline_files(folder))
 
     before = size()
     monitoring = Monitoring(enable_wandb=True, wandb_mode="offline")
@@ -71,8 +71,8 @@ def values_of(items):
 
 def offline_records(folder):
     """The records of every attempt's file, oldest attempt first."""
-    files = (folder / "wandb").glob("offline-run-*/*.wandb")
-    return [list(records(file)) for file in sorted(files, key=lambda file: file.stat().st_ctime)]
+    files = sorted(offline_files(folder), key=lambda file: file.stat().st_ctime)
+    return [list(records(file)) for file in files]
 
 
 def rows_of(attempts):
@@ -118,8 +118,8 @@ def test_killed_and_restarted_offline_every_step_is_there_once(tmp_path, users_e
     assert len({run.run_id for run in runs}) == 1
     config = values_of(runs[-1].config.update)
     assert (config["steps"], config["mlp_activations"]) == (260, ["silu", "linear"])
-    (ending,) = [record.exit for record in attempts[-1] if record.HasField("exit")]
-    assert ending.exit_code == 0
+    endings = [record.exit.exit_code for record in attempts[-1] if record.HasField("exit")]
+    assert endings == [0]
     for file in (path for path in (tmp_path / "wandb").rglob("*") if path.is_file()):
         assert b"do-not-tell" not in file.read_bytes()
         assert b"kkkkkkkk" not in file.read_bytes()
@@ -129,13 +129,8 @@ class Server:
     """Stands for the module wandb and what its server keeps of one run."""
 
     def __init__(self):
-        self.steps = []
-        self.rows = []
-        self.numbers = []  # handed over
-        self.axes = {}
-        self.summary = {}
-        self.arguments = {}
-        self.exit_code = None
+        self.steps, self.rows, self.numbers = [], [], []  # numbers: as handed over
+        self.axes, self.summary, self.arguments, self.exit_code = {}, {}, {}, None
 
     @property
     def starting_step(self):
@@ -174,26 +169,22 @@ def server(monkeypatch):
     return server
 
 
-def sink(folder, first_step=0, **keys):
-    monitoring = Monitoring(enable_wandb=True, **keys)
-    wandb = WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
-    return Background(wandb, "Weights & Biases", remedy=wandb.remedy)
+def write(sink, events):
+    for event in events:
+        sink.write(event)
+    sink.close()
 
 
 def send(folder, first_step, *events, **keys):
     """An attempt that W&B is told these events of."""
-    run = sink(folder, first_step, **keys)
-    for event in events:
-        run.write(event)
-    run.close()
+    monitoring = Monitoring(enable_wandb=True, **keys)
+    wandb = WeightsAndBiases(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
+    write(Background(wandb, "Weights & Biases", remedy=wandb.remedy), events)
 
 
 def record(folder, first_step, *events):
     """An attempt that is only in events.jsonl."""
-    file = EventFile(epath.Path(folder), first_step)
-    for event in events:
-        file.write(event)
-    file.close()
+    write(EventFile(epath.Path(folder), first_step), events)
 
 
 def step(number, loss=9.0):
@@ -245,8 +236,7 @@ def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server):
     assert server.steps == list(range(13))
     # A restart from before it repeats what is there, and what W&B has lost of it is sent.
     server.steps, server.rows = server.steps[:-2], server.rows[:-2]
-    repeated = [rewind(5, 1, again=True), step(4)]
-    found = recorded(tmp_path, server, 4, *repeated, *again, after(10))
+    found = recorded(tmp_path, server, 4, *[rewind(5, 1, again=True), step(4)], *again, after(10))
     assert [number for number, _ in server.rows] == [*range(8), *range(5, 11)]
     assert found[10] == 1.0
 
@@ -258,8 +248,7 @@ def test_a_rollback_of_which_wandb_never_heard(tmp_path, server, first_step):
     # W&B is still connecting, and then all is killed.
     record(tmp_path, 8, rewind(5, 1), *late)
     known = [rewind(5, 1, again=True), *late] if first_step == 5 else []
-    found = recorded(tmp_path, server, first_step, *known, step(7, loss=1.0))
-    assert found == charted(5, 8)
+    assert recorded(tmp_path, server, first_step, *known, step(7, loss=1.0)) == charted(5, 8)
 
 
 def test_another_configuration_is_charted_where_it_began(tmp_path, server):
@@ -285,7 +274,7 @@ def test_without_the_package_the_user_is_told(tmp_path, monkeypatch):
     for path in ([], [str(tmp_path)]):
         monkeypatch.setattr(sys, "path", path)
         with pytest.raises(UserError, match=r"enable_wandb=true .*\.\[wandb\]"):
-            sink(tmp_path)
+            send(tmp_path, 0)
 
 
 def test_disabled_does_nothing(tmp_path, server):

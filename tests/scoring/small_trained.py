@@ -1,8 +1,6 @@
 """Models that can be scored, without files: tiny, with random or chosen weights."""
 
-import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,11 +27,6 @@ def tiny_trained(
     params = layout.draw_state(model.initialize, abstract, seed=0)
     params = jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, params)
     return TrainedModel(config, model, layout, params, "random", "random", {})
-
-
-def with_params(trained: TrainedModel, params: Mapping[str, Any]) -> TrainedModel:
-    """The same model with other weights."""
-    return dataclasses.replace(trained, params=params)
 
 
 def full_log_probabilities(trained: TrainedModel, ids: Any) -> np.ndarray:

@@ -9,15 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-from MaxText.input_pipeline.tokenization.training import train_tokenizer
 from MaxText.scoring.bytes_of_ids import NotExact, bytes_of_ids
-from tests.input_pipeline.tokenization.small_tokenizers import (
-    SAMPLE,
-    STRUCTURES,
-    byte_pairs,
-    loaded,
-    texts,
-)
+from tests.input_pipeline.tokenization import small_tokenizers
+from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, byte_pairs, loaded
 from tests.input_pipeline.tokenization.test_tiktoken_file import write as write_tiktoken
 
 
@@ -25,7 +19,7 @@ from tests.input_pipeline.tokenization.test_tiktoken_file import write as write_
 def exact(tmp_path_factory):
     """Tokenizers of all kinds, with the bytes of their ids."""
     folder = tmp_path_factory.mktemp("exact")
-    found = {name: loaded(make()) for name, make in STRUCTURES.items()}
+    found = {name: loaded(make()) for name, make in small_tokenizers.STRUCTURES.items()}
     found["byte"] = load_tokenizer("byte")
     words = {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
     found["tiktoken"] = load_tokenizer(write_tiktoken(folder / "ranks.tiktoken", **words))
@@ -33,7 +27,7 @@ def exact(tmp_path_factory):
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(text=texts())
+@given(text=small_tokenizers.texts())
 def test_ids_spell_as_many_bytes_as_the_text_has(exact, text):
     for name, (tokenizer, of_ids) in exact.items():
         if name in ("gpt_neox", "qwen2"):  # which bring text to normal form
@@ -74,15 +68,18 @@ def characters(prepends: bool) -> tokenizers.Tokenizer:
 TEXTS = [*SAMPLE, " the", "the the", "  two spaces", "漢字 🙂\n\t", "x"]
 
 
-@pytest.mark.parametrize("prepends", [False, True])
-def test_vocabularies_of_characters_that_fall_back_to_bytes(prepends):
-    tokenizer = loaded(characters(prepends))
+def check(tokenizer, prepends):
     counts, spaced = bytes_of_ids(tokenizer)
     assert spaced.any() == prepends
     for text in TEXTS:
         (ids,) = tokenizer.encode([text])
         assert counts[ids].sum() - spaced[ids[0]] == len(text.encode())
     assert not counts[[0, 1, 2]].any()
+
+
+@pytest.mark.parametrize("prepends", [False, True])
+def test_vocabularies_of_characters_that_fall_back_to_bytes(prepends):
+    check(loaded(characters(prepends)), prepends)
 
 
 def test_sentence_piece(tmp_path):
@@ -92,12 +89,7 @@ def test_sentence_piece(tmp_path):
     as_it_is = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     for number, adds in enumerate((True, False)):
         model = train(tmp_path / f"{number}.model", add_dummy_prefix=adds, **as_it_is)
-        tokenizer = load_tokenizer(model)
-        counts, spaced = bytes_of_ids(tokenizer)
-        assert spaced.any() == adds
-        for text in TEXTS:
-            (ids,) = tokenizer.encode([text])
-            assert counts[ids].sum() - spaced[ids[0]] == len(text.encode())
+        check(load_tokenizer(model), adds)
     with pytest.raises(NotExact, match="normalises text"):
         bytes_of_ids(load_tokenizer(train(tmp_path / "nfkc.model")))
     model = train(tmp_path / "plain.model", byte_fallback=False, vocab_size=60, **as_it_is)
@@ -107,27 +99,17 @@ def test_sentence_piece(tmp_path):
 
 def test_where_ids_do_not_tell_the_bytes():
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    with pytest.raises(NotExact, match="WordLevel model"):
-        bytes_of_ids(loaded(words))
-    lower = byte_pairs(1)
+    lower, spaced = byte_pairs(1), byte_pairs(1)
     lower.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    with pytest.raises(NotExact, match=r"normalises text \(Lowercase\)"):
-        bytes_of_ids(loaded(lower))
-    spaced = byte_pairs(1)
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(NotExact, match="puts a space"):
-        bytes_of_ids(loaded(spaced))
     whole = json.loads(byte_pairs(1, count=0).to_str())
+    vocabulary = whole["model"]["vocab"].items()
+    whole["model"]["vocab"] = {token: i for token, i in vocabulary if len(token) == 1}
     del whole["model"]["vocab"]["A"]
     whole["model"]["merges"] = []
-    whole["model"]["vocab"] = {
-        token: i for token, i in whole["model"]["vocab"].items() if len(token) == 1
-    }
-    with pytest.raises(NotExact, match="no id for some bytes"):
-        bytes_of_ids(loaded(tokenizers.Tokenizer.from_str(json.dumps(whole))))
-
-
-def test_the_tokenizer_that_preparation_trains_is_exact():
-    tokenizer = train_tokenizer(SAMPLE * 20, 300, "a test")
-    (ids,) = tokenizer.encode(["Grüße, 漢字\n"])
-    assert bytes_of_ids(tokenizer).counts_V[ids].sum() == len("Grüße, 漢字\n".encode())
+    for tokenizer, reason in {
+        words: "WordLevel model", lower: r"normalises text \(Lowercase\)", spaced: "puts a space",
+        tokenizers.Tokenizer.from_str(json.dumps(whole)): "no id for some bytes",
+    }.items():  # fmt: skip
+        with pytest.raises(NotExact, match=reason):
+            bytes_of_ids(loaded(tokenizer))

@@ -32,8 +32,7 @@ def random_continuations(count, seed=0, longest=2 * WINDOW):
 
 def expected(trained, continuation):
     context, ids = continuation
-    whole = [*context, *ids][-(WINDOW + 1) :]
-    log_p = full_log_probabilities(trained, whole[:-1])[-len(ids) :]
+    log_p = full_log_probabilities(trained, [*context, *ids][-(WINDOW + 1) : -1])[-len(ids) :]
     total = log_p[np.arange(len(ids)), ids].sum()
     return total, bool((log_p.argmax(axis=-1) == ids).all())
 
@@ -46,7 +45,15 @@ def greedy_after(trained, context, count):
     return ids[len(context) :]
 
 
-def test_every_score_is_that_of_a_plain_forward_pass(trained):
+def check(found, wanted):
+    log_probabilities, greedy = zip(*wanted, strict=True)
+    ours = [score.log_probability for score in found]
+    np.testing.assert_allclose(ours, log_probabilities, rtol=1e-5, atol=1e-4)
+    assert [score.is_greedy for score in found] == [*greedy]
+
+
+def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
+    """Whether all logits are made at once or in chunks."""
     asked = random_continuations(23)
     # Contexts shorter than the window, whose greedy continuations are known.
     for length in (1, 3, 7):
@@ -55,24 +62,10 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained):
         asked += [Continuation(context, ids), Continuation(context, [*ids[:3], (ids[3] + 1) % 64])]
     found = ContinuationScorer(trained).score(asked)
     wanted = [expected(trained, one) for one in asked]
-    np.testing.assert_allclose(
-        [score.log_probability for score in found], [w[0] for w in wanted], rtol=1e-5, atol=1e-4
-    )
-    assert [score.is_greedy for score in found] == [w[1] for w in wanted]
+    check(found, wanted)
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
-
-
-def test_logits_in_chunks_are_the_same(trained, monkeypatch):
-    asked = random_continuations(9, seed=1)
-    at_once = ContinuationScorer(trained).score(asked)
     monkeypatch.setattr(place_reader, "_CHUNK_LOGITS", 128)
-    in_chunks = ContinuationScorer(trained).score(asked)
-    for one, other in zip(at_once, in_chunks, strict=True):
-        assert one.log_probability == pytest.approx(other.log_probability, rel=1e-5)
-        assert one.is_greedy == other.is_greedy
-
-
-def test_nothing_to_score(trained):
+    check(ContinuationScorer(trained).score(asked), wanted)
     assert ContinuationScorer(trained).score([]) == []
 
 
@@ -127,10 +120,4 @@ def test_the_same_scores_on_eight_devices(mesh, monkeypatch):
     many = ContinuationScorer(
         tiny_trained(base_num_kv_heads=4, devices=jax.devices(), per_device_batch_size=1, **mesh)
     ).score(asked)
-    np.testing.assert_allclose(
-        [score.log_probability for score in many],
-        [score.log_probability for score in one],
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    assert [score.is_greedy for score in many] == [score.is_greedy for score in one]
+    check(many, [(score.log_probability, score.is_greedy) for score in one])

@@ -1,5 +1,6 @@
 """Scores of a data set against sums taken token by token."""
 
+import dataclasses
 import itertools
 import math
 
@@ -12,14 +13,14 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.layers.entmax import entmax_loss
+from MaxText.layers.model import Model
 from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.data_set_score import SourceScore, table, total
 from MaxText.scoring.text_bytes import TextBytes
 from MaxText.training.evaluation import evaluate
 from MaxText.training.step import make_eval_step
-from tests.scoring.small_trained import full_log_probabilities, tiny_trained, with_params
+from tests.scoring.small_trained import full_log_probabilities, tiny_trained
 from tests.small_models import some_quick
 
 # One id per byte, and eos, bos and pad.
@@ -37,10 +38,8 @@ def data_set(folder, texts=TEXTS, **keys):
     """Documents of bytes, all in the split `train`."""
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts), encoding="utf-8")
-    options = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1}
-    prepare(
-        Preparation(prepare_source=str(source), **(options | keys)), str(folder), lambda line: None
-    )
+    keys = {"tokenizer_path": "bytes", "validation_fraction": 0.0, "prepare_num_workers": 1} | keys
+    prepare(Preparation(prepare_source=str(source), **keys), str(folder), lambda line: None)
     return folder
 
 
@@ -49,44 +48,47 @@ def folder(tmp_path_factory):
     return data_set(tmp_path_factory.mktemp("data") / "plain")
 
 
+def configured(location, **keys):
+    if location:
+        keys = {"dataset_path": str(location), "eval_split": "train"} | keys
+    else:
+        keys["dataset_type"] = "synthetic"
+    return configure(**{"vocab_size": VOCAB, "max_target_length": LENGTH} | keys)
+
+
+def opened_at(config):
+    return sources.open_sources(
+        config.data, config.preparation, sources.eval_entries(config.data), "train",
+        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+    )  # fmt: skip
+
+
 def score(trained, location, rows=4, **keys):
     """Scores of what lies at a location, by source."""
-    named = {"dataset_type": "synthetic"}
-    if location:
-        named = {"dataset_path": str(location), "eval_split": "train"}
-    config = configure(
-        **{
-            "vocab_size": VOCAB, "max_target_length": LENGTH, "per_device_batch_size": rows,
-            **named, **keys,
-        }
-    )  # fmt: skip
-    opened = []
-    if location:
-        opened = sources.open_sources(
-            config.data, config.preparation, sources.eval_entries(config.data), "train",
-            length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
-        )  # fmt: skip
+    config = configured(location, **{"per_device_batch_size": rows} | keys)
     text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
+    opened = opened_at(config) if location else []
     return score_data_set(trained, opened, text_bytes, config, lambda line: None)
 
 
-def documents_of(folder):
-    (source,) = sources.open_sources(
-        configure(dataset_path=str(folder)).data, Preparation(),
-        [sources.Entry(str(folder), "dataset_path")], "train",
-        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
+def batches_of(folder, masking=None):
+    """As the evaluation of training reads them."""
+    return eval_loader(
+        configured(folder).data, eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB,
+        global_batch_size=4, masking=masking,
     )  # fmt: skip
+
+
+def documents_of(folder):
+    (source,) = opened_at(configured(folder))
     stream = source.data.stream
-    offsets = stream.document_offsets.tolist()
-    return [stream[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    return [stream[a:b].tolist() for a, b in itertools.pairwise(stream.document_offsets.tolist())]
 
 
 def begin_of_window(target, last, stride):
     """First token that the window sees in which token `target` of a document counts.
 
-    Args:
-      last: the document's last token.
-      stride: None for documents that begin a window each, cut every LENGTH tokens.
+    Without stride documents begin a window each and are cut every LENGTH tokens.
     """
     if stride is None:
         return (target - 1) // LENGTH * LENGTH
@@ -102,37 +104,29 @@ def by_hand(trained, documents, stride):
     for document in documents:
         for target in range(1, len(document)):
             begin = begin_of_window(target, len(document) - 1, stride)
-            logs = full_log_probabilities(trained, document[begin:target])
-            nats -= logs[-1, document[target]]
+            nats -= full_log_probabilities(trained, document[begin:target])[-1, document[target]]
     return nats
 
 
-@pytest.mark.parametrize("stride", some_quick([1, 5, 16], 2))
-@pytest.mark.parametrize("joined", [False, True])
-def test_strided_windows_against_one_target_at_a_time(trained, folder, stride, joined):
+@pytest.mark.parametrize(
+    ("stride", "joined"),
+    some_quick([(None, False), (5, False), (1, False), (5, True), (16, True), (1, True),
+                (16, False)], 2),
+)  # fmt: skip
+def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     documents = documents_of(folder)
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
-    (found,) = score(trained, folder, eval_stride=stride, attend_across_documents=joined)
+    keys = {"eval_stride": stride, "attend_across_documents": joined} if stride else {}
+    (found,) = score(trained, folder, **keys or {"packing": False})
     assert found.num_targets == sum(len(document) - 1 for document in documents)
     np.testing.assert_allclose(found.nats, by_hand(trained, documents, stride), rtol=1e-6)
 
 
-def test_windows_side_by_side_against_one_target_at_a_time(trained, folder):
-    (found,) = score(trained, folder, packing=False)
-    documents = documents_of(folder)
-    assert found.num_targets == sum(len(document) - 1 for document in documents)
-    np.testing.assert_allclose(found.nats, by_hand(trained, documents, None), rtol=1e-6)
-
-
 def test_the_same_as_the_evaluation_of_training(trained, folder):
     (found,) = score(trained, folder)
-    batches = eval_loader(
-        configure(dataset_path=str(folder), eval_split="train").data,
-        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
-    )  # fmt: skip
     step = trained.layout.jit(make_eval_step(trained.model))
-    report = evaluate(step, trained.params, batches, step=0)
+    report = evaluate(step, trained.params, batches_of(folder), step=0)
     assert (found.nats, found.num_targets) == (report.total_loss, report.total_weights)
     assert found.num_batches == report.num_batches
 
@@ -169,8 +163,7 @@ def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
     (plain,) = score(trained, folder)
     # The first byte of each text is no target, and the empty text has none.
     assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
-    expected = plain.nats / math.log(2) / plain.num_bytes
-    assert plain.bits_per_byte == pytest.approx(expected)
+    assert plain.bits_per_byte == pytest.approx(plain.nats / math.log(2) / plain.num_bytes)
     with_bos = data_set(tmp_path / "bos", add_bos=True)
     for stride in (-1, 4):
         (found,) = score(trained, with_bos, eval_stride=stride)
@@ -208,19 +201,6 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     assert f"bits/byte of {plain} is left out: its tokenizer.json normalises" in table([found])
 
 
-def test_the_tokenizer_of_the_weights_is_compared(folder, tmp_path):
-    (opened,) = sources.open_sources(
-        configure(dataset_path=str(folder)).data, Preparation(),
-        [sources.Entry(str(folder), "dataset_path")], "train",
-        length=LENGTH, vocab_size=VOCAB, num_samples=None, for_training=False, show=print,
-    )  # fmt: skip
-    other = load_tokenizer(lowercase_tokenizer(tmp_path / "t"))
-    said = TextBytes("train", False, other).mismatch(opened)
-    assert said.startswith("warning: ")
-    assert "of 258 ids" in said
-    assert TextBytes("train", False, load_tokenizer("bytes")).mismatch(opened) == ""
-
-
 def test_a_part_of_the_split(trained, folder):
     (whole,) = score(trained, folder, rows=1)
     (part,) = score(trained, folder, rows=1, eval_steps=2)
@@ -233,9 +213,8 @@ def test_a_part_of_the_split(trained, folder):
 def test_the_z_loss_is_no_part_of_it(trained, folder):
     section = trained.model.section
     objective = section.objective.model_copy(update={"z_loss_multiplier": 0.5})
-    model = type(trained.model)(section.model_copy(update={"objective": objective}))
-    other = with_params(trained, trained.params)
-    other = type(other)(**{**vars(other), "model": model})
+    model = Model(section.model_copy(update={"objective": objective}))
+    other = dataclasses.replace(trained, model=model)
     assert score(other, folder)[0].nats == score(trained, folder)[0].nats
 
 
@@ -253,18 +232,12 @@ def test_masked_accuracy_against_a_count(folder):
     model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
     masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
     (found,) = score(masked, folder, **keys)
-    batches = eval_loader(
-        configure(dataset_path=str(folder), eval_split="train").data,
-        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
-        masking=configure(**keys).masking,
-    )  # fmt: skip
     hits = 0
-    for batch in batches:
+    for batch in batches_of(folder, configure(**keys).masking):
         likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
         hits += int(((likeliest_BT == batch.targets_BT) & (batch.weights_BT > 0)).sum())
     assert 0 < hits < found.num_targets
-    assert found.correct == hits
-    assert found.masked_accuracy == hits / found.num_targets
+    assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
     row = total([found, found]).to_json()
     assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
     shown = table([found])
@@ -276,17 +249,11 @@ def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
     (plain,) = score(trained, folder)
     assert "masked accuracy" not in table([plain])
     assert "masked_accuracy" not in plain.to_json()
-    keys = {"loss_type": "entmax", "entmax_alpha": 1.5}
-    sparse = tiny_trained(
-        vocab_size=VOCAB, max_target_length=LENGTH, base_num_decoder_layers=1, **keys
-    )
+    keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "base_num_decoder_layers": 1}
+    sparse = tiny_trained(loss_type="entmax", entmax_alpha=1.5, **keys)
     (found,) = score(sparse, folder)
     expected = 0.0
-    batches = eval_loader(
-        configure(dataset_path=str(folder), eval_split="train").data,
-        eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB, global_batch_size=4,
-    )  # fmt: skip
-    for batch in batches:
+    for batch in batches_of(folder):
         losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
         expected += float((losses_BT * batch.weights_BT).sum())
     np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
@@ -300,9 +267,8 @@ def test_labels_cannot_be_moved(trained, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    labels = [[2, 3, 4, -100], [-100, 7, 8, -100]]
-    columns = {"input_ids": ids, "labels": labels}
+    columns = {"input_ids": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+    columns["labels"] = [[2, 3, 4, -100], [-100, 7, 8, -100]]
     path = tmp_path / "rows_train.parquet"
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     keys = {"data_cache_dir": str(tmp_path / "cache"), "tokenizer_path": "bytes"}
@@ -320,17 +286,8 @@ def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
     assert found.num_targets == 2
 
 
-def test_table_and_json():
+def test_table_and_json(told):
     one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
     two = SourceScore("b", 3e9, 2, None, "nobody knows", 1, 0.0)
-    lines = table([one, two]).splitlines()
-    assert lines[2].split() == ["a", "4", "20", "2.5000", "12.182", "0.7213"]
-    assert lines[3].split() == ["b", "2", "-", "1500000000.0000", "inf", "-"]
-    assert "bits/byte of b is left out: nobody knows" in lines
-    assert lines[-1] == "loss in nats per token; 3 batches in 2.0 s, 3 tokens/s"
-    row = one.to_json()
-    assert (row["loss"], row["bytes"], row["data_set"]) == (2.5, 20, "f")
-    assert row["bits_per_byte"] == pytest.approx(10 / math.log(2) / 20)
-    assert "why_no_bytes" not in row
-    assert two.to_json()["why_no_bytes"] == "nobody knows"
+    told("\n".join([table([one, two]), *(str(score.to_json()) for score in (one, two))]))
     assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

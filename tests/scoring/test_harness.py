@@ -67,11 +67,9 @@ def save_tokenizer(transformers, folder, *, bos):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"] if bos else ["<|endoftext|>"]
+    alphabet = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # and space, line end
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=[*map(chr, range(33, 127)), "\u0120", "\u010a"],  # space, line end
-        show_progress=False,
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([sentence(n, 30) for n in range(20)], trainer)
     named = {"bos_token": special[0], "eos_token": special[-1]}
@@ -89,25 +87,33 @@ def save_model(libraries, family, folder):
     """A random model whose greedy text is not one token for ever."""
     torch, transformers, _ = libraries
     vocab_size = save_tokenizer(transformers, folder, bos=family == "llama")
-    ends = {"bos_token_id": 0, "eos_token_id": 1 if family == "llama" else 0}
+    common = {"vocab_size": vocab_size, "initializer_range": 0.3, "bos_token_id": 0}
     if family == "llama":
         config = transformers.LlamaConfig(
-            vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=48, max_position_embeddings=WINDOW,
-            initializer_range=0.3, **ends,
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=48, max_position_embeddings=WINDOW, eos_token_id=1, **common,
         )  # fmt: skip
     else:
         config = transformers.GPT2Config(
-            vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW,
-            initializer_range=0.3, **ends,
-        )  # fmt: skip
+            n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW, eos_token_id=0, **common
+        )
     torch.manual_seed(3)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def task(folder, name, rows, **settings):
+    """Writes a task over rows; returns its name."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"task": name, "dataset_path": "json", "test_split": "test"}
+    source["dataset_kwargs"] = {"data_files": {"test": str(data)}}
+    (folder / f"{name}.yaml").write_text(json.dumps(source | settings))
+    return name
+
+
 def write_tasks(folder, offline):
-    """A task of every kind of request, over a file of twelve rows."""
-    folder.mkdir()
+    """A task of every kind of request, over twelve rows."""
     rows = []
     for number in range(12):
         # None, below the window, beyond it; with white space at the end; with control tokens.
@@ -115,78 +121,45 @@ def write_tasks(folder, offline):
         question += " " * (question != "" and number % 3 == 1)
         if number in (5, 6):
             question = ("</s> <|endoftext|>", "<s>")[number - 5] + question
-        rows.append(
-            {
-                "question": question,
-                "answers": [sentence(number + 20 + i, 1 + i) for i in range(3)],
-                "right": number % 3,
-                "text": sentence(number, 2 + 11 * number),
-                "word": " " + WORDS[number],
-            }
-        )
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "metadata": {"version": 1.0},
-    }
+        answers = [sentence(number + 20 + i, 1 + i) for i in range(3)]
+        row = {"question": question, "answers": answers, "right": number % 3}
+        rows.append(row | {"text": sentence(number, 2 + 11 * number), "word": " " + WORDS[number]})
 
-    def metrics(*names):
-        return [{"metric": name, "higher_is_better": True} for name in names]
+    def asking(kind, question, answer, *metrics, **settings):
+        metric_list = [{"metric": name, "higher_is_better": True} for name in metrics]
+        asked = {"output_type": kind, "doc_to_text": question, "doc_to_target": answer}
+        return {**asked, "metric_list": metric_list, "metadata": {"version": 1.0}} | settings
 
-    generating = {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}} go",
-        "doc_to_target": "{{word}}",
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
+    def generating(**settings):
+        found = asking("generate_until", "{{question}} go", "{{word}}", "exact_match")
+        found["metric_list"][0]["aggregation"] = "mean"
+        return found | {"generation_kwargs": settings}
+
     tasks = {
-        "word": {
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{question}}",
-            "doc_to_target": "{{word}}",
-            "metric_list": metrics("perplexity", "acc"),
-        },
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{answers}}",
-            "doc_to_target": "right",
-            "metric_list": metrics("acc", "acc_norm"),
-        },
-        "rolling": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": metrics("word_perplexity", "byte_perplexity", "bits_per_byte"),
-        },
-        "generated": generating
-        | {"generation_kwargs": {"until": ["s", "th"], "max_gen_toks": 12, "do_sample": False}},
-        "long": generating
-        | {"generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 20, "temperature": 0.0}},
-    }
-    for name, task in tasks.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"our_{name}"} | source | task))
+        "our_word": asking("loglikelihood", "{{question}}", "{{word}}", "perplexity", "acc"),
+        "our_choice": asking(
+            "multiple_choice", "{{question}}", "right", "acc", "acc_norm",
+            doc_to_choice="{{answers}}",
+        ),
+        "our_rolling": asking(
+            "loglikelihood_rolling", "", "{{text}}",
+            "word_perplexity", "byte_perplexity", "bits_per_byte",
+        ),
+        "our_generated": generating(until=["s", "th"], max_gen_toks=12, do_sample=False),
+        "our_long": generating(until=["\n\n"], max_gen_toks=20, temperature=0.0),
+    }  # fmt: skip
     offline.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-    return [f"our_{name}" for name in tasks]
+    return [task(folder, name, rows, **settings) for name, settings in tasks.items()]
 
 
 def answers(lm_eval, model, names, folder):
     """(metrics by task, what was answered by task and request)."""
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(
-        include_path=str(folder), include_defaults=False
-    )
-    found = lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=manager, bootstrap_iters=0
-    )
-    metrics = {
-        (task, name): value
-        for task, values in found["results"].items()
-        for name, value in values.items()
-        if isinstance(value, float)
-    }
+    make = importlib.import_module("lm_eval.tasks").TaskManager
+    manager = make(include_path=str(folder), include_defaults=False)
+    keys = {"task_manager": manager, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(model=model, tasks=names, **keys)
+    results = [(t, n, value) for t, of in found["results"].items() for n, value in of.items()]
+    metrics = {(task, name): value for task, name, value in results if isinstance(value, float)}
     samples = {
         name: [sample["resps"] for sample in sorted(rows, key=lambda row: row["doc_id"])]
         for name, rows in found["samples"].items()
@@ -236,42 +209,10 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
     texts = flat(samples["our_generated"]) + flat(samples["our_long"])
     assert len(set(texts)) > 12  # the comparison of texts compares something
 
-    # Greedy text is likeliest token by token, where it is encoded as it was generated.
-    instance = importlib.import_module("lm_eval.api.instance").Instance
-    contexts = [f"{sentence(number, 5)} go" for number in range(12)]
-    settings = {"max_gen_toks": 3, "until": []}
-    generated = ours.generate_until(
-        [instance("generate_until", {}, (context, settings), 0) for context in contexts]
-    )
-    pairs = [*zip(contexts, generated, strict=True), *zip(contexts, contexts, strict=True)]
-    requests = [instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    flags = [greedy for _, greedy in ours.loglikelihood(requests)]
-    assert flags == [greedy for _, greedy in reference.loglikelihood(requests)]
-    assert {True, False} == set(flags)
 
-
-def task(folder, name, rows, **settings):
-    """Writes a task over rows; returns its name."""
-    folder.mkdir(exist_ok=True)
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(source | settings))
-    return name
-
-
-def request(folder, *names, **keys):
-    return configure(
-        dataset_type="synthetic",
-        harness_tasks=list(names),
-        harness_task_path=str(folder),
-        **keys,
-    )
+def request(folder, *names):
+    keys = {"harness_tasks": list(names), "harness_task_path": str(folder)}
+    return configure(dataset_type="synthetic", **keys)
 
 
 @pytest.fixture
@@ -283,9 +224,9 @@ def run(trained, tokenizer, tmp_path, offline, monkeypatch):
     monkeypatch.setattr(manager, "TaskManager", only_ours)
     offline.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
-    def run(folder, *names, **keys):
+    def run(folder, *names):
         shown = []
-        config = request(folder, *names, **keys)
+        config = request(folder, *names)
         return harness_run.run_harness(trained, tokenizer, config, shown.append), shown
 
     return run
@@ -308,8 +249,7 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    scorer = ContinuationScorer(trained)
-    ours = lambada.score(lambada.read(path), path, scorer, tokenizer).metrics
+    ours = lambada.score(lambada.read(path), path, ContinuationScorer(trained), tokenizer).metrics
     assert results["perplexity,none"] == pytest.approx(ours["perplexity"], rel=1e-6)
     assert results["acc,none"] == ours["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"])
@@ -323,10 +263,7 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"doc_to_text": "{{missing_field.x}}"},
-            r"(?s)broken cannot be read: UndefinedError.*mend",
-        ),
+        ({"doc_to_text": "{{missing_field.x}}"}, "(?s)broken cannot be read: UndefinedError.*mend"),
         ({"dataset_kwargs": {"data_files": {"test": "none.jsonl"}}}, "FileNotFoundError"),
         ({"metric_list": [{"metric": "no_such_metric"}]}, "broken cannot be read"),
         ({"no_such_setting": 1}, "broken cannot be read: TypeError.*no_such_setting"),
@@ -360,13 +297,11 @@ def test_arguments_of_the_harness(monkeypatch):
 
     assert get_model("maxtext") is MaxTextLM
     monkeypatch.setattr(MaxTextLM, "open", staticmethod(lambda words: words))
-    assert MaxTextLM.create_from_arg_string(
-        "load_parameters_path=hf:models/gpt2,mesh_axes=[data,fsdp], dtype=float32", {"device": None}
-    ) == ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
-    assert MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3}) == [
-        "load_parameters_path=run",
-        "eval_steps=3",
-    ]
+    words = ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
+    typed = f"{words[0]},{words[1]}, {words[2]}"
+    assert MaxTextLM.create_from_arg_string(typed, {"device": None}) == words
+    made = MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3})
+    assert made == ["load_parameters_path=run", "eval_steps=3"]
     with pytest.raises(UserError, match=r"batch_size=8 has no effect.*eval_per_device_batch_size"):
         MaxTextLM.create_from_arg_string("load_parameters_path=run", {"batch_size": 8})
 
@@ -375,8 +310,8 @@ def test_without_the_harness(monkeypatch):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install '\.\[lm-eval\]'"):
         harness_run.check_harness(configure(dataset_type="synthetic", harness_tasks=["arc_easy"]))
-    for name in ("lm_eval", "lm_eval.api.model"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "MaxText.scoring.harness", raising=False)
     with pytest.raises(UserError, match=r"not installed .*pip install '\.\[lm-eval\]'"):
         importlib.import_module("MaxText.scoring.harness")

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,19 +40,10 @@ def trained():
     return tiny_trained(vocab_size=NUM_IDS)
 
 
-@pytest.fixture(scope="module")
-def indifferent():
-    """A model that gives every id the same probability."""
-    return tiny_trained(vocab_size=NUM_IDS, scale=0.0)
-
-
 def following(trained, ids, count):
     """log p of each of the last `count` ids after all before it."""
     log_p = full_log_probabilities(trained, list(ids[:-1]))
     return log_p[np.arange(len(ids) - 1), list(ids[1:])][-count:]
-
-
-# LAMBADA
 
 
 def test_passages_of_both_kinds_of_file(tmp_path):
@@ -68,14 +60,6 @@ def test_passages_of_both_kinds_of_file(tmp_path):
     assert lambada.read(str(plain)) == [Passage("the cat sat on the", " mat"), Passage("a", " b")]
 
 
-def test_lambada_of_an_indifferent_model(indifferent, tokenizer):
-    passages = [Passage("once upon a", " time"), Passage("to be or not to", " be")]
-    found = lambada.score(passages, "file", ContinuationScorer(indifferent), tokenizer)
-    assert found.counts == {"passages": 2, "tokens": 5 + 3}
-    assert found.metrics["perplexity"] == pytest.approx(NUM_IDS ** ((5 + 3) / 2), rel=1e-5)
-    assert found.metrics["accuracy"] == 0
-
-
 def test_lambada_by_brute_force(trained, tokenizer):
     passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
     found = lambada.score(passages, "file", ContinuationScorer(trained), tokenizer)
@@ -84,45 +68,17 @@ def test_lambada_by_brute_force(trained, tokenizer):
         following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
     ]
     assert found.metrics["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-4)
+    assert found.counts == {"passages": 2, "tokens": 3 + 4}
 
 
 def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
-    right = iter([True, False, True, True])
+    right = [True, False, True, True]
     scorer = ContinuationScorer(trained)
-    score = scorer.score
-    monkeypatch.setattr(
-        scorer,
-        "score",
-        lambda *a: [one._replace(is_greedy=next(right)) for one in score(*a)],
-    )
+    scores = [SimpleNamespace(log_probability=0.0, is_greedy=greedy) for greedy in right]
+    monkeypatch.setattr(scorer, "score", lambda *_: scores)
     found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
     assert found.metrics["accuracy"] == 0.75
     assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(
-    ("name", "contents", "message"),
-    [
-        ("a.jsonl", '{"text": "a b"}\n{"text": "word"}\n', r"a\.jsonl:2 has fewer than two words"),
-        ("a.jsonl", '{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
-        ("a.jsonl", '{"text": "a b"}\n{"txt": "a b"}\n', r':2 has no text in field "text"; .*txt'),
-        ("a.jsonl", "a b\n", r":1 is not JSON .*one object"),
-        ("a.jsonl", "[1]\n", r':1 has no text in field "text"; its fields: none'),
-        ("a.txt", "\n \n", "holds no passage"),
-        ("a.txt", "two words\nword\n", ":2 has fewer than two words"),
-        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
-        ("a.txt", None, "cannot be read: No such file"),
-    ],
-)
-def test_lambada_files_that_cannot_be_used(name, contents, message, tmp_path):
-    path = tmp_path / name
-    if contents is not None:
-        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
-    with pytest.raises(UserError, match=f"lambada_path=.*{message}"):
-        lambada.read(str(path))
-
-
-# WikiText
 
 
 def test_pages_begin_at_their_titles(tmp_path):
@@ -137,26 +93,12 @@ def test_pages_begin_at_their_titles(tmp_path):
     assert wikitext.read(str(rows)) == pages
 
 
-@pytest.mark.parametrize(
-    ("line", "is_title"),
-    [
-        (" = Robert Boulter = ", True),
-        ("= A = B =", True),
-        (" = = Career = = ", False),
-        (" = = = 2000 to 2005 = = = ", False),
-        (" = ", False),
-        (" = = ", False),
-        ("= x = =", False),
-        ("a = b = ", False),
-        ("= 5", False),
-        ("", False),
-    ],
-)
-def test_titles(line, is_title):
-    # The rule in words: marks are joined, and what is left begins with "= " and ends with " =".
-    joined = line.replace("= = =", "===").replace("= =", "==").strip()
-    assert (joined.startswith("= ") and joined.endswith(" =")) == is_title
-    assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + is_title
+def test_titles():
+    titles = [" = Robert Boulter = ", "= A = B ="]
+    others = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
+              "a = b = ", "= 5", ""]  # fmt: skip
+    for line in titles + others:
+        assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
 
 
 def test_text_as_people_write_it():
@@ -167,45 +109,29 @@ def test_text_as_people_write_it():
     ]
 
 
-def test_wikitext_of_an_indifferent_model(indifferent, tokenizer):
-    pages = wikitext.split_pages(PAGES)
-    found = wikitext.score(pages, "file", ContinuationScorer(indifferent), tokenizer)
-    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
-    num_bytes = len("".join(pages).encode())
-    assert found.counts["tokens"] == num_tokens < num_bytes == found.counts["bytes"]
-    loss = num_tokens * math.log(NUM_IDS)
-    assert found.metrics["bits_per_byte"] == pytest.approx(loss / num_bytes / math.log(2))
-    assert found.metrics["byte_perplexity"] == pytest.approx(math.exp(loss / num_bytes))
-    words = found.counts["words"]
-    assert words == sum(1 + len(page.split()) + 1 for page in pages)
-    assert found.metrics["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=1e-5)
-
-
 def test_wikitext_by_brute_force(trained, tokenizer):
-    page = " = Tin = \n \n Tin is a metal . \n"
-    ids = list(wikitext.detokenized(page).encode())
-    found = wikitext.score([page], "file", ContinuationScorer(trained), tokenizer)
-    # Two windows: the first begins after the id that begins a text, the last is moved left.
-    assert 2 * WINDOW > len(ids) > WINDOW
-    total = following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
-    total += following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
-    expected = -total / len(page.encode()) / math.log(2)
-    assert found.metrics["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "contents", "message"),
-    [
-        ("a.raw", " \n \n", "holds no text"),
-        ("a.jsonl", '{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
-        ("a.jsonl", '{"text": "x"}', ':1 has no text in field "page"; its fields: text'),
-        ("a.jsonl", "", "holds no text"),
-    ],
-)
-def test_wikitext_files_that_cannot_be_used(name, contents, message, tmp_path):
-    (tmp_path / name).write_text(contents)
-    with pytest.raises(UserError, match=f"wikitext_path=.*{message}"):
-        wikitext.read(str(tmp_path / name))
+    pages = [" = Tin = \n \n Tin is a metal . \n", " = A 1 @.@ 5 ° sea = \n \n It is wet . \n"]
+    found = wikitext.score(pages, "file", ContinuationScorer(trained), tokenizer)
+    loss = 0.0
+    for page in pages:
+        ids = list(wikitext.detokenized(page).encode())
+        # Two windows: the first begins after the id that begins a text, the last is moved left.
+        assert 2 * WINDOW > len(ids) > WINDOW
+        loss -= following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
+        loss -= following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
+    num_bytes = len("".join(pages).encode())
+    words = sum(1 + len(page.split()) + 1 for page in pages)
+    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
+    assert num_tokens < num_bytes
+    assert found.counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
+    assert found.metrics == pytest.approx(
+        {
+            "word_perplexity": math.exp(loss / words),
+            "byte_perplexity": math.exp(loss / num_bytes),
+            "bits_per_byte": loss / num_bytes / math.log(2),
+        },
+        rel=1e-4,
+    )
 
 
 WIKI_LETTERS = st.sampled_from([*"ab sN1@-,.:;!?()[]{}\"'=°\n", " 's ", " @-@ ", "= = ", " N "])
@@ -225,7 +151,36 @@ def test_the_rules_of_the_harness(harness_rules, page):
     assert wikitext.count_words(page) == words
 
 
-# Both
+@pytest.mark.parametrize(
+    ("task", "name", "content", "message"),
+    [
+        (
+            "lambada",
+            "a.jsonl",
+            b'{"text": "a b"}\n{"text": "word"}\n',
+            ":2 has fewer than two words",
+        ),
+        ("lambada", "a.jsonl", b'{"text": ""}\n', r"a\.jsonl:1 has fewer than two words \(''\)"),
+        ("lambada", "a.jsonl", b'{"text": "a b"}\n{"txt": "a"}', ':2 has no .* "text"; .*txt'),
+        ("lambada", "a.jsonl", b"a b\n", ":1 is not JSON .*one object"),
+        ("lambada", "a.jsonl", b"[1]\n", ':1 has no text in field "text"; its fields: none'),
+        ("lambada", "a.txt", b"\n \n", "holds no passage"),
+        ("lambada", "a.txt", b"two words\nword\n", ":2 has fewer than two"),
+        ("lambada", "a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("lambada", "a.txt", None, "cannot be read: No such file"),
+        ("wikitext", "a.raw", None, "cannot be read: No such file"),
+        ("wikitext", "a.raw", b" \n \n", "holds no text"),
+        ("wikitext", "a.jsonl", b'{"page": "x"}\n{"page": " "}', ':2 has an empty "page"'),
+        ("wikitext", "a.jsonl", b'{"text": "x"}', ':1 has no text in field "page"; .*: text'),
+        ("wikitext", "a.jsonl", b"", "holds no text"),
+    ],
+)
+def test_files_that_cannot_be_used(task, name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    keys = {"eval_tasks": [task], f"{task}_path": str(tmp_path / name)}
+    with pytest.raises(UserError, match=f"{task}_path=.*{message}"):
+        tasks.read_tasks(configure(dataset_type="synthetic", **keys))
 
 
 def encode(text):
@@ -236,12 +191,10 @@ def encode(text):
 @pytest.mark.parametrize(
     ("context", "continuation", "expected"),
     [
-        ("ab", " x", ([99, 97, 98], [ord("X")])),
-        ("ab ", "x", ([99, 97, 98], [ord("X")])),
-        ("", "x", ([99], [ord("x")])),
-        ("  ", "x", ([99], [32, ord("X")])),
+        ("ab", " x", ([99, 97, 98], [ord("X")])), ("ab ", "x", ([99, 97, 98], [ord("X")])),
+        ("", "x", ([99], [ord("x")])), ("  ", "x", ([99], [32, ord("X")])),
     ],
-)
+)  # fmt: skip
 def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
     assert text_pairs.encode_pair(encode, context, continuation, first=99) == expected
     without = text_pairs.encode_pair(lambda text: encode(text)[1:], context, continuation, first=99)
@@ -251,26 +204,27 @@ def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
 def test_the_first_id_is_what_the_settings_say(tmp_path):
     plain = ByteTokenizer(num_threads=1)
     plain.save(tmp_path)
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == BOS
+
+    def first_id(prefix, ends):
+        return text_pairs.first_id(ModelTokenizer(plain, prefix, ends, tmp_path))
+
+    assert first_id((), (EOS,)) == BOS
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text('{"tokenizer_type": "byte", "bos_token": null}')
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (EOS,), tmp_path)) == EOS
-    assert text_pairs.first_id(ModelTokenizer(plain, (BOS,), (EOS,), tmp_path)) == BOS
+    assert (first_id((), (EOS,)), first_id((BOS,), (EOS,))) == (EOS, BOS)
     plain.entry = plain.entry.model_copy(update={"bos_id": None, "eos_id": None})
-    assert text_pairs.first_id(ModelTokenizer(plain, (), (7,), tmp_path)) == 7
+    assert first_id((), (7,)) == 7
     with pytest.raises(UserError, match="neither a beginning-of-text nor an end-of-text"):
-        text_pairs.first_id(ModelTokenizer(plain, (), (), tmp_path))
+        first_id((), ())
 
 
 def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     (tmp_path / "l.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
     config = configure(
-        dataset_type="synthetic",
-        eval_tasks=["lambada", "wikitext"],
-        lambada_path=str(tmp_path / "l.jsonl"),
-        wikitext_path=str(tmp_path / "w.raw"),
-    )
+        dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
+        lambada_path=str(tmp_path / "l.jsonl"), wikitext_path=str(tmp_path / "w.raw"),
+    )  # fmt: skip
     shown = []
     scores = tasks.run_tasks(tasks.read_tasks(config), trained, tokenizer, config, shown.append)
     assert [score.task for score in scores] == ["lambada", "wikitext"]
@@ -280,14 +234,6 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     stored = json.loads(json.dumps([score.to_json() for score in scores]))
     assert stored[1]["metrics"] == scores[1].metrics
     assert stored[0]["path"] == str(tmp_path / "l.jsonl")
-
-
-def test_a_missing_file_is_found_before_the_model_is_needed(tmp_path):
-    config = configure(
-        dataset_type="synthetic", eval_tasks=["wikitext"], wikitext_path=str(tmp_path / "none")
-    )
-    with pytest.raises(UserError, match=r"wikitext_path=.*none cannot be read: No such file"):
-        tasks.read_tasks(config)
 
 
 def test_numbers_too_large_to_write_are_infinite():

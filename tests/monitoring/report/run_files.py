@@ -17,25 +17,21 @@ TOKENS_PER_UPDATE = 16_384
 FLOPS_PER_TOKEN = 6 * 10_300_000
 
 
+def progress(step: int) -> dict[str, int]:
+    tokens = (step + 1) * TOKENS_PER_UPDATE
+    return {"progress/tokens": tokens, "progress/flops": tokens * FLOPS_PER_TOKEN}
+
+
 @dataclasses.dataclass
 class RunFiles:
-    """Writes the events of a run whose clock is moved by hand.
-
-    Attributes:
-      folder: of the run.
-      now: Unix seconds.
-      attempt: of the rows that follow.
-      rows: written so far.
-      floor: loss that training approaches.
-      seed: of the noise.
-    """
+    """Writes the events of a run whose clock is moved by hand."""
 
     folder: Path
-    now: float = 1_790_000_000.0
-    attempt: int = 0
+    now: float = 1_790_000_000.0  # Unix seconds
+    attempt: int = 0  # of the rows that follow
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    floor: float = 3.1
-    seed: int = 0
+    floor: float = 3.1  # loss that training approaches
+    seed: int = 0  # of the noise
 
     def __post_init__(self):
         self.noise = random.Random(self.seed)
@@ -43,44 +39,23 @@ class RunFiles:
     def add(self, kind: str, seconds: float = 0.0, step: int | None = None, **facts) -> None:
         """Adds an event that took `seconds` from now on."""
         self.now += seconds
-        self.rows.append(
-            {
-                "time": round(self.now, 3),
-                "event": kind,
-                "phase": PHASES[kind],
-                "attempt": self.attempt,
-                "step": step,
-                "seconds": seconds,
-                **facts,
-            }
-        )
+        row = {"time": round(self.now, 3), "event": kind, "phase": PHASES[kind]}
+        row |= {"attempt": self.attempt, "step": step, "seconds": seconds}
+        self.rows.append(row | facts)
 
     def start(self, step: int = 0, *, kind: str = "start", num_steps: int = 400, **facts) -> None:
         """Starts, or resumes, and compiles."""
         known = {
-            "run_name": self.folder.name,
-            "num_steps": num_steps,
-            "num_parameters": 10_300_000,
-            "num_devices": 4,
-            "num_processes": 1,
-            "device_kind": "TPU v5 lite",
-            "platform": "tpu",
-            "jax": "0.10.2",
+            "run_name": self.folder.name, "num_steps": num_steps, "num_parameters": 10_300_000,
+            "num_devices": 4, "num_processes": 1, "device_kind": "TPU v5 lite", "platform": "tpu",
+            "jax": "0.10.2", "unigram_entropy": 7.31, "lineage": [], "cost": COST,
             "source": "scratch" if kind == "start" else f"checkpoint of step {step - 1}",
-            "unigram_entropy": 7.31,
-            "lineage": [],
             "tokens_of_run": num_steps * TOKENS_PER_UPDATE,
             "flops_of_run": num_steps * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,
-            "peak_tflops": 197.0,
-            "peak_source": "data sheet",
-            "cost": COST,
-            "data": {
-                "train": "wikitext, 120,000,000 tokens",
-                "identity": "9f2b77aa01c3",
-                "tokenizer": "5c1e00aa42",
-                "vocab_size": 8192,
-            },
-        }
+            "peak_tflops": 197.0, "peak_source": "data sheet",
+            "data": {"train": "wikitext, 120,000,000 tokens", "identity": "9f2b77aa01c3",
+                     "tokenizer": "5c1e00aa42", "vocab_size": 8192},
+        }  # fmt: skip
         self.add(kind, 6.0, step, **(known | facts))
         memory = {"arguments": 130e6, "outputs": 126e6, "temporaries": 900e6, "aliased": 126e6}
         memory["peak"] = 1.03e9
@@ -93,44 +68,24 @@ class RunFiles:
             shown = loss + self.noise.gauss(0, 0.07)
             seconds = 0.5 + abs(self.noise.gauss(0, 0.02))
             rate = 3e-3 * min(step / 40, 0.5 + 0.5 * math.cos(math.pi * step / 400))
-            self.add(
-                "step",
-                seconds,
-                step,
-                updates=1,
-                data_seconds=0.01,
-                **{
-                    "learning/loss": None if step == nan_at else shown,
-                    "learning/lm_loss": None if step == nan_at else shown,
-                    "learning/grad_norm": 0.4 + 3 * math.exp(-step / 30) * self.noise.random(),
-                    "learning/current_learning_rate": rate,
-                    "learning/total_weights": TOKENS_PER_UPDATE,
-                    "perf/step_time_seconds": seconds,
-                    "perf/per_device_tokens_per_sec": TOKENS_PER_UPDATE / 4 / seconds,
-                    "perf/mfu": 0.41 * 0.5 / seconds,
-                    "progress/tokens": (step + 1) * TOKENS_PER_UPDATE,
-                    "progress/flops": (step + 1) * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,
-                }
-                | tags,
-            )
+            numbers = {
+                "learning/loss": None if step == nan_at else shown,
+                "learning/lm_loss": None if step == nan_at else shown,
+                "learning/grad_norm": 0.4 + 3 * math.exp(-step / 30) * self.noise.random(),
+                "learning/current_learning_rate": rate, "learning/total_weights": TOKENS_PER_UPDATE,
+                "perf/step_time_seconds": seconds,
+                "perf/per_device_tokens_per_sec": TOKENS_PER_UPDATE / 4 / seconds,
+                "perf/mfu": 0.41 * 0.5 / seconds, **progress(step),
+            }  # fmt: skip
+            self.add("step", seconds, step, updates=1, data_seconds=0.01, **numbers | tags)
             if every and (step + 1) % every == 0:
                 self.add("checkpoint", 0.8, step)
                 self.evaluate(step, loss + 0.05)
 
     def evaluate(self, step: int, loss: float | None) -> None:
         """Evaluates."""
-        self.add(
-            "evaluation",
-            2.5,
-            step,
-            **{
-                "eval/avg_loss": loss,
-                "eval/total_weights": 65_536,
-                "eval/seconds": 2.5,
-                "progress/tokens": (step + 1) * TOKENS_PER_UPDATE,
-                "progress/flops": (step + 1) * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,
-            },
-        )
+        numbers = {"eval/avg_loss": loss, "eval/total_weights": 65_536, "eval/seconds": 2.5}
+        self.add("evaluation", 2.5, step, **numbers, **progress(step))
 
     def kill_and_resume(self, step: int, *, down: float, **facts) -> None:
         """The process dies here and another goes on at an earlier step `down` seconds later."""
@@ -148,13 +103,7 @@ class RunFiles:
     def write(
         self, *, config: dict[str, Any] | None = None, cut: str = "", old: bool = True
     ) -> Path:
-        """Writes the folder.
-
-        Args:
-          config: of config.yml; none is written without.
-          cut: the beginning of a row that the process did not finish.
-          old: whether nothing has been written for an hour.
-        """
+        """Writes the folder, an hour ago if `old`; `cut` begins a row that was not finished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "events.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in self.rows) + cut)

@@ -56,16 +56,12 @@ def test_what_happened_is_marked_on_the_curve(eventful_run):
     assert restart.text == "restart 1, 20 updates lost (step 150)"
     line = of_kind(chart, "line")[0].points["tokens"]
     x, y = restart.places["tokens"]
-    assert x == 151 * TOKENS_PER_UPDATE
-    assert y == pytest.approx(np.interp(x, line.x, line.y))
+    assert (x, y) == (151 * TOKENS_PER_UPDATE, pytest.approx(np.interp(x, line.x, line.y)))
     # Time running has no hole where nothing ran.
-    minutes = of_kind(chart, "raw")[0].points["time"].x
-    assert np.diff(minutes).max() < 1
+    assert np.diff(of_kind(chart, "raw")[0].points["time"].x).max() < 1
 
 
-def test_a_spike_does_not_flatten_the_rest(tmp_path):
-    run = RunFiles(tmp_path / "run")
-    run.start()
+def test_a_spike_does_not_flatten_the_rest(run):
     assert charts_of([run.write()]) == {}
     run.steps(0, 300)
     run.rows[200]["learning/lm_loss"] = 900.0
@@ -88,26 +84,23 @@ def test_ancestors_shift_a_run_to_the_right(tmp_path):
 
 def test_seeds_have_a_mean_and_a_band(tmp_path):
     """They end where the shortest seed ends."""
-    folders = []
-    for seed, end in enumerate((200, 120, 200)):
-        run = RunFiles(tmp_path / f"seed{seed}", seed=seed, floor=3 + 0.1 * seed)
+    runs = [RunFiles(tmp_path / str(seed), seed=seed, floor=3 + 0.1 * seed) for seed in range(3)]
+    for run, end in zip(runs, (200, 120, 200), strict=True):
         run.start()
         run.steps(0, end, every=50)
-        folders.append(run.write())
+    folders = [run.write() for run in runs]
     chart = charts_of(folders, {"three": [str(folder) for folder in folders]})["loss"]
     assert len(of_kind(chart, "thin")) == 3
     assert not of_kind(chart, "raw")
     (mean,), (dots,) = of_kind(chart, "line"), of_kind(chart, "dots")
-    for series in (mean, dots):
-        points = series.points["flops"]
-        assert (points.low <= points.y).all()
-        assert (points.y <= points.high).all()
-    assert mean.points["step"].x[-1] == 119
+    points = mean.points["step"]
+    assert ((points.low <= points.y) & (points.y <= points.high)).all()
+    assert points.x[-1] == 119
     last = dots.points["step"]
     assert last.x.tolist() == [49, 99]
     losses = [read_run(folder).evaluations[1]["eval/avg_loss"] for folder in folders]
-    assert last.y[-1] == pytest.approx(np.mean(losses))
-    assert (last.low[-1], last.high[-1]) == (min(losses), max(losses))
+    found = (last.low[-1], last.y[-1], last.high[-1])
+    assert found == (min(losses), pytest.approx(np.mean(losses)), max(losses))
 
 
 def test_pictures_show_any_name(tmp_path):
@@ -118,9 +111,8 @@ def test_pictures_show_any_name(tmp_path):
     entries, axes = arrange(runs), Axes(runs)
     assert [entry.label for entry in entries] == names
     chart = charts_of(folders)["loss"]
-    for picture in (draw_chart(chart, axes.axis("flops"), names[0]),
-                    *(draw_bars(goodput_bars(entries), name) for name in names[1:4])):  # fmt: skip
-        assert picture is not None
+    pictures = [draw_bars(goodput_bars(entries), name) for name in names[1:4]]
+    for picture in (draw_chart(chart, axes.axis("flops"), names[0]), *pictures):
         assert picture.startswith(b"\x89PNG")
 
 

@@ -49,12 +49,9 @@ def test_all_tables(completed_run, eventful_run, told):
     sections = [
         Section("Runs", table=run_tables.overview(both)),
         Section("Time of one", table=run_tables.goodput_table(one)),
-        Section("Time of both", table=run_tables.goodput_table(both)),
-        *run_tables.happenings(one),
-        *model_tables.configuration(both),
-        *model_tables.cost(both),
-        *model_tables.memory(one),
-    ]
+        Section("Time of both", table=run_tables.goodput_table(both)), *run_tables.happenings(one),
+        *model_tables.configuration(both), *model_tables.cost(both), *model_tables.memory(one),
+    ]  # fmt: skip
     assert model_tables.configuration(one) == model_tables.lineage(one) == []
     told(as_text(sections))
 
@@ -110,8 +107,7 @@ def test_losses_of_different_kinds_are_on_no_common_axis(tmp_path):
     losses = {name: row["validation loss"] for name, row in overview_of(entries).items()}
     assert "(entmax, alpha 1.3" in losses["b"]
     assert "of masked tokens" in losses["c"]
-    alone = entries_of(folders[0], folders[3])
-    assert "(" not in overview_of(alone)["a"]["validation loss"]
+    assert "(" not in overview_of(entries_of(folders[0], folders[3]))["a"]["validation loss"]
 
 
 def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(tmp_path):
@@ -143,12 +139,15 @@ def test_lineage_is_one_tree_of_all_runs(tmp_path):
 
 def test_other_data_and_tokenizers_are_warned_about(tmp_path):
     data = {"train": "x", "identity": "1", "tokenizer": "t", "vocab_size": 10}
-    same = [started(tmp_path / name, data=data) for name in "ab"]
-    assert model_tables.warnings(entries_of(*same)) == []
-    other = started(tmp_path / "c", data=data | {"tokenizer": "u", "vocab_size": 20})
-    tokenizer, vocabulary = model_tables.warnings(entries_of(*same, other))
+    others = {"a": {}, "b": {}, "c": {"tokenizer": "u", "vocab_size": 20}, "d": {"identity": "2"}}
+    runs = {name: started(tmp_path / name, data=data | keys) for name, keys in others.items()}
+
+    def warnings(names):
+        return model_tables.warnings(entries_of(*map(runs.get, names)))
+
+    assert warnings("ab") == []
+    tokenizer, vocabulary = warnings("abc")
     assert tokenizer.endswith("a, b: t; c: u.")
     assert vocabulary.endswith("a, b: 10; c: 20.")
-    elsewhere = started(tmp_path / "d", data=data | {"identity": "2"})
-    (warning,) = model_tables.warnings(entries_of(same[0], elsewhere))
+    (warning,) = warnings("ad")
     assert warning.startswith("The runs have different data.")

@@ -1,15 +1,15 @@
-"""Stand-ins for the programs of clouds and schedulers: they note their arguments, and fail if told.
+"""Stand-ins for the programs of clouds and schedulers.
 
-In the folder of the stand-ins: <program>.calls has one JSON list of arguments per call,
-<program>.answers one JSON list [code, output, errors] per call to come, taken from the top; with
-none left a call succeeds and prints nothing.
-"""
+<program>.calls has a JSON list of arguments per call, <program>.answers one [code, output, errors]
+per call to come; with none left a call succeeds and prints nothing."""
 
 import json
 import os
 import stat
 import sys
 from pathlib import Path
+
+import pytest
 
 _PROGRAM = f"""#!{sys.executable}
 import json, pathlib, sys
@@ -43,11 +43,13 @@ class StandIn:
     def calls(self) -> list[list[str]]:
         """Arguments of each call so far."""
         calls = self._file.with_suffix(".calls")
-        return (
-            [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
-        )
+        return [*map(json.loads, calls.read_text().splitlines())] if calls.exists() else []
 
 
-def path_with(folder: Path) -> str:
-    """PATH with the stand-ins first."""
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Makes a stand-in for the program of a name."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return lambda name: StandIn(folder, name)
