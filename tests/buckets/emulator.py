@@ -317,11 +317,7 @@ class Service:
     # --- Uploads ----------------------------------------------------------------------------------
 
     def _upload(
-        self,
-        bucket: str,
-        given: dict[str, str],
-        headers: Mapping[str, str],
-        body: bytes,
+        self, bucket: str, given: dict[str, str], headers: Mapping[str, str], body: bytes
     ) -> Answer:
         self._objects(bucket)
         how = given.pop("uploadType", "media")

@@ -1,39 +1,23 @@
 """The programs with everything in a bucket, also while it fails, and killed in the midst."""
 
-import json
 import subprocess
-import time
 
 import pytest
 
 from MaxText import exit_codes
 from tests import programs
 from tests.buckets.emulator import Fault
+from tests.several_processes.group import CONFIG, rows, wait_until
 
-CONFIG = """
-base_config: quickstart.yml
+KEYS = """
 tokenizer_type: byte
-vocab_size: 300
-tokenizer_vocab_size: 300
-base_emb_dim: 16
-base_num_query_heads: 2
-base_num_kv_heads: 2
-head_dim: 8
-base_mlp_dim: 32
-base_num_decoder_layers: 1
-max_target_length: 32
-per_device_batch_size: 2
 validation_fraction: 0.2
 steps: 12
-step_log_period: 1
 eval_interval: 4
-eval_steps: 2
 checkpoint_period: 3
 max_to_keep: 2
-guard_healthy_steps: 2
 sample_tokens: 0
 loss_curve: false
-log_config: false
 """
 
 
@@ -43,7 +27,7 @@ class Workplace:
     def __init__(self, folder, bucket, emulator, environment):
         self.folder, self.bucket, self.emulator = folder, bucket, emulator
         self.environment = environment | emulator.environment | {"JAX_PLATFORMS": "cpu"}
-        (folder / "tiny.yml").write_text(CONFIG)
+        (folder / "tiny.yml").write_text(CONFIG + KEYS)
         (folder / "text").mkdir()
         for number in range(10):
             (folder / "text" / f"{number}.txt").write_text(f"text number {number}. " * 60)
@@ -60,41 +44,35 @@ class Workplace:
     def train(self, place, *keys):
         return self.start("train.py", *self.arguments(place, *keys))
 
-    def begin(self, *keys):
+    def begin(self, log, *keys):
         """Training in the bucket that goes on behind the test's back."""
         return programs.start(
             "train.py", self.arguments(self.bucket, *keys), self.folder, self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def rows(self, file):
-        """Rows of a JSON lines file in the bucket."""
-        content = self.emulator.read(self.bucket.removeprefix("gs://"), file)
-        return [json.loads(line) for line in content.splitlines()]
-
     def losses(self, run):
-        return {row["step"]: row["learning/loss"] for row in self.rows(f"runs/{run}/metrics.jsonl")}
+        return losses(self.emulator.read(f"{self.bucket}/runs/{run}/metrics.jsonl"))
 
     def local_losses(self, run):
-        content = (self.folder / "runs" / run / "metrics.jsonl").read_text()
-        rows = map(json.loads, content.splitlines())
-        return {row["step"]: row["learning/loss"] for row in rows}
+        return losses((self.folder / "runs" / run / "metrics.jsonl").read_text())
 
     def has_begun_to_save(self, run, step):
         """Whether something of a checkpoint is in the bucket."""
-        prefix = f"runs/{run}/checkpoints/{step}/"
-        return bool(self.emulator.names(self.bucket.removeprefix("gs://"), prefix))
+        return bool(self.emulator.names(f"{self.bucket}/runs/{run}/checkpoints/{step}/"))
 
     def steps(self, run):
         """Finished checkpoints, and all folders that look like one."""
         prefix = f"runs/{run}/checkpoints/"
-        parts = [
-            name.removeprefix(prefix).split("/")
-            for name in self.emulator.names(self.bucket.removeprefix("gs://"), prefix)
-        ]
+        names = self.emulator.names(f"{self.bucket}/{prefix}")
+        parts = [name.removeprefix(prefix).split("/") for name in names]
         folders = {int(part[0]) for part in parts if part[0].isdigit()}
         done = {int(part[0]) for part in parts if part[1:] == ["commit_success.txt"]}
         return done, folders
+
+
+def losses(text):
+    return {row["step"]: row["learning/loss"] for row in rows(text)}
 
 
 @pytest.fixture
@@ -112,7 +90,7 @@ def test_a_run_in_a_bucket(place):
     """Text to data set, checkpoints, records and compiled programs."""
     succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
     assert place.steps("a") == ({3, 6}, {3, 6})
-    names = place.emulator.names(place.bucket.removeprefix("gs://"))
+    names = place.emulator.names(place.bucket)
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
                  "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
                  "runs/a/checkpoints/good.json"):  # fmt: skip
@@ -152,14 +130,14 @@ def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
     for step in ("3", "6"):
         saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
         late = Fault(200, saving, seconds=1, after=True)
-        with place.emulator.failing(late), place.begin("run_name=a") as run:
-            until = time.monotonic() + 120
-            while not place.has_begun_to_save("a", step):
-                assert time.monotonic() < until
-                assert run.poll() is None, run.communicate()[0]
-                time.sleep(0.02)
+        log = place.folder / "log"
+        with (
+            place.emulator.failing(late),
+            log.open("w") as output,
+            place.begin(output, "run_name=a") as run,
+        ):
+            wait_until(lambda step=step: place.has_begun_to_save("a", step), run, log)
             run.kill()
-            run.communicate()
         assert int(step) not in place.steps("a")[0]
     succeeded(place.train(place.bucket, "run_name=a"))
     assert place.steps("a") == ({9, 11}, {9, 11})

@@ -8,10 +8,8 @@ import os
 import re
 import time
 
-import fsspec
 import pytest
 
-from MaxText.configuration.data_sections import Masking
 from MaxText.errors import UserError
 from MaxText.input_pipeline import read_ahead
 from MaxText.input_pipeline.streams.bad_record import BadRecord
@@ -29,13 +27,7 @@ from tests.input_pipeline.faults import (
     opened,
     undisturbed,
 )
-from tests.input_pipeline.small_data import (
-    assert_same,
-    data_keys,
-    open_eval,
-    take,
-    write_data_set,
-)
+from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, take, write_data_set
 from tests.input_pipeline.streams import token_files
 
 
@@ -82,32 +74,6 @@ def test_a_failure_in_mid_run_keeps_position_and_excluded_samples(kept):
     assert position["excluded"] == iterator.position["excluded"] == [[8, 15], [20, 23]]
 
 
-@pytest.mark.parametrize(
-    ("kept", "keys", "masking"),
-    [
-        ("bin", {}, Masking()),
-        ("array_record", {"packing": False}, Masking()),
-        ("tfrecord", {"grain_packing_type": "best_fit"}, Masking()),
-        ("bin", {"mix": "documents_random"}, Masking()),
-        ("array_record", {"mix": "chunks"}, Masking()),
-        ("megatron", {"megatron_order": "gpt_neox"}, Masking()),
-        ("tfrecord", {}, Masking(mlm_training=True, mlm_mask_id=3)),
-    ],
-    indirect=["kept"],
-)
-def test_every_reader_can_be_opened_again(kept, keys, masking):
-    folder, _, options = kept
-    keys = dict(keys) | options
-    if sampling := keys.pop("mix", ""):
-        keys["dataset_mix"] = ((str(folder), 2, sampling, 0.7), (str(folder), 1, "chunks", 0.3))
-        folder = ""
-    expected = take(opened(folder, keys, masking=masking), 20)
-    iterator = opened(folder, keys, masking=masking)
-    with failing_reads(2, from_step=5):
-        assert_same(take(iterator, 20), expected)
-    assert "Input/output error" in iterator.incidents.drain()[0]
-
-
 @of_kind("tfrecord")
 def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
     monkeypatch.setattr(read_ahead, "_SECONDS_TO_CLOSE", 0.05)
@@ -131,28 +97,6 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
     assert "0.3 s" in iterator.incidents.drain()[0]
     for pipe in stuck:
         os.close(os.open(pipe, os.O_RDWR))
-
-
-@of_kind("tfrecord")
-def test_storage_behind_a_url(kept):
-    folder, _, keys = kept
-    system = fsspec.filesystem("memory")
-    system.put(str(folder), "/faults", recursive=True)
-    url = "memory://faults"
-    expected = undisturbed(folder, keys)
-
-    class HttpError(Exception):
-        """As gcsfs has one, without a base that says what it is."""
-
-    def fail(*arguments, **options):
-        raise HttpError("503, Service Unavailable")
-
-    with pytest.MonkeyPatch.context() as patch:
-        iterator = opened(url, keys, Mend(patch.undo))
-        patch.setattr(type(system), "cat_ranges", fail)
-        assert_same(take(iterator, 20), expected)
-        assert "503, Service Unavailable" in iterator.incidents.drain()[0]
-    system.rm("/faults", recursive=True)
 
 
 @of_kind("array_record")

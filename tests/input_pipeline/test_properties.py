@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from MaxText.configuration.data_sections import Masking
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
     assert_same,
@@ -97,7 +98,7 @@ def cache(tmp_path_factory):
 def test_position_gives_the_same_batches_on_any_hosts(
     sets, cache, run, excluded, share, stop, hosts
 ):
-    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded))
+    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), data_retry_seconds=0.0)
     plan = BatchPlan((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
     options = {"plan": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)
@@ -110,7 +111,11 @@ def test_position_gives_the_same_batches_on_any_hosts(
     for host in range(hosts):
         part = open_train(data, host=host, hosts=hosts, **options)
         part.resume(position)
-        parts.append(take(part, 3))
+        # Every reader of files can be opened again.
+        failures = int("dataset_type" not in run[0])
+        with failing_reads(failures, from_step=stop):
+            parts.append(take(part, 3))
+        assert "".join(part.incidents.drain()).count("Input/output error") >= failures
     assert_same([join(rows) for rows in zip(*parts, strict=True)], whole[stop:])
 
 

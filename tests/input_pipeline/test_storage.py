@@ -11,27 +11,25 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+from tests.input_pipeline.small_data import denying
 
 NAMES = ["shard-2.tar", "shard-10.tar", "deep/er/shard-1.tar", ".hidden", "deep/.git/x"]
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["", "memory://"], ids=["local", "memory"])
 def root(request, tmp_path):
     """A folder with NAMES, on the disk or in fsspec's memory."""
-    root = str(tmp_path / "d")
-    if request.param == "memory":
-        root = f"memory://{tmp_path.name}-{os.getpid()}"
+    root = f"{request.param}{tmp_path}/d"
     for name in NAMES:
         with fsspec.open(f"{root}/{name}", "wb", auto_mkdir=True) as file:
             file.write(name.encode())
     yield root
-    if request.param == "memory":
+    if request.param:
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
 def below(files: list[str], root: str) -> list[str]:
-    name = root.removeprefix("memory://")
-    return [file[file.index(name) + len(name) + 1 :] for file in files]
+    return [file.partition(f"{root.removeprefix('memory://')}/")[2] for file in files]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def test_numbers_and_other_special_characters(tmp_path):
     ):
         for prefix in ("", "file://"):
             files = storage.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
-            assert [os.path.basename(file) for file in files] == expected
+            assert below(files, str(tmp_path)) == expected
     # Digits of other scripts, and superscripts, which are no decimal number.
     order = ["t.b0", "t.b500", "t.b1000", "t.b19500", "x1", "x٣", "x²"]
     assert sorted(order[1::2] + order[::2], key=storage.natural_key) == order
@@ -129,19 +127,15 @@ def test_folders_and_denied_files(tmp_path, monkeypatch):
     with pytest.raises(BadRecord, match="directory"):
         storage.open_file(str(tmp_path)).read(0, 1)
 
-    def denied(*arguments):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", denied)  # chmod does not stop root
+    monkeypatch.setattr(os, "open", denying(os.open, "secret"))
     with pytest.raises(BadRecord, match=r"secret.*Permission denied"):
         storage.open_file(str(tmp_path / "secret")).read(0, 1)
 
 
 def test_more_files_than_are_kept_open(tmp_path):
-    paths = [tmp_path / f"{number}" for number in range(200)]
-    for number, path in enumerate(paths):
-        path.write_bytes(bytes([number]))
-    files = [storage.open_file(str(path)) for path in paths]
+    for number in range(200):
+        (tmp_path / f"{number}").write_bytes(bytes([number]))
+    files = [storage.open_file(f"{tmp_path}/{number}") for number in range(200)]
     with ThreadPoolExecutor(8) as threads:
         for _ in range(2):
             read = list(threads.map(lambda file: file.read(0, 1), files))

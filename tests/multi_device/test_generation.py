@@ -34,24 +34,13 @@ MESHES = {
     "mixed": MIXED,
 }  # fmt: skip
 KEYS = TINY | {
-    "decoder_block": "llama2",
-    "base_num_query_heads": 8,
-    "base_num_kv_heads": 8,
-    "max_target_length": 64,
-    "weight_init": "normal",
-    "init_std": 0.5,
-}
-
-KINDS = {
-    "global": {},
-    "experts, kinds of attention, Head-QK": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "attention_types": [[["local", "linear", "global"], 1]],
-        "sliding_window_size": 6,
-        "head_qk": True,
-    },
-}
+    "decoder_block": "llama2", "base_num_query_heads": 8, "base_num_kv_heads": 8,
+    "max_target_length": 64, "weight_init": "normal", "init_std": 0.5,
+}  # fmt: skip
+EXPERTS_AND_KINDS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "sliding_window_size": 6, "head_qk": True,
+    "attention_types": [[["local", "linear", "global"], 1]],
+}  # fmt: skip
 
 
 def texts(devices, **keys):
@@ -71,13 +60,14 @@ def texts(devices, **keys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
-    [("global", ["tensor", "context, ring"]), ("experts, kinds of attention, Head-QK", ["mixed"])],
+    ("keys", "names"),
+    [({}, ["tensor", "context, ring"]), (EXPERTS_AND_KINDS, ["mixed"])],
+    ids=["global", "experts, kinds of attention, Head-QK"],
 )
-def test_text_does_not_depend_on_the_mesh(kind, names):
-    expected = texts(jax.devices()[:1], **KINDS[kind])
+def test_text_does_not_depend_on_the_mesh(keys, names):
+    expected = texts(jax.devices()[:1], **keys)
     for name in names:
-        assert texts(jax.devices(), **KINDS[kind], **MESHES[name]) == expected, name
+        assert texts(jax.devices(), **keys, **MESHES[name]) == expected, name
 
 
 class BytesOfIds(TextBytes):

@@ -13,11 +13,9 @@ from MaxText.configuration import axis_rules
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import constrain, partition_spec
+from MaxText.parallelism.constraints import partition_spec
 from MaxText.parallelism.device_mesh import arranged, mesh_sizes
 from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
-from tests.small_models import tiny_config
 
 
 def spec(names, shape, rules=LOGICAL_AXIS_RULES, **sizes):
@@ -47,12 +45,9 @@ def lies(section, devices, *axes):
     return found.reshape([shape[axis] for axis in axes])
 
 
-def test_slices_lie_along_data_by_default():
+def test_axes_inside_slices_and_across_them():
     found = lies(Mesh(), slices(2, 4), "data", "fsdp")
     assert [[device.slice_index for device in row] for row in found] == [[0] * 4, [1] * 4]
-
-
-def test_an_axis_inside_slices_and_across_them():
     section = Mesh(
         ici_data_parallelism=2, ici_fsdp_parallelism=2, dcn_data_parallelism=1,
         dcn_fsdp_parallelism=-1,
@@ -61,21 +56,26 @@ def test_an_axis_inside_slices_and_across_them():
     # Places inside of a slice lie together.
     assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2
     assert len({device.id for device in found.flat}) == 12
-
-
-@pytest.mark.parametrize("asked", [{"dcn_fsdp_parallelism": 3}, {"dcn_data_parallelism": 4}])
-def test_sizes_across_slices_that_do_not_fit(asked):
-    section = Mesh(**asked)
-    with pytest.raises(UserError) as error:
-        mesh_sizes(section, slices(2, 4))
-    fits = dict(re.findall(r"(dcn_\w+)=(-?\d+)", str(error.value).partition("What to do")[2]))
-    sizes = mesh_sizes(Mesh(**{name: int(size) for name, size in fits.items()}), slices(2, 4))
-    assert math.prod(sizes.across) == 2
-
-
-def test_slices_of_different_sizes():
     with pytest.raises(UserError, match="3 and 4"):
         mesh_sizes(Mesh(), slices(2, 4)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "number", "found"),
+    [
+        ({"dcn_fsdp_parallelism": 3}, 2, "3"),
+        ({"dcn_data_parallelism": 4}, 2, "4"),
+        ({"ici_fsdp_parallelism": 3, "ici_tensor_parallelism": 5}, 1, "15 .* machine has 8"),
+        ({"ici_expert_parallelism": 4, "ici_tensor_parallelism": 4}, 1, "a multiple of 16 devices"),
+    ],
+)
+def test_sizes_that_do_not_fit(asked, number, found):
+    devices = slices(number, 8 // number)
+    with pytest.raises(UserError, match=found) as error:
+        mesh_sizes(Mesh(**asked), devices)
+    advice = str(error.value).partition("What to do")[2]
+    fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
+    assert math.prod(mesh_sizes(Mesh(**fits), devices).across) == number
 
 
 def test_processes_stand_for_slices_where_jax_knows_of_none():
@@ -121,28 +121,8 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
 def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, expected):
     wanted = (tuple(axes.split()) or None for axes in expected)
     assert spec(names, shape, rules or LOGICAL_AXIS_RULES, **sizes) == PartitionSpec(*wanted)
-
-
-def test_every_name_of_the_models_has_a_rule():
     with pytest.raises(KeyError, match="no_such_axis"):
         spec(("no_such_axis",), (8,))
-    known = {name for name, _ in LOGICAL_AXIS_RULES}
-    for family in ("llama2", "gpt2", "gpt_neox", "gpt3", "tokenformer"):
-        config = tiny_config(family, base_num_kv_heads=4, use_qk_norm=True)
-        for info in Model(config.model).parameters.values():
-            assert set(info.logical_axes) <= known
-
-
-def test_constrain_outside_a_mesh_is_the_identity():
-    x = np.ones((2, 3))
-    assert constrain(x, "activation_batch", None) is x
-
-
-def test_a_mesh_that_does_not_match_the_devices():
-    with pytest.raises(UserError) as error:
-        make_mesh(Mesh(ici_fsdp_parallelism=3, ici_tensor_parallelism=5), jax.devices()[:1])
-    for words in ("15", "has 1", "ici_fsdp_parallelism=-1"):
-        assert words in str(error.value)
 
 
 def test_a_batch_that_does_not_divide():
@@ -201,12 +181,9 @@ TPU_SLICES = [
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipeline"])
 def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
     devices = tpu_slice(kind, *shape)
-    size = 2
-    while size <= min(len(devices), 64):
-        section = Mesh(**{f"ici_{axis}_parallelism": size})
-        found = arranged(section, devices)
+    for power in range(1, int(math.log2(min(len(devices), 64))) + 1):
+        found = arranged(Mesh(**{f"ici_{axis}_parallelism": 2**power}), devices)
         assert sorted(each.id for each in found.flat) == list(range(len(devices)))
-        size *= 2
     both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
     assert arranged(both, devices).size == len(devices)
 

@@ -17,12 +17,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
 )
 from MaxText.input_pipeline.inspection.inspecting import Inspection
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
-from MaxText.input_pipeline.inspection.report import (
-    batch_lines,
-    document_lines,
-    show_row,
-    visible,
-)
+from MaxText.input_pipeline.inspection.report import batch_lines, document_lines, show_row, visible
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer

@@ -58,12 +58,3 @@ def documents(folder: Path, split: str) -> list[list[int]]:
     stream = TokenStream(str(folder), manifest, split)
     tokens, ends = stream[:], stream.document_offsets
     return [tokens[ends[i] : ends[i + 1]].tolist() for i in range(len(ends) - 1)]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

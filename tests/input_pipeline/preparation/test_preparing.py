@@ -19,16 +19,9 @@ from MaxText.input_pipeline.preparation import building, preparing, text_export
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.streams.token_stream import TokenStream
+from tests.input_pipeline.small_data import contents
 
-from .small_corpus import (
-    byte_options,
-    contents,
-    documents,
-    made,
-    options,
-    split_small,
-    write_texts,
-)
+from .small_corpus import byte_options, documents, made, options, split_small, write_texts
 
 
 def decoded_documents(folder: Path, split: str) -> list[str]:

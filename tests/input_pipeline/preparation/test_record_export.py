@@ -19,12 +19,11 @@ from MaxText.input_pipeline.preparation.record_export import LEDGER_NAME, export
 from MaxText.input_pipeline.preparation.strided_windows import strided_windows
 from tests.input_pipeline.small_data import (
     EOS,
+    contents,
     numbered_documents,
     random_documents,
     write_data_set,
 )
-
-from .small_corpus import contents
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="extra `data` is not installed")
 

@@ -16,8 +16,9 @@ from MaxText.input_pipeline.preparation import building, unit_encoding
 from MaxText.input_pipeline.sync import publish, writing_name
 from tests import programs
 from tests.house.sources import REPOSITORY
+from tests.input_pipeline.small_data import contents
 
-from .small_corpus import byte_options, contents, made, split_small, write_texts
+from .small_corpus import byte_options, made, split_small, write_texts
 
 # Kills itself at every STRIDE-th fsync, later once more, and finishes in a third process.
 KILLED = """

@@ -11,8 +11,7 @@ from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.text_export import export_text
 from tests.input_pipeline.preparation.sources.written_corpora import arrow_stream, read_texts, rows
-
-from .small_corpus import contents
+from tests.input_pipeline.small_data import contents
 
 TEXTS = [f"{i} äöü " + random.Random(i).randbytes(i % 37 * 10).hex() for i in range(200)]
 

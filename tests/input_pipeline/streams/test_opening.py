@@ -13,7 +13,7 @@ from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation import text_cache
 from MaxText.input_pipeline.streams.record_index import is_rows
-from tests.input_pipeline.small_data import write_data_set
+from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
 
@@ -219,17 +219,6 @@ def test_files_without_tokens_are_refused(tmp_path, opened, files, named):
         (tmp_path / "d" / name).write_bytes(content)
     with pytest.raises(UserError, match=named):
         opened(tmp_path / "d")
-
-
-def denying(function, *names):
-    """`function` as for a user who may not read these; chmod does not stop root."""
-
-    def denied(path, *arguments, **keys):
-        if str(path).endswith(names):
-            raise PermissionError(13, "Permission denied", str(path))
-        return function(path, *arguments, **keys)
-
-    return denied
 
 
 @pytest.mark.parametrize("name", ["a.array_record", "a.parquet", "b.tfrecord.gz", "shard.tgz"])

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pyarrow
 import zstandard
-from array_record.python import (
-    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
-)
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 from pyarrow import parquet
 
 from MaxText.input_pipeline.formats import tf_example, tfrecord
