@@ -15,7 +15,7 @@ from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
 # array_record lies on this disk once it is opened; the bytes of the others are read there.
-KINDS = ("array_record", "megatron", "parquet")
+KINDS = ("prepared_array_record", "megatron", "parquet")
 
 
 @pytest.fixture(params=KINDS)
@@ -39,7 +39,7 @@ def test_the_same_batches_as_from_a_disk(kept, emulator):
     expected = undisturbed(folder, keys)
     lines = []
     assert_same(take(opened(url, keys, lines.append), 20), expected)
-    assert any("Copying" in line for line in lines) == (kind == "array_record")
+    assert any("Copying" in line for line in lines) == (kind == "prepared_array_record")
     # A second start copies nothing, and resumes anywhere.
     lines.clear()
     iterator = opened(url, keys, lines.append)
@@ -56,7 +56,7 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
     with emulator.failing(Fault(503, times=20)):
         iterator = opened(url, keys, lines.append)
     assert any("could not be opened" in line for line in lines)
-    if kind == "array_record":
+    if kind == "prepared_array_record":
         return
     lines.clear()
     first = [next(iterator)]
@@ -82,7 +82,7 @@ def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
 
 
 def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):
-    write("records", tmp_path / "set")
+    write("array_record", tmp_path / "set")
     keys = {"data_cache_dir": str(tmp_path / "cache")}
     upload(tmp_path / "set", f"{bucket}/set")
     take(opened(f"{bucket}/set", keys), 1)

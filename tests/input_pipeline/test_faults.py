@@ -55,7 +55,7 @@ def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     assert iterator.incidents.drain() == []
 
 
-@of_kind("array_record", "tfrecord", "webdataset")
+@of_kind("prepared_array_record", "tfrecord", "tar")
 def test_a_failure_in_mid_run_keeps_position_and_excluded_samples(kept):
     folder, files, keys = kept
     expected = undisturbed(folder, keys | {"excluded_samples": ((8, 15), (20, 23))})
@@ -99,7 +99,7 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
         os.close(os.open(pipe, os.O_RDWR))
 
 
-@of_kind("array_record")
+@of_kind("prepared_array_record")
 def test_evaluation_retries_too(kept):
     folder, files, keys = kept
     data = data_keys(folder, eval_split="train", **keys)
@@ -145,7 +145,7 @@ def test_a_damaged_record_is_read_once_more(kept):
 SKIP = {"on_bad_record": "skip", "data_read_retries": 2, "max_bad_records": 1000}
 
 
-@of_kind("tfrecord", "array_record")
+@of_kind("tfrecord", "prepared_array_record")
 def test_skipping_a_damaged_record_waits_for_nothing(kept):
     folder, files, keys = kept
     keys = keys | SKIP | {"data_retry_seconds": 1000.0}
@@ -160,7 +160,7 @@ def test_skipping_a_damaged_record_waits_for_nothing(kept):
     assert 0 < assert_same_or_lost(batches, expected) < 40
 
 
-@of_kind("array_record", "bin", "tfrecord", "parquet")
+@of_kind("prepared_array_record", "prepared_bin", "tfrecord", "parquet")
 def test_skipping_a_file_that_is_missing(kept):
     folder, files, keys = kept
     expected = undisturbed(folder, keys | SKIP, 60)
@@ -191,7 +191,7 @@ def test_skipping_the_records_that_were_cut_off(kept):
     assert 2 <= len([line for line in iterator.incidents.drain() if " Try " in line]) <= 4
 
 
-@of_kind("tfrecord", "megatron", "array_record")
+@of_kind("tfrecord", "megatron", "prepared_array_record")
 def test_other_data_of_the_same_name_are_refused(kept):
     folder, files, keys = kept
     others = [document[::-1].copy() for document in DOCUMENTS]
@@ -329,7 +329,7 @@ def test_transient_errors(error, local, remote):
 
 
 @pytest.mark.slow
-@of_kind("array_record")
+@of_kind("prepared_array_record")
 def test_reader_processes(kept):
     folder, files, keys = kept
     expected = undisturbed(folder, keys, 40)

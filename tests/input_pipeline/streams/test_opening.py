@@ -6,13 +6,12 @@ import os
 
 import numpy as np
 import pytest
-from array_record.python import array_record_module
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation import text_cache
+from MaxText.input_pipeline.formats.tfrecord import frame
 from MaxText.input_pipeline.streams.record_index import is_rows
+from tests.input_pipeline.preparation.sources.written_corpora import write_array_record
 from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
@@ -25,10 +24,8 @@ def opened(tmp_path):
 
 
 def write_compressed_tfrecord(path, ids):
-    plain = path.with_suffix("")
-    token_files.write_tfrecord(plain, ids)
-    path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
-    plain.unlink()
+    token_files.write_tfrecord(path, ids)
+    path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
 
 
 WRITERS = {
@@ -54,12 +51,12 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_format_is_told_by_name_or_content(tmp_path, opened, name):
-    prints = []
+    ids, prints = documents(0, [3, 14, 15]), []
     for folder in ("d", "e"):
         (tmp_path / folder).mkdir()
-        WRITERS[name](tmp_path / folder / name, documents(0, [3, 14, 15]))
+        WRITERS[name](tmp_path / folder / name, ids)
         data = opened(tmp_path / folder / name)
-        assert tokens_of(data) == np.concatenate(documents(0, [3, 14, 15])).tolist()
+        assert tokens_of(data) == np.concatenate(ids).tolist()
         assert data.stream.document_offsets.tolist() == [0, 3, 17, 32]
         assert (data.rows, data.labels, data.file_of_document) == (False, None, None)
         prints.append(data.fingerprint)
@@ -135,8 +132,7 @@ def test_what_counts_as_rows(sizes, rows):
 
 def test_the_field_of_the_ids(tmp_path, opened):
     path = tmp_path / "x.tfrecord"
-    with TFRecordWriter(path) as writer:
-        writer.write(tf_example.encode({"text": [1, 2], "other": [3]}))
+    path.write_bytes(frame(tf_example.encode({"text": [1, 2], "other": [3]})))
     assert tokens_of(opened(path)) == [1, 2]
     assert tokens_of(opened(path, tokens_field="other")) == [3]
     with pytest.raises(UserError, match=r"nothing .*other .*text"):
@@ -159,43 +155,26 @@ def test_an_id_at_the_end_of_each_record(tmp_path, opened):
     assert plain.fingerprint != data.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["tfrecord", "array_record", "plain", "parquet", "jsonl"])
-def test_text_is_handed_to_the_tokenizer(tmp_path, opened, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "name", ["x.tfrecord", "x.array_record", "plain.array_record", "x.parquet", "x.jsonl"]
+)
+def test_text_is_tokenized(tmp_path, opened, name):
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / ("x.array_record" if kind == "plain" else f"x.{kind}")
+    path = tmp_path / name
     record = tf_example.encode({"content": "zwölf"})
-    if kind == "tfrecord":
-        with TFRecordWriter(path) as writer:
-            writer.write(record)
-    elif kind == "parquet":
+    if name.endswith("tfrecord"):
+        path.write_bytes(frame(record))
+    elif name.endswith("parquet"):
         parquet.write_table(pyarrow.table({"content": ["zwölf"]}), path)
-    elif kind == "jsonl":
-        path.write_text('{"content": "x"}\n')
+    elif name.endswith("jsonl"):
+        path.write_text('{"content": "zwölf"}\n')
     else:
-        writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-        writer.write("zwölf".encode() if kind == "plain" else record)
-        writer.close()
+        write_array_record(path, ["zwölf".encode() if name.startswith("plain") else record])
     with pytest.raises(UserError, match=rf"{path.name} .*tokenizer_path"):
         opened(path, text_field="content")
-    asked = {}
-
-    def open_text(files, *, show, **keys):
-        asked.update(keys, files=files)
-        raise UserError("far enough")
-
-    monkeypatch.setattr(text_cache, "open_text", open_text)
-    with pytest.raises(UserError, match="far enough"):
-        opened(path, text_field="content", tokenizer_path="byte", add_eos=False)
-    assert asked == {
-        "files": [str(path)],
-        "tokenizer_path": "byte",
-        "tokenizer_type": "auto",
-        "text_field": "content",
-        "add_bos": False,
-        "add_eos": False,
-        "cache_dir": tmp_path / "cache",
-    }
+    keys = {"text_field": "content", "tokenizer_path": "byte", "add_bos": True, "add_eos": False}
+    assert tokens_of(opened(path, **keys)) == [257, *"zwölf".encode()]
 
 
 @pytest.mark.parametrize(
@@ -254,11 +233,12 @@ def test_a_wrong_grain_file_type_is_refused(tmp_path, opened, name, asked, found
 
 
 def test_grain_file_type_overrules_names(tmp_path, opened):
-    path = tmp_path / "x.parquet"
-    token_files.write_tfrecord(path, [np.array([1, 2])])
-    assert tokens_of(opened(path, grain_file_type="tfrecord")) == [1, 2]
-    token_files.write_arrow(tmp_path / "x.arrow", [np.array([1, 2])])
-    assert tokens_of(opened(tmp_path / "x.arrow", grain_file_type="parquet")) == [1, 2]
+    for write, name, kind in (
+        (token_files.write_tfrecord, "x.parquet", "tfrecord"),
+        (token_files.write_arrow, "x.arrow", "parquet"),
+    ):
+        write(tmp_path / name, [np.array([1, 2])])
+        assert tokens_of(opened(tmp_path / name, grain_file_type=kind)) == [1, 2]
 
 
 @pytest.mark.parametrize(

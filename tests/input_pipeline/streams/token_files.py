@@ -14,6 +14,7 @@ from MaxText.input_pipeline.formats.megatron_index import write_index
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.streams.opening import open_token_data
 from MaxText.input_pipeline.streams.token_data import TokenData
+from tests.input_pipeline.small_data import write_data_set
 
 Documents = Sequence[np.ndarray]
 
@@ -80,6 +81,34 @@ def write_arrow(path: Path, ids: Documents, stream: bool = True) -> None:
 def write_megatron(prefix: Path, ids: Documents, dtype: str = "<u2") -> None:
     np.concatenate([np.empty(0, np.int32), *ids]).astype(dtype).tofile(f"{prefix}.bin")
     write_index(f"{prefix}.idx", np.dtype(dtype), [*map(len, ids)], range(len(ids) + 1))
+
+
+RECORDS = {
+    "tfrecord": write_tfrecord,
+    "array_record": write_array_record,
+    "tar": write_tar,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+}
+FORMATS = (*RECORDS, "prepared_array_record", "prepared_bin", "prepared_bin_u4", "megatron")
+
+
+def write(kind: str, folder: Path, parts: Sequence[Documents]) -> list[Path]:
+    """Writes a data set, records with a file for each part; returns the files of ids."""
+    documents = [document for part in parts for document in part]
+    if kind.startswith("prepared_"):
+        file_format = kind.removeprefix("prepared_").removesuffix("_u4")
+        vocab_size = 70_000 if kind.endswith("u4") else 50_000
+        write_data_set(folder, {"train": documents}, vocab_size, file_format=file_format)
+        return sorted(folder.glob("train/tokens-*"))
+    folder.mkdir(exist_ok=True)
+    if kind == "megatron":
+        write_megatron(folder / "ids", documents)
+        return [folder / "ids.bin"]
+    files = [folder / f"ids{number}.{kind}" for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        RECORDS[kind](file, part)
+    return files
 
 
 def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
