@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -47,17 +48,14 @@ def corpus(tmp_path):
 def test_documents_and_manifest(tmp_path, monkeypatch):
     split_small(monkeypatch, 2000)
     folder = tmp_path / "d"
-    texts = write_texts(tmp_path / "text")
-    special = "before <|endoftext|> after" * 3
-    (tmp_path / "text" / "999.txt").write_text(special)
-    texts.append(special)
+    texts = [*write_texts(tmp_path / "text"), "before <|endoftext|> after" * 3]
+    (tmp_path / "text" / "999.txt").write_text(texts[-1])
     manifest = made(options(tmp_path / "text", validation_fraction=0.2), folder)
     train, held_out = (decoded_documents(folder, split) for split in ("train", "validation"))
     assert sorted(train + held_out) == sorted(texts)
     assert train == [text for text in texts if text in set(train)]
     assert 1 <= len(held_out) <= 15
-    rows = np.load(folder / "train" / "document_rows.npy")
-    assert rows.tolist() == [0] * len(train)
+    assert np.load(folder / "train" / "document_rows.npy").tolist() == [0] * len(train)
     names = json.loads((folder / "train" / "source_files.json").read_text())
     assert [texts[min(int(name[:3]), 30)] for _, name in names] == train
 
@@ -82,7 +80,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
         st.lists(st.text(alphabet="aé漢\n ", max_size=40), max_size=6), min_size=1, max_size=4
     ),
     unit_bytes=st.integers(20, 300),
-    fraction=st.sampled_from([0.0, 0.01, 0.5, 0.99]),
+    fraction=st.sampled_from([0.0, 1e-9, 0.3, 0.999999]),
     keys=st.sampled_from(
         [
             {},
@@ -125,17 +123,6 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fracti
     skipped = manifest.source.skipped
     assert skipped.pop("empty", 0) == len(everything) - len(with_text)
     assert sum(skipped.values()) == len(with_text) - len(kept)
-
-
-def test_file_formats_hold_the_same(corpus, tmp_path):
-    manifests = {
-        name: made(byte_options(corpus, prepare_output_format=name), tmp_path / name)
-        for name in ("array_record", "bin")
-    }
-    assert manifests["bin"].splits["train"].files[0].name == "tokens-00000-of-00001.bin"
-    assert manifests["bin"].fingerprint == manifests["array_record"].fingerprint
-    for split in ("train", "validation"):
-        assert documents(tmp_path / "bin", split) == documents(tmp_path / "array_record", split)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +183,6 @@ def test_text_is_fixed_on_request(tmp_path, monkeypatch):
     assert manifest.splits["train"].num_text_bytes == len("schön".encode())
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.999999])
-def test_neither_split_is_empty(tmp_path, monkeypatch, fraction):
-    split_small(monkeypatch, 1)
-    for count, expected in ((1, [1]), (2, [1, 1])):
-        source = write_rows(tmp_path / f"{count}.jsonl", ["one", "two"][:count])
-        manifest = made(byte_options(source, validation_fraction=fraction), tmp_path / f"d{count}")
-        assert [split.num_documents for split in manifest.splits.values()] == expected
-        keys = {"prepare_output_format": "text_tfrecord", "validation_fraction": fraction}
-        prepare(options(source, **keys), str(tmp_path / f"t{count}"), lambda line: None)
-        assert len(list((tmp_path / f"t{count}").glob("*.tfrecord"))) == count
-
-
 def splitmix(seed: int, number: int) -> int:
     """The published generator, in plain integers; held-out documents must stay the same."""
     bits = 2**64 - 1
@@ -224,17 +199,11 @@ def splitmix(seed: int, number: int) -> int:
 def test_held_out_documents_follow_the_seed(tmp_path, seed, monkeypatch):
     split_small(monkeypatch, 1)
     for unit in range(2):
-        write_rows(tmp_path / "text" / f"{unit}.jsonl.gz", [f"{unit} {row}" for row in range(100)])
-    for path in (tmp_path / "text").iterdir():
+        rows = [f"{unit} {row}" for row in range(100)]
+        path = write_rows(tmp_path / "text" / f"{unit}.jsonl.gz", rows)
         path.write_bytes(gzip.compress(path.read_bytes()))
-    sample = []
-    train = preparing.train_tokenizer
-
-    def keep_sample(texts, *arguments):
-        sample.extend(texts)
-        return train(texts, *arguments)
-
-    monkeypatch.setattr(preparing, "train_tokenizer", keep_sample)
+    spy = mock.Mock(side_effect=preparing.train_tokenizer)
+    monkeypatch.setattr(preparing, "train_tokenizer", spy)
     keys = options(tmp_path / "text", validation_fraction=0.2, prepare_seed=seed)
     made(keys, tmp_path / "d")
     ranks = {f"{i} {row}": splitmix(seed, (i << 40) + row) for i in range(2) for row in range(100)}
@@ -242,7 +211,7 @@ def test_held_out_documents_follow_the_seed(tmp_path, seed, monkeypatch):
     assert 20 < len(expected) < 60
     assert decoded_documents(tmp_path / "d", "validation") == expected
     # The tokenizer has seen none of them.
-    assert sorted(sample) == sorted(ranks.keys() - set(expected))
+    assert sorted(spy.call_args.args[0]) == sorted(ranks.keys() - set(expected))
 
 
 def test_splits_of_the_source_are_kept(tmp_path):
@@ -291,6 +260,9 @@ def test_bad_records_are_counted(bad_text, tmp_path, make_options):
     assert any("2 malformed, 2 unreadable" in line for line in lines)
 
 
+CUT = gzip.compress(b'{"text": "row"}\n' * 9000, mtime=0)[:-9]
+
+
 @pytest.mark.parametrize("make_options", [byte_options, options])
 @pytest.mark.parametrize(
     ("name", "content", "limit", "message"),
@@ -300,12 +272,7 @@ def test_bad_records_are_counted(bad_text, tmp_path, make_options):
         ("a.jsonl", b'{"content": "words"}\n' * 3, 100, r": content\..* text_field"),
         ("a.txt", "caf\xe9 ".encode("latin-1"), 100, "1 unreadable.*UTF-8"),
         # How much is lost of a file that has begun is not known.
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"text": "row"}\n' * 9000, mtime=0)[:-9],
-            100,
-            r"a\.jsonl\.gz",
-        ),
+        ("a.jsonl.gz", CUT, 100, r"a\.jsonl\.gz"),
     ],
 )
 def test_failures_leave_nothing(tmp_path, make_options, name, content, limit, message):

@@ -2,7 +2,7 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -15,14 +15,9 @@ from .small_corpus import documents
 
 
 def opened(files, tmp_path, lines=None, **keys):
-    keys = {
-        "tokenizer_path": "bytes",
-        "tokenizer_type": "auto",
-        "text_field": "text",
-        "add_bos": False,
-        "add_eos": True,
-    } | keys
-    show = (lambda line: None) if lines is None else lines.append
+    keys = {"tokenizer_path": "bytes", "tokenizer_type": "auto", "text_field": "text",
+            "add_bos": False, "add_eos": True} | keys  # fmt: skip
+    show = [].append if lines is None else lines.append
     return open_text([str(file) for file in files], cache_dir=tmp_path / "cache", show=show, **keys)
 
 
@@ -37,17 +32,9 @@ def files(tmp_path):
 
 
 def test_text_becomes_a_dataset_once(files, tmp_path):
-    folders, lines = [], []
-    threads = [
-        threading.Thread(target=lambda: folders.append(opened(files, tmp_path, lines)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (folder,) = set(folders)
-    assert len(folders) == 3
+    lines = []
+    with ThreadPoolExecutor(3) as threads:
+        (folder,) = set(threads.map(lambda _: opened(files, tmp_path, lines), range(3)))
     assert sum(line.startswith("Wrote") for line in lines) == 1
     assert [path.name for path in (tmp_path / "cache" / "text").iterdir()] == [folder.name]
     manifest = read_manifest(str(folder))

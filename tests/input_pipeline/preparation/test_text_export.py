@@ -48,8 +48,8 @@ def test_all_documents_in_order(source, tmp_path, ending, num_shards):
     assert 8 <= len(held_out) <= 35
     for split, texts in (("train", train), ("validation", held_out)):
         files = [file for file in ledger.files if file.split == split]
-        names = [f"{split}_data_{index:05d}.{ending}" for index in range(len(files))]
-        assert [file.file for file in files] == names
+        for index, file in enumerate(files):
+            assert file.file == f"{split}_data_{index:05d}.{ending}"
         assert sum(file.num_documents for file in files) == len(texts)
         sizes = [file.num_text_bytes for file in files]
         assert sum(sizes) == len("".join(texts).encode())
@@ -76,6 +76,15 @@ def test_records_are_examples_with_the_text(tmp_path):
     assert records == [tf_example.encode({"text": text.encode()}) for text in texts]
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.999999])
+def test_neither_split_is_empty(tmp_path, fraction):
+    for count in (1, 2):
+        source, out = tmp_path / f"{count}.jsonl", tmp_path / f"{count}"
+        source.write_bytes(rows(TEXTS[:count]))
+        export(source, out, validation_fraction=fraction)
+        assert len(list(out.glob("*.tfrecord"))) == count
+
+
 def test_splits_of_the_source_are_kept(tmp_path):
     write_shards(tmp_path / "owt" / "train", TEXTS[:175])
     write_shards(tmp_path / "owt" / "val", TEXTS[175:])
@@ -93,8 +102,7 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     lines = []
     export(path, out, lines)
-    assert len(lines) == 1
-    assert lines[0].startswith("Kept")
+    assert [line.split()[0] for line in lines] == ["Kept"]
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     with pytest.raises(UserError, match="prepare_seed was 0 and is 1"):
         export(path, out, prepare_seed=1)

@@ -1,6 +1,5 @@
 """Damaged files, truncated files and files without text: an error that names the place."""
 
-import io
 import json
 import random
 import tarfile
@@ -25,6 +24,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import (
     zipped,
 )
 
+OTHER_FIELD = tf_example.encode({"text": [1], "body": b"x"})
 # Little to compress, so that a truncated file lacks text.
 TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i in range(20)]
 
@@ -69,11 +69,7 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.tfrecord", b"x" * 100, ".*CRC"),
         ("a.tfrecord", tfrecord.frame(b"x")[:-1], ".*prepare_source"),
         ("a.tfrecord", tfrecord.frame(b"\xff"), ", record 0,.* UTF-8"),
-        (
-            "a.tfrecord",
-            tfrecord.frame(tf_example.encode({"text": [1], "body": b"x"})),
-            ", record 0,.*'text'.*: body",
-        ),
+        ("a.tfrecord", tfrecord.frame(OTHER_FIELD), ", record 0,.*'text'.*: body"),
     ],
 )
 def test_unreadable_files(tmp_path, name, content, message):
@@ -140,16 +136,10 @@ def test_encrypted_archives(tmp_path):
 
 
 def test_hidden_members_and_links_are_counted(tmp_path):
-    hidden = {"._a.txt": b"\xff" * 4, "a/.git/objects/x": b"\xff" * 4}
-    contents = {**hidden, "../outside.txt": b"text"}
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        link = tarfile.TarInfo("link")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-        for name in contents:
-            member = tarfile.TarInfo(name)
-            member.size = 4
-            archive.addfile(member, io.BytesIO(contents[name]))
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    contents = [("._a.txt", b"\xff"), ("a/.git/objects/x", b"\xff"), ("../outside.txt", b"text")]
+    (tmp_path / "a.tar").write_bytes(link.tobuf() + tar(contents))
     documents, skipped = read_documents(tmp_path / "a.tar")
     assert [(document.text, document.file) for document in documents] == [("text", "a.tar")]
     assert skipped == {"links and devices in archives": 1, "hidden files in archives": 2}
