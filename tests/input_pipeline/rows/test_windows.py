@@ -86,9 +86,9 @@ def test_each_segment_is_a_part_of_one_document(tmp_path_factory, sizes, kind, s
     windows.has_documents = True
     rows = read(windows)
     last = {int(document[-1]) for document in documents if document.size}
+    names = ("tokens", "targets", "weights", "segments", "positions")
     for row in range(len(windows)):
-        tokens, targets, weights = (rows[name][row] for name in ("tokens", "targets", "weights"))
-        segments, positions = rows["segments"][row], rows["positions"][row]
+        tokens, targets, weights, segments, positions = (rows[name][row] for name in names)
         used = np.count_nonzero(segments)
         assert segments[:used].tolist() == sorted(segments[:used])
         # Padding follows; it counts nowhere.
@@ -207,8 +207,7 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
     # 22 tokens, rows of 8 + 1: begin at 0..13.
     counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
     assert counts.size == 14
-    chi_squared = ((counts - 1000) ** 2 / 1000).sum()
-    assert chi_squared < 34.5  # 13 degrees of freedom, p = 0.001
+    assert ((counts - 1000) ** 2 / 1000).sum() < 34.5  # 13 degrees of freedom, p = 0.001
     # Too little text for a whole window: all of it, padded.
     assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
     fixed = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=False)
