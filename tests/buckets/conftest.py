@@ -50,7 +50,6 @@ class Emulator:
         self._send(f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}", content)
 
     def read(self, url: str) -> str:
-        """The text of an object."""
         bucket, name = _parts(url)
         return self._send(f"/download/storage/v1/b/{bucket}/o/{name}?alt=media").decode()
 
@@ -94,7 +93,6 @@ def _parts(url: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def emulator() -> Iterator[Emulator]:
-    """The process, which ends with this one."""
     if importlib.util.find_spec("gcsfs") is None:
         pytest.skip("buckets need the package gcsfs: pip install 'MaxText[gcs]'")
     with subprocess.Popen(

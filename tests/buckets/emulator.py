@@ -57,8 +57,6 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What is sent back."""
-
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -107,7 +105,6 @@ class Service:
         return None
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Does what a request asks."""
         try:
             with self._lock:
                 found = self._dispatch(method, target, headers, body)
@@ -315,8 +312,6 @@ def _multipart(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     service: Service
     # Else an answer in two writes waits 40 ms for the client's acknowledgement.

@@ -38,7 +38,6 @@ def lock(bucket):
 
 @pytest.fixture
 def hold(lock):
-    """Takes the lease for this process until the end of the test."""
     facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
     lease = Lease(lock, facts, **QUICK)
     yield lease.acquire
@@ -47,7 +46,6 @@ def hold(lock):
 
 @pytest.fixture
 def start(lock, tmp_path):
-    """Starts a program that holds the lease for some seconds."""
     (tmp_path / "holder.py").write_text(HOLDER)
     started = []
 
@@ -69,7 +67,6 @@ def start(lock, tmp_path):
 
 @pytest.fixture
 def facts(lock, emulator):
-    """Reads what the lease says."""
     return lambda: json.loads(emulator.read(lock))
 
 

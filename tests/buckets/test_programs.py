@@ -45,7 +45,6 @@ class Workplace:
         return self.start("train.py", *self.arguments(place, *keys))
 
     def begin(self, log, *keys):
-        """Training in the bucket that goes on behind the test's back."""
         return programs.start(
             "train.py", self.arguments(self.bucket, *keys), self.folder, self.environment,
             stdout=log, stderr=subprocess.STDOUT,
@@ -58,7 +57,6 @@ class Workplace:
         return losses((self.folder / "runs" / run / "metrics.jsonl").read_text())
 
     def has_begun_to_save(self, run, step):
-        """Whether something of a checkpoint is in the bucket."""
         return bool(self.emulator.names(f"{self.bucket}/runs/{run}/checkpoints/{step}/"))
 
     def steps(self, run):
@@ -87,7 +85,6 @@ def succeeded(done):
 
 
 def test_a_run_in_a_bucket(place):
-    """Text to data set, checkpoints, records and compiled programs."""
     succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
     assert place.steps("a") == ({3, 6}, {3, 6})
     names = place.emulator.names(place.bucket)

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.slow
 
 
 class Launched(Workplace):
-    """Runs with four devices, over as many processes as a test says."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.launcher = Launcher(self.folder, as_users_do() | self.environment)

@@ -21,7 +21,6 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def folder(runs):
-    """A folder with two prepared sets."""
     folder = runs.place / "sets"
     for number, name in enumerate(("a", "b")):
         documents = random_documents(number, 60, 60, VOCAB_SIZE)
@@ -37,7 +36,6 @@ def write_records(path, rows):
 
 
 def positions(runs, run_name):
-    """Samples taken at each checkpoint."""
     saved = sorted((runs.folder(run_name) / "checkpoints").glob("*/iter/metadata"))
     return [json.loads(path.read_text())["samples"] for path in saved]
 

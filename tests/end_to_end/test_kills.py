@@ -11,7 +11,6 @@ from MaxText import exit_codes
 
 
 def kill(run, condition):
-    """SIGKILL at the moment of a condition."""
     assert run.wait_for(condition, poll=0.001), run.output
     run.kill()
 

@@ -31,7 +31,6 @@ def damaged(runs):
 
 @pytest.fixture(scope="module")
 def rolled_back(runs, damaged):
-    """Events and output of a run that rolls back."""
     output = runs.complete("rolled_back", *damaged)
     return runs.rows("rolled_back", "events.jsonl"), output
 
@@ -102,7 +101,6 @@ CALM = (
 
 @pytest.fixture(scope="module")
 def trained(runs):
-    """A run of 200 steps at a rate that suits the text."""
     runs.complete("trained", *CALM.split(), "learning_rate=0.003", "steps=200")
     return runs.folder("trained")
 

@@ -36,12 +36,10 @@ def kept_files(tmp_path, request):
 
 
 def opened(folder, keys, show=quiet, batch=2, **options):
-    """Training batches of a data set."""
     return open_train(data_keys(folder, **keys), batch, show=show, **options)
 
 
 def undisturbed(folder, keys, count=20):
-    """What a run without failures reads."""
     return take(opened(folder, keys), count)
 
 
@@ -74,7 +72,6 @@ def changed(files, change):
 
 
 def broken(content: bytes) -> bytes:
-    """Each run of 16 bytes with one bit turned."""
     ids = np.frombuffer(content, np.uint8).copy()
     ids[len(ids) // 8 : -len(ids) // 4 : 16] ^= 1
     return ids.tobytes()

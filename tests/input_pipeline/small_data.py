@@ -97,7 +97,6 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
 
 
 def data_keys(folder: Path | str, **keys) -> Data:
-    """The `Data` section that reads `folder`."""
     return Data(dataset_path=str(folder), **keys)
 
 
@@ -106,13 +105,11 @@ def quiet(line: str) -> None:
 
 
 def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
-    """The training batches; `keys` are further ones of train_loader."""
     defaults = {"plan": BatchPlan.constant(batch, LENGTH), "vocab_size": VOCAB_SIZE, "show": quiet}
     return train_loader(data, process_index=host, process_count=hosts, **(defaults | keys))
 
 
 def open_eval(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
-    """The evaluation batches; `keys` are further ones of eval_loader."""
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
     return eval_loader(
         data, global_batch_size=batch, process_index=host, process_count=hosts,
@@ -129,19 +126,16 @@ def take(iterator, count: int) -> list[Batch]:
 
 
 def fields(batch: Batch) -> dict[str, np.ndarray]:
-    """Arrays of a batch by name."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def join(batches) -> Batch:
-    """The rows of several batches as one."""
     rows = [fields(batch) for batch in batches]
     return Batch(**{name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
 
 
 def assert_same(batches, expected) -> None:
-    """Asserts that two sequences of batches are equal in every bit."""
     for batch, reference in zip(batches, expected, strict=True):
         assert fields(batch).keys() == fields(reference).keys()
         for name, value in fields(batch).items():
@@ -149,7 +143,6 @@ def assert_same(batches, expected) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 

@@ -32,7 +32,6 @@ from tests.input_pipeline.streams import token_files
 
 
 def of_kind(*kinds):
-    """Runs a test with data sets of these kinds."""
     return pytest.mark.parametrize("kept", kinds, indirect=True)
 
 

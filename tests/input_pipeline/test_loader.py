@@ -39,12 +39,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory):
+@pytest.fixture
+def numbered(tmp_path):
     """Five windows of LENGTH tokens, all ids different."""
-    folder = tmp_path_factory.mktemp("data") / "set"
-    write_data_set(folder, {"train": numbered_documents([LENGTH * 5 + 1])})
-    return folder
+    write_data_set(tmp_path / "n", {"train": numbered_documents([LENGTH * 5 + 1])})
+    return tmp_path / "n"
 
 
 def test_types_and_shapes(folder):
@@ -135,12 +134,12 @@ CLS = Masking(mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=4)
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
         ({}, {"plan": BatchPlan.constant(8, 8)}, "max_target_length was 16 and is 8"),
         ({}, {"masking": CLS}, "mlm_"),
-        ({"mix": 0.25}, {}, "dataset_mix"),
+        ({"mix": True}, {}, "dataset_mix"),
     ],
 )
-def test_resume_of_other_data_is_refused(folder, tmp_path, keys, options, named):
-    if weight := keys.get("mix"):
-        keys = {"dataset_mix": ((str(folder), 1.0), (str(folder), weight))}
+def test_resume_of_other_data_is_refused(folder, keys, options, named):
+    if "mix" in keys:
+        keys = {"dataset_mix": ((str(folder), 1.0), (str(folder), 0.25))}
     plain, other = open_train(data_keys(folder)), open_train(data_keys(folder, **keys), **options)
     with pytest.raises(UserError, match=named):
         other.resume(plain.position)

@@ -35,7 +35,6 @@ SAMPLING = ("chunks", "documents_random", "documents_fixed")
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """A folder with data sets a, b and c of three formats."""
     folder = tmp_path_factory.mktemp("sets")
     write_data_set(folder / "a", {"train": random_documents(0, 90, 50)})
     write_data_set(folder / "b", {"train": random_documents(1, 50, 30)}, file_format="bin")
@@ -48,7 +47,6 @@ def sets(tmp_path_factory):
 
 @st.composite
 def runs(draw):
-    """Keys of a run: data sets by name, packing, masking, order, excluded samples."""
     keys = dict(draw(st.sampled_from(PACKING)))
     keys["attend_across_documents"] = draw(st.booleans())
     keys["enable_data_shuffling"] = draw(st.booleans())

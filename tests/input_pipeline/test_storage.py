@@ -18,7 +18,6 @@ NAMES = ["shard-2.tar", "shard-10.tar", "deep/er/shard-1.tar", ".hidden", "deep/
 
 @pytest.fixture(params=["", "memory://"], ids=["local", "memory"])
 def root(request, tmp_path):
-    """A folder with NAMES, on the disk or in fsspec's memory."""
     root = f"{request.param}{tmp_path}/d"
     for name in NAMES:
         with fsspec.open(f"{root}/{name}", "wb", auto_mkdir=True) as file:

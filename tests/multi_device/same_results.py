@@ -33,9 +33,7 @@ def built(devices, family="llama2", **keys):
 def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     """Every loss, the gradients, and the text of the compiled program.
 
-    Args:
-      rows: of the batch.
-      noise: standard deviation of what is added to fresh parameters, so that all have an effect.
+    `noise` is the standard deviation of what is added to parameters, so that all have an effect.
     """
     config, model, layout = built(devices, family, **keys)
     params = jax.jit(model.initialize)(jax.random.key(0))
@@ -61,8 +59,6 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
 
 
 class Planned(NamedTuple):
-    """A run of a tiny model, without its compiled step."""
-
     config: Any
     layout: Layout
     step: Any

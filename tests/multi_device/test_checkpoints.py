@@ -60,7 +60,6 @@ def saved(tmp_path_factory):
 
 
 def restored(folder, target, section=None, draw=pytest.fail):
-    """The start of a run whose checkpoints are in a folder."""
     return restore_or_initialize(
         Checkpoints(folder, Checkpoint()), section or Checkpoint(), target, draw, CONFIG,
         lambda line: None,

@@ -155,7 +155,6 @@ def test_a_tpu_without_others_is_one_process(initialize, chips):
 
 
 def refused(message):
-    """A UserError with a message, or none."""
     return contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message)
 
 

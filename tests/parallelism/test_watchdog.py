@@ -86,7 +86,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Exit codes of watchdogs that would have ended this process."""
     codes = []
     monkeypatch.setattr(module, "os", SimpleNamespace(getpid=os.getpid, _exit=codes.append))
     return codes

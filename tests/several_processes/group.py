@@ -43,14 +43,12 @@ def as_users_do() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def rows(text: str) -> list[dict]:
-    """Rows of a JSON lines file."""
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -74,7 +72,6 @@ class Launcher:
         return process, path
 
     def run(self, number: int, *arguments: str, code: int = 0) -> str:
-        """The output of a run that ends by itself."""
         return ended(*self.start(number, *arguments), code)
 
     def end(self) -> None:
@@ -95,7 +92,6 @@ def ended(process: subprocess.Popen, path: Path, code: int = 0) -> str:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, path: Path) -> None:
-    """Waits for a moment of a run that goes on."""
     end = time.monotonic() + LONGEST_SECONDS
     while not condition():
         assert process.poll() is None, path.read_text()
@@ -111,16 +107,13 @@ class Group:
         self._outputs = outputs
 
     def output(self, number: int) -> str:
-        """What a process has written so far."""
         return self._outputs[number].read_text()
 
     def wait_for(self, number: int, text: str) -> None:
-        """Waits until a process has written `text`."""
         said = lambda: text in self.output(number)  # noqa: E731
         wait_until(said, self.processes[number], self._outputs[number])
 
     def codes(self) -> list[int]:
-        """Exit codes, once all have ended by themselves."""
         end = time.monotonic() + LONGEST_SECONDS
         return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
 
@@ -143,13 +136,7 @@ def variables(launcher: str, number: int, process: int, port: int) -> dict[str, 
 
 @contextlib.contextmanager
 def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iterator[Group]:
-    """Starts two processes of a command, each with a CPU device.
-
-    Args:
-      command: of Python, without the interpreter.
-      folder: receives <process>.log.
-      launcher: see `variables`.
-    """
+    """Starts two processes of a command of Python; the folder receives <process>.log."""
     port, processes, outputs = free_port(), [], []
     one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     try:

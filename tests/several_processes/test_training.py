@@ -44,7 +44,6 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture
 def start(launcher):
-    """Starts a run by its name."""
     config = f"{launcher.folder}/run.yml"
     return lambda number, name, *keys, **options: launcher.start(
         number, config, f"run_name={name}", *keys, **options

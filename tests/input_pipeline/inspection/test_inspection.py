@@ -49,7 +49,6 @@ def documents() -> list[np.ndarray]:
 
 
 def rows_of(location: Path, length: int, **keys):
-    """The rows of an epoch."""
     plan = BatchPlan.constant(1, length)
     batches = open_train(data_keys(location, **keys), plan=plan, vocab_size=2**31 - 1)
     return batches.opened[0].rows
@@ -184,7 +183,6 @@ def test_histogram_and_rows_of_a_batch(told):
 
 
 def text_set(folder: Path) -> list[np.ndarray]:
-    """Writes three documents of bytes with their tokenizer."""
     tokenizer = load_tokenizer("bytes")
     texts = ["first document\n", "second\tone", "ß" * 30]
     documents = [
@@ -201,7 +199,6 @@ def inspection(show, has_model=False, num_devices=1, **keys) -> Inspection:
 
 
 def shown_batch(step=0, **keys) -> str:
-    """What is shown of the batch of a step, in the order of the files."""
     lines: list[str] = []
     inspection(lines.append, enable_data_shuffling=False, **keys).show_batch(step)
     return "\n".join(lines)

@@ -38,7 +38,6 @@ def byte_options(source: Path | str, **keys) -> Preparation:
 
 
 def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Manifest:
-    """Prepares a dataset; its manifest."""
     manifest = preparing.prepare(keys, str(folder), show, **more)
     assert manifest is not None
     return manifest
@@ -51,7 +50,6 @@ def split_small(monkeypatch: pytest.MonkeyPatch, unit_bytes: int) -> None:
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:
-    """The ids of each document of a split."""
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return []

@@ -58,7 +58,6 @@ while (code := work(folder := Path(target, str(moment)), moment)) != 0:
 
 
 def start(folder, program, *arguments, **keywords):
-    """Starts a program that is given as text."""
     (folder / "program.py").write_text(program)
     return programs.popen(
         [sys.executable, str(folder / "program.py"), *map(str, arguments)],

@@ -42,7 +42,6 @@ def test_every_job_is_done_once(num_processes):
 
 
 def kill_itself(shared, number, advance):
-    """Ends its process as kill -9 does, perhaps with the lock of the counter."""
     del number
     if shared == "lock held":
         advance.__closure__[0].cell_contents.get_lock().acquire()
@@ -57,7 +56,6 @@ def test_killed_process_is_reported(shared):
 
 
 def wait_long(shared, number, advance):
-    """Work that goes on when the program is interrupted."""
     del shared, number
     advance(1)
     time.sleep(60)
@@ -87,7 +85,6 @@ def test_lock_names_its_holder_and_is_released(lock):
 
 
 def hold_lock(path, pipe):
-    """A process that holds the lock until it is killed."""
     with building_lock.hold(path, print):
         pipe.send("held")
         time.sleep(60)

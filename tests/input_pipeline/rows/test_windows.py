@@ -26,8 +26,6 @@ PAD = 0
 
 
 class InMemory:
-    """A stream of known documents."""
-
     def __init__(self, documents):
         self._tokens = np.concatenate([*documents, np.zeros(0, int)]).astype(np.int32)
         self.document_offsets = np.cumsum([0, *map(len, documents)])

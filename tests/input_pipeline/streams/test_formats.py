@@ -21,7 +21,6 @@ SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
 
 
 def write(kind, folder, sizes=SIZES):
-    """Writes a data set; returns its documents and the files of ids."""
     vocab_size = 70_000 if kind.endswith("u4") else 50_000
     parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
     if kind.startswith("prepared_"):  # which leaves out what has no tokens

@@ -19,7 +19,6 @@ from tests.input_pipeline.streams.token_files import documents, open_data, token
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens a location with the keys that a test sets."""
     return lambda location, **keys: open_data(location, tmp_path / "cache", **keys)
 
 

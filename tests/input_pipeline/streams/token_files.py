@@ -20,7 +20,6 @@ Documents = Sequence[np.ndarray]
 
 
 def documents(seed: int, sizes: Sequence[int], vocab_size: int = 50_000) -> list[np.ndarray]:
-    """Documents of random ids of the given sizes."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, size).astype(np.int32) for size in sizes]
 
@@ -122,5 +121,4 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
 
 
 def tokens_of(data: TokenData) -> list[int]:
-    """All ids of a data set."""
     return data.stream.ranges([(0, len(data.stream))])[0].tolist()

@@ -124,7 +124,6 @@ def loaded(tokenizer: tokenizers.Tokenizer, **settings) -> HuggingFaceTokenizer:
 
 
 def write(tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict | None = None) -> Path:
-    """Writes a folder with tokenizer.json and, where given, tokenizer_config.json."""
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     if settings is not None:

@@ -109,7 +109,6 @@ def with_merges(rules, words=(), ignore_merges=False):
 
 @pytest.fixture(scope="module")
 def base():
-    """tokenizer.json of a BPE of few merges."""
     return with_merges([("a", "b"), ("b", "c"), ("\u0120", "a"), ("1", "2")]).to_str()
 
 

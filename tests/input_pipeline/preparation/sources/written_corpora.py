@@ -32,19 +32,16 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 def read_documents(
     source: object, text_field: str = "text", unit_bytes: int = 2**26
 ) -> tuple[list[Document], Counter[str]]:
-    """All documents of a corpus, and what was left out."""
     skipped: Counter[str] = Counter()
     corpus = open_corpus(str(source), text_field, unit_bytes)
     return [document for unit in corpus.units for document in unit.documents(skipped)], skipped
 
 
 def read_texts(source: object, text_field: str = "text", unit_bytes: int = 2**26) -> list[str]:
-    """Texts of all documents of a corpus."""
     return [document.text for document in read_documents(source, text_field, unit_bytes)[0]]
 
 
 def rows(texts: Sequence[str], text_field: str = "text") -> bytes:
-    """One JSON object per line."""
     lines = (json.dumps({"id": i, text_field: text}) + "\n" for i, text in enumerate(texts))
     return "".join(lines).encode()
 
@@ -56,13 +53,11 @@ def frames(texts: Sequence[str]) -> bytes:
 
 
 def counted(texts: Sequence[str]) -> bytes:
-    """Each text behind its length in 16 digits."""
     encoded = [text.encode() for text in texts]
     return b"".join(b"%016d" % len(text) + text for text in encoded)
 
 
 def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
-    """A tar archive; `mode` adds a compression."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode=mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
         folder = tarfile.TarInfo("folder")
@@ -81,7 +76,6 @@ def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:
 
 
 def zipped(texts: Sequence[str]) -> bytes:
-    """A zip archive with one member per text."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members_of(texts):
@@ -105,7 +99,6 @@ def rows_in_tar(texts: Sequence[str]) -> bytes:
 
 
 def table(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> pyarrow.Table:
-    """A column of numbers and one of texts."""
     column = pyarrow.array(list(texts), kind or pyarrow.string())
     return pyarrow.table({"number": pyarrow.array(range(len(texts))), "text": column})
 
@@ -120,7 +113,6 @@ def parquet_file(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> 
 def arrow_stream(
     texts: Sequence[str], kind: pyarrow.DataType | None = None, new=pyarrow.ipc.new_stream
 ) -> bytes:
-    """An arrow stream, or file, in batches of 2."""
     content, data = io.BytesIO(), table(texts, kind)
     with new(content, data.schema) as writer:
         writer.write_table(data, max_chunksize=2)
@@ -128,7 +120,6 @@ def arrow_stream(
 
 
 def write_array_record(path: Path, records: Iterable[bytes]) -> None:
-    """An ArrayRecord file."""
     writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for record in records:
         writer.write(record)
@@ -153,7 +144,9 @@ def _strings(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
-WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
+WRITERS: dict[
+    str, Callable[[Path, Sequence[str]], object]
+] = {  # ending of a file -> how texts are written into it
     ".jsonl": _bytes_writer(rows),
     ".json": _bytes_writer(rows),
     "_list.json": _bytes_writer(lambda texts: json.dumps(texts).encode()),
@@ -188,4 +181,3 @@ WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
     ".tfrecord": _write_tfrecord,
     ".tfrecord-00000-of-00001": _write_tfrecord,
 }
-"""Ending of a file -> how texts are written into it."""
