@@ -15,6 +15,7 @@ from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
 from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
 from tests.checkpointing.test_manager import save_steps
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -133,8 +134,7 @@ def test_a_save_fails_and_the_next_one_does_not(folder, opened, emulator):
         # Without waiting for the end, as a run does.
         checkpoints.wait = lambda: None
         save_steps(checkpoints, fresh_state(), [3])
-        with pytest.raises(UserError, match="step 4 "):
-            save_steps(checkpoints, fresh_state(), [4])
+        refused("step 4 ", save_steps, checkpoints, fresh_state(), [4])
         del checkpoints.wait
     assert sum("step 3 " in line for line in lines) == 1
     assert opened().latest_step() == 2

@@ -11,6 +11,7 @@ from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.buckets.emulator import Fault
 from tests.input_pipeline.faults import opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -71,14 +72,10 @@ def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
     iterator = opened(f"{bucket}/set", keys)
     with emulator.failing(Fault(503)):
-        with pytest.raises(UserError, match=r"after 3 tries .*set"):
-            take(iterator, 20)
-        with pytest.raises(UserError, match="after 3 tries"):
-            opened(f"{bucket}/set", keys)
-    with pytest.raises(UserError, match="no such file"):
-        opened(f"{bucket}/nothing", keys)
-    with pytest.raises(UserError, match="no such file"):
-        opened("gs://no-such-bucket/set", keys)
+        refused(r"after 3 tries .*set", take, iterator, 20)
+        refused("after 3 tries", opened, f"{bucket}/set", keys)
+    refused("no such file", opened, f"{bucket}/nothing", keys)
+    refused("no such file", opened, "gs://no-such-bucket/set", keys)
 
 
 def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):

@@ -10,6 +10,7 @@ from MaxText.buckets.failures import BucketFailure, is_outage, is_storage_error
 from MaxText.buckets.paths import COMMIT_MARK, path_of
 from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients")
 
@@ -85,8 +86,7 @@ def test_its_file_system_is_sent_to_other_processes(bucket):
 
 def test_other_storage_and_a_missing_package(monkeypatch):
     for path in ("s3://b/x", "hf://b/x", "nothing://b"):
-        with pytest.raises(UserError, match="base_output_directory"):
-            path_of(path, "base_output_directory")
+        refused("base_output_directory", path_of, path, "base_output_directory")
     monkeypatch.setattr("MaxText.buckets.paths._has_client", lambda: False)
     with pytest.raises(UserError, match=r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"):
         path_of("gs://b/x", "base_output_directory")

@@ -11,9 +11,9 @@ import pytest
 
 from MaxText import exit_codes
 from MaxText.checkpointing.lease import Lease
-from MaxText.errors import UserError
 from tests import programs
 from tests.parallelism.child_programs import ended, wait_for
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -72,8 +72,7 @@ def facts(lock, emulator):
 
 def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, facts):
     holder = start("60")
-    with pytest.raises(UserError, match=f"process {holder.pid} on "):
-        hold()
+    refused(f"process {holder.pid} on ", hold)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     hold()  # at once: its process is not there any more

@@ -11,6 +11,7 @@ from MaxText.input_pipeline import sources
 from MaxText.input_pipeline.manifest import find_split
 from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -41,15 +42,13 @@ def test_valid_data(folder):
 def test_invalid_data(folder, damage, arguments, message):
     if damage:
         damage(folder)
-    with pytest.raises(UserError, match=message):
-        check(folder, "vocab_size=50000", *arguments)
+    refused(message, check, folder, "vocab_size=50000", *arguments)
 
 
 def test_files_that_cannot_be_read_now(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", denying(os.stat, ".array_record"))
-        with pytest.raises(UserError, match=r"\.array_record.*Permission denied"):
-            check(folder, "vocab_size=50000")
+        refused(r"\.array_record.*Permission denied", check, folder, "vocab_size=50000")
     # What may pass is left to the loader.
     error = OSError(5, "Input/output error")
     monkeypatch.setattr(sources, "open_token_data", mock.Mock(side_effect=error))

@@ -29,6 +29,7 @@ from tests.input_pipeline.faults import (
 )
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, take, write_data_set
 from tests.input_pipeline.streams import token_files
+from tests.refusals import refused
 
 
 def of_kind(*kinds):
@@ -93,8 +94,7 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
     show = Mend(lambda: None)
     iterator = opened(folder, keys | {"data_read_retries": 3}, show)
     restore = moved(files)
-    with pytest.raises(UserError, match=r"after 4 tries .*ids\d\.tfrecord"):
-        next(iterator)
+    refused(r"after 4 tries .*ids\d\.tfrecord", next, iterator)
     assert sum(" Try " in line for line in show.lines) == 3
     # After the files are back the iterator goes on.
     restore()
@@ -113,8 +113,7 @@ def test_a_damaged_record_is_read_once_more(kept):
     # The same bytes again stay the same.
     iterator = opened(folder, keys)
     changed(files, broken)
-    with pytest.raises(UserError, match=r"after 2 tries .*\.tfrecord at byte .*on_bad_record=skip"):
-        take(iterator, 20)
+    refused(r"after 2 tries .*\.tfrecord at byte .*on_bad_record=skip", take, iterator, 20)
 
 
 SKIP = {"on_bad_record": "skip", "data_read_retries": 2, "max_bad_records": 1000}
@@ -248,8 +247,7 @@ def test_a_lasting_failure_while_opening_ends_the_run(kept, monkeypatch):
     folder, _, keys = kept
     Storage(folder, monkeypatch).fail(range(1000), errno.ESTALE)
     lines = []
-    with pytest.raises(UserError, match=f"{folder} .* 3 tries"):
-        opened(folder, keys | {"data_read_retries": 2}, lines.append)
+    refused(f"{folder} .* 3 tries", opened, folder, keys | {"data_read_retries": 2}, lines.append)
     assert len(lines) == 2
 
 
@@ -264,8 +262,7 @@ def test_a_mistake_is_not_retried(kept, fault, monkeypatch):
         moved(files)
         folder = folder / "nothing"
     lines = []
-    with pytest.raises(UserError, match=str(folder)):
-        opened(folder, keys, lines.append)
+    refused(str(folder), opened, folder, keys, lines.append)
     assert not any(" Try " in line for line in lines)
 
 

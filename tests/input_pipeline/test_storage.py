@@ -12,6 +12,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.input_pipeline.small_data import denying
+from tests.refusals import refused
 
 NAMES = ["shard-2.tar", "shard-10.tar", "deep/er/shard-1.tar", ".hidden", "deep/.git/x"]
 
@@ -92,8 +93,7 @@ def test_nothing_found(tmp_path, monkeypatch, location, message):
         (tmp_path / "empty").write_text("# only this\n")
         (tmp_path / "wrong").write_text("/nowhere/a.tar\n")
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=message):
-        storage.list_files(location, "dataset_path")
+    refused(message, storage.list_files, location, "dataset_path")
 
 
 def test_read_from_threads_and_after_pickling(root):
@@ -121,8 +121,7 @@ def test_truncated_and_missing_files(root):
 
 def test_folders_and_denied_files(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"x")
-    with pytest.raises(UserError, match="is a folder"):
-        storage.version(str(tmp_path))
+    refused("is a folder", storage.version, str(tmp_path))
     with pytest.raises(BadRecord, match="directory"):
         storage.open_file(str(tmp_path)).read(0, 1)
 

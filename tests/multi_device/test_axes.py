@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.training_sections import Batch
-from MaxText.errors import UserError
 from MaxText.layers.pattention import theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
 from tests.multi_device.same_results import MIXED, ROWS, assert_same, built, loss_and_gradients
+from tests.refusals import refused
 from tests.small_models import tiny_config
 
 pytestmark = pytest.mark.multi_device
@@ -172,10 +172,8 @@ def test_lengths_that_the_mesh_does_not_divide():
     _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
     stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
     check_lengths(16, Batch(), layout)
-    with pytest.raises(UserError, match=r"(?s)a stage of 4 .*ici_context_parallelism=4"):
-        check_lengths(16, stages, layout)
-    with pytest.raises(UserError, match=r"(?s)=12 .*ici_context_parallelism=4"):
-        check_lengths(12, Batch(), layout)
+    refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, layout)
+    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, Batch(), layout)
 
 
 def test_experts_that_no_device_shares_are_within_the_tolerance():
@@ -187,5 +185,4 @@ def test_experts_that_no_device_shares_are_within_the_tolerance():
     share = check_sharding(model.parameters, layout, 0.02)
     experts = sum(info.size for name, info in model.parameters.items() if "/experts/" in name)
     assert share == pytest.approx(1 - experts / model.num_parameters)
-    with pytest.raises(UserError, match=r"(?s)expert 4.*layers/"):
-        check_sharding(model.parameters, layout, share / 2)
+    refused(r"(?s)expert 4.*layers/", check_sharding, model.parameters, layout, share / 2)

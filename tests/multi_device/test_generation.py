@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
-from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
@@ -17,6 +16,7 @@ from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.text_bytes import TextBytes
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.multi_device.same_results import MIXED
+from tests.refusals import refused
 from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
 
@@ -115,5 +115,4 @@ def test_the_same_scores_on_eight_devices(folder, mesh, stride, per_device):
 
 
 def test_batches_that_devices_do_not_divide(folder):
-    with pytest.raises(UserError, match=r"per_device_batch_size=0\.5"):
-        score(folder, jax.devices(), -1, 0.5)
+    refused(r"per_device_batch_size=0\.5", score, folder, jax.devices(), -1, 0.5)

@@ -15,6 +15,7 @@ from MaxText.training.recovery import copied, placed
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import MIXED, assert_read_as, train
+from tests.refusals import refused
 from tests.small_models import tiny_config
 
 pytestmark = pytest.mark.multi_device
@@ -177,8 +178,7 @@ def test_a_mesh_that_leaves_much_whole_is_refused():
     assert share_of_whole(0.0, base_emb_dim=36, **DATA) == 0.0
     heads = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 100}
     tensor = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8, "scan_layers": False}
-    with pytest.raises(UserError, match=r"wi_0/kernel \(3, 32, 100\).* 100 .*tensor 8"):
-        share_of_whole(0.02, **heads, **tensor)
+    refused(r"wi_0/kernel \(3, 32, 100\).* 100 .*tensor 8", share_of_whole, 0.02, **heads, **tensor)
     several = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 25}  # 50, 100 and 150
     with pytest.raises(UserError, match=r"(?s)layers/2/mlp/wi_0/kernel .* 150 .*mlp_dim_multiple"):
         share_of_whole(0.02, **heads, **tensor, **several)
@@ -186,6 +186,5 @@ def test_a_mesh_that_leaves_much_whole_is_refused():
 
 def test_batches_that_do_not_match():
     half = Batch(per_device_batch_size=0.5)
-    with pytest.raises(UserError, match="per_device_batch_size=1"):
-        rows_of_batch(half, layout_of(tiny_config()))
+    refused("per_device_batch_size=1", rows_of_batch, half, layout_of(tiny_config()))
     assert rows_of_batch(half, layout_of(tiny_config(ici_tensor_parallelism=4))) == 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.parallelism.cluster import Cluster, find
+from tests.refusals import refused
 
 SLURM = {
     "SLURM_JOB_ID": "4242",
@@ -109,5 +109,4 @@ def test_tpu_chips_ask_the_metadata(chips):
     ],
 )
 def test_mistakes_name_the_variable(environment, named):
-    with pytest.raises(UserError, match=named):
-        find(environment, "auto")
+    refused(named, find, environment, "auto")

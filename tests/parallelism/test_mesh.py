@@ -16,6 +16,7 @@ from MaxText.errors import UserError
 from MaxText.parallelism.constraints import partition_spec
 from MaxText.parallelism.device_mesh import arranged, mesh_sizes
 from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
+from tests.refusals import refused
 
 
 def spec(names, shape, rules=LOGICAL_AXIS_RULES, **sizes):
@@ -56,8 +57,7 @@ def test_axes_inside_slices_and_across_them():
     # Places inside of a slice lie together.
     assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2
     assert len({device.id for device in found.flat}) == 12
-    with pytest.raises(UserError, match="3 and 4"):
-        mesh_sizes(Mesh(), slices(2, 4)[:-1])
+    refused("3 and 4", mesh_sizes, Mesh(), slices(2, 4)[:-1])
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,8 @@ def test_axes_inside_slices_and_across_them():
 )
 def test_sizes_that_do_not_fit(asked, number, found):
     devices = slices(number, 8 // number)
-    with pytest.raises(UserError, match=found) as error:
-        mesh_sizes(Mesh(**asked), devices)
-    advice = str(error.value).partition("What to do")[2]
+    error = refused(found, mesh_sizes, Mesh(**asked), devices)
+    advice = str(error).partition("What to do")[2]
     fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
     assert math.prod(mesh_sizes(Mesh(**fits), devices).across) == number
 
@@ -86,8 +85,7 @@ def test_processes_stand_for_slices_where_jax_knows_of_none():
     assert [[device.process_index for device in row] for row in found] == [
         [0, 0, 1, 1], [2, 2, 3, 3]
     ]  # fmt: skip
-    with pytest.raises(UserError, match="dcn_data_parallelism=3"):
-        mesh_sizes(Mesh(dcn_data_parallelism=3), devices)
+    refused("dcn_data_parallelism=3", mesh_sizes, Mesh(dcn_data_parallelism=3), devices)
 
 
 # Rules of a user before those of the base, and rules of which later ones are fallbacks.
@@ -130,8 +128,7 @@ def test_a_batch_that_does_not_divide():
     assert layout.share_of_batch() == (0, 1)
     assert rows_of_batch(Batch(per_device_batch_size=4), layout) == 4
     assert rows_of_batch(Batch(per_device_batch_size=4), layout, per_device=2) == 2
-    with pytest.raises(UserError, match=r"per_device_batch_size=2\.5"):
-        rows_of_batch(Batch(per_device_batch_size=2.5), layout)
+    refused(r"per_device_batch_size=2\.5", rows_of_batch, Batch(per_device_batch_size=2.5), layout)
 
 
 @pytest.mark.parametrize(

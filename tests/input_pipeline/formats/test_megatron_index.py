@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats.megatron_index import read_index, write_index
+from tests.refusals import refused
 
 CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 
@@ -53,8 +53,7 @@ def test_damaged_index(tmp_path, at, value, message):
     write_index(path, np.dtype("u2"), [3, 0, 5], [0, 2, 3])
     content = path.read_bytes()
     path.write_bytes(content[:at] + value + content[at + len(value) :])
-    with pytest.raises(UserError, match=rf"x\.idx.*{message}"):
-        read_index(str(path))
+    refused(rf"x\.idx.*{message}", read_index, str(path))
 
 
 def test_truncated_index(tmp_path):
@@ -63,5 +62,4 @@ def test_truncated_index(tmp_path):
     content = path.read_bytes()
     for left in range(len(content)):
         path.write_bytes(content[:left])
-        with pytest.raises(UserError, match=r"x\.idx"):
-            read_index(str(path))
+        refused(r"x\.idx", read_index, str(path))

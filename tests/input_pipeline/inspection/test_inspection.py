@@ -32,6 +32,7 @@ from tests.input_pipeline.small_data import (
 )
 from tests.input_pipeline.streams.token_files import open_data, write, write_tfrecord
 from tests.programs import run
+from tests.refusals import refused
 
 ALL = 10**9
 LARGE_ID = 40_000
@@ -242,14 +243,11 @@ def test_mistakes(tmp_path):
     keys = {"dataset_path": str(tmp_path / "set")}
     with pytest.raises(UserError, match=r"step=6: .*num_epoch=1 .*6 steps.* 5"):
         inspection(quiet, num_epoch=1, **keys).show_batch(6)
-    with pytest.raises(UserError, match="num_devices=1"):
-        inspection(quiet, per_device_batch_size=0.5, **keys)
-    with pytest.raises(UserError, match="dataset_type=synthetic"):
-        inspection(quiet, dataset_type="synthetic")
+    refused("num_devices=1", inspection, quiet, per_device_batch_size=0.5, **keys)
+    refused("dataset_type=synthetic", inspection, quiet, dataset_type="synthetic")
     lines: list[str] = []
     small = inspection(lines.append, has_model=True, vocab_size=200, **keys)
-    with pytest.raises(UserError, match=r"vocab_size=200 .*id \d+"):
-        small.show_statistics(ALL, None)
+    refused(r"vocab_size=200 .*id \d+", small.show_statistics, ALL, None)
     assert "vocab_size = 200 ids: 3 " in "\n".join(lines)
     with pytest.raises(UserError, match=str(tmp_path)):
         draw_lengths(tmp_path, document_lengths(np.array([0, 1, 3, 900])), 64, "")

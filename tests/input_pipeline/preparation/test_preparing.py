@@ -21,6 +21,7 @@ from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.streams.token_stream import TokenStream
 from tests.input_pipeline.small_data import contents
+from tests.refusals import refused
 
 from .small_corpus import byte_options, documents, made, options, split_small, write_texts
 
@@ -107,8 +108,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fracti
         # What is asserted here does not depend on it, and it takes most of the time.
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
         if not expected:
-            with pytest.raises(UserError, match="no document with text"):
-                made(asked, folder / "d")
+            refused("no document with text", made, asked, folder / "d")
             assert not (folder / "d").exists()
             return
         manifest = made(asked, folder / "d")
@@ -172,8 +172,7 @@ def test_text_is_fixed_on_request(tmp_path, monkeypatch):
     keys = byte_options(tmp_path / "a.txt", prepare_fix_text=True)
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "ftfy", None)
-        with pytest.raises(UserError, match=r"MaxText\[data\]"):
-            made(keys, tmp_path / "d")
+        refused(r"MaxText\[data\]", made, keys, tmp_path / "d")
     pytest.importorskip("ftfy", reason="prepare_fix_text needs it")
     manifest = made(keys, tmp_path / "fixed")
     made(byte_options(tmp_path / "a.txt"), tmp_path / "as it is")
@@ -247,9 +246,8 @@ def bad_text(tmp_path):
 def test_bad_records_are_counted(bad_text, tmp_path, make_options):
     keys = make_options(bad_text)
     for limit in (3, 0):
-        with pytest.raises(UserError, match=r"latin\.txt") as caught:
-            made(keys, tmp_path / "d", max_bad_records=limit)
-        assert ("max_bad_records=3" in str(caught.value)) == (limit == 3)
+        caught = refused(r"latin\.txt", made, keys, tmp_path / "d", max_bad_records=limit)
+        assert ("max_bad_records=3" in str(caught)) == (limit == 3)
     lines = []
     manifest = made(keys, tmp_path / "d", lines.append, max_bad_records=4)
     assert manifest.source.skipped == {"malformed": 2, "unreadable": 2}
@@ -277,8 +275,7 @@ CUT = gzip.compress(b'{"text": "row"}\n' * 9000, mtime=0)[:-9]
 )
 def test_failures_leave_nothing(tmp_path, make_options, name, content, limit, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        made(make_options(tmp_path / name), tmp_path / "d", max_bad_records=limit)
+    refused(message, made, make_options(tmp_path / name), tmp_path / "d", max_bad_records=limit)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -299,11 +296,9 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
         ({"tokenizer_path": "bytes"}, "tokenizer"),
         ({"prepare_output_format": "tfrecord"}, "exists"),
     ]:
-        with pytest.raises(UserError, match=message):
-            made(options(corpus, **keys), target)
+        refused(message, made, options(corpus, **keys), target)
     (corpus / "new.txt").write_text("one more")
-    with pytest.raises(UserError, match="text was other"):
-        made(options(corpus), target)
+    refused("text was other", made, options(corpus), target)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     # One of schema version 1, which had fewer keys.
     (corpus / "new.txt").unlink()

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.record_export import LEDGER_NAME, export_records
 from MaxText.input_pipeline.preparation.strided_windows import strided_windows
@@ -26,6 +25,7 @@ from tests.input_pipeline.small_data import (
     random_documents,
     write_data_set,
 )
+from tests.refusals import refused
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="extra `data` is not installed")
 
@@ -222,16 +222,13 @@ def test_other_contents_are_not_overwritten(tmp_path, monkeypatch):
         (first, tmp_path / "full" / "thesis.tex", {}, "is a file"),
         (first, tmp_path / "full" / "thesis.tex" / "below", {}, "below"),
     ):
-        with pytest.raises(UserError, match=message):
-            export(prepared, target, **keys)
+        refused(message, export, prepared, target, **keys)
     assert contents(tmp_path) == before
     for damage in (b"", b"{", b'{"schema_version": 1}', b"\xff"):
         (output / LEDGER_NAME).write_bytes(damage)
-        with pytest.raises(UserError, match=LEDGER_NAME):
-            export(first, output)
+        refused(LEDGER_NAME, export, first, output)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"MaxText\[data\]"):
-        export(first, tmp_path / "new", prepare_output_format="parquet")
+    refused(r"MaxText\[data\]", export, first, tmp_path / "new", prepare_output_format="parquet")
 
 
 @pytest.mark.parametrize("cause", ["damaged tokens", "full disk"])
@@ -244,6 +241,5 @@ def test_failures_leave_no_half_file(tmp_path, monkeypatch, cause):
     else:
         file.write_bytes(bytes(reversed(file.read_bytes())))
     message = r"\.tfrecords .*No space" if cause == "full disk" else file.name
-    with pytest.raises(UserError, match=message):
-        export(tmp_path / "set", tmp_path / "out")
+    refused(message, export, tmp_path / "set", tmp_path / "out")
     assert list(contents(tmp_path / "out")) == [LEDGER_NAME]

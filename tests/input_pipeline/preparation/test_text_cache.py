@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.text_cache import open_text
+from tests.refusals import refused
 
 from .small_corpus import documents
 
@@ -69,7 +69,5 @@ def test_remote_and_missing_files_and_no_tokenizer(files, tmp_path):
     keys = {"tokenizer_path": "", "tokenizer_type": "byte"}
     folder = opened(["memory://text_cache/a.jsonl"], tmp_path, **keys)
     assert [bytes(ids[:-1]) for ids in documents(folder, "train")] == [b"far away"]
-    with pytest.raises(UserError, match=r"a\.jsonl .*tokenizer_path"):
-        opened(files[1:], tmp_path, tokenizer_path="")
-    with pytest.raises(UserError, match=r"gone\.jsonl"):
-        opened([tmp_path / "gone.jsonl"], tmp_path)
+    refused(r"a\.jsonl .*tokenizer_path", opened, files[1:], tmp_path, tokenizer_path="")
+    refused(r"gone\.jsonl", opened, [tmp_path / "gone.jsonl"], tmp_path)

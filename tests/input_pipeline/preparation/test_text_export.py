@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.text_export import export_text
 from tests.input_pipeline.preparation.sources.written_corpora import arrow_stream, read_texts, rows
 from tests.input_pipeline.small_data import contents
+from tests.refusals import refused
 
 TEXTS = [f"{i} äöü " + random.Random(i).randbytes(i % 37 * 10).hex() for i in range(200)]
 
@@ -104,19 +104,14 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     export(path, out, lines)
     assert [line.split()[0] for line in lines] == ["Kept"]
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    with pytest.raises(UserError, match="prepare_seed was 0 and is 1"):
-        export(path, out, prepare_seed=1)
-    with pytest.raises(UserError, match=r"no export\.json.* a\.jsonl"):
-        export(path, tmp_path)
-    with pytest.raises(UserError, match=r"prepare_name=\.\./x"):
-        export(path, tmp_path / "b", prepare_name="../x")
+    refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
+    refused(r"no export\.json.* a\.jsonl", export, path, tmp_path)
+    refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
-        with pytest.raises(UserError, match="text "):
-            export(path, out)
+        refused("text ", export, path, out)
     (out / "export.json").write_text("{")
-    with pytest.raises(UserError, match=r"export\.json is damaged"):
-        export(path, out)
+    refused(r"export\.json is damaged", export, path, out)
 
 
 def test_missing_files_are_written_again(source, tmp_path):
@@ -131,8 +126,7 @@ def test_missing_files_are_written_again(source, tmp_path):
 def test_no_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(rows(["", " "]))
-    with pytest.raises(UserError, match=r"a\.jsonl .*\(1 files: 2 empty\)"):
-        export(path, tmp_path / "out")
+    refused(r"a\.jsonl .*\(1 files: 2 empty\)", export, path, tmp_path / "out")
     path.write_bytes(rows(["", "now"]))
     lines = []
     export(path, tmp_path / "out", lines)

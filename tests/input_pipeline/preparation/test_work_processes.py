@@ -13,6 +13,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation import building_lock, work_processes
+from tests.refusals import refused
 
 
 def run(function, shared, jobs, num_processes, advance=lambda done: None):
@@ -37,8 +38,7 @@ def test_every_job_is_done_once(num_processes):
     assert (os.getpid() in {process for _, process in results}) == (num_processes == 1)
     assert run(multiply, 3, [2], 8) == [(6, os.getpid())]  # one job needs no process
     assert run(multiply, 3, [], 8) == []
-    with pytest.raises(UserError, match="below 0"):
-        run(multiply, 3, [1, -1, 2], num_processes)
+    refused("below 0", run, multiply, 3, [1, -1, 2], num_processes)
 
 
 def kill_itself(shared, number, advance):
@@ -50,8 +50,7 @@ def kill_itself(shared, number, advance):
 
 @pytest.mark.parametrize("shared", ["lock free", "lock held"])
 def test_killed_process_is_reported(shared):
-    with pytest.raises(UserError, match="killed"):
-        run(kill_itself, shared, [0, 1], 2)
+    refused("killed", run, kill_itself, shared, [0, 1], 2)
     assert multiprocessing.active_children() == []
 
 

@@ -15,6 +15,7 @@ from MaxText.input_pipeline.formats.table_ids import TableIds
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import FORMATS, RECORDS, open_data, tokens_of
+from tests.refusals import refused
 
 # Several files, one of them empty; documents without tokens at both ends of one.
 SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
@@ -195,8 +196,7 @@ def test_an_index_is_used_until_a_file_changes(tmp_path):
     assert len({int(stream.document_offsets[-1]) for stream in made}) == 1
     assert len(list((tmp_path / "new" / "indices").iterdir())) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data_cache_dir=.*file"):
-        open_data(folder, tmp_path / "file")
+    refused(r"data_cache_dir=.*file", open_data, folder, tmp_path / "file")
 
 
 PADDED = [[101, 5, 0, 7, 102, 0], [101, 0, 102, 0, 0, 0]]
@@ -230,8 +230,7 @@ def test_attention_mask_and_labels_of_a_table(tmp_path, labels):
     assert data.labels is not None
     read = data.labels.ranges([(0, 12)])[0]
     assert read.tolist() == [5, 0, 7, 102, -100, -100, 0, 102, -100, -100, -100, -100]
-    with pytest.raises(UserError, match=r"records_eos_id=1: .*labels"):
-        open_data(path, tmp_path, records_eos_id=1)
+    refused(r"records_eos_id=1: .*labels", open_data, path, tmp_path, records_eos_id=1)
 
 
 @pytest.mark.parametrize("kind", ["large", "fixed", "file", "no list", "no value"])

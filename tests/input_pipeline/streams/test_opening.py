@@ -15,6 +15,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import write_array
 from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -111,10 +112,8 @@ def test_the_split_is_in_names_of_files_or_folders(tmp_path, opened):
         token_files.write_arrow(path, [np.array([value])])
     assert tokens_of(opened(tmp_path / "d")) == [1]
     assert tokens_of(opened(tmp_path / "d", split="validation", for_training=False)) == [2]
-    with pytest.raises(UserError, match="eval_split=test"):
-        opened(folder, split="test", for_training=False)
-    with pytest.raises(UserError, match="eval_split=train"):
-        opened(folder.rename(tmp_path / "x") / "t*", eval_split="train")
+    refused("eval_split=test", opened, folder, split="test", for_training=False)
+    refused("eval_split=train", opened, folder.rename(tmp_path / "x") / "t*", eval_split="train")
 
 
 @pytest.mark.parametrize(
@@ -134,14 +133,12 @@ def test_the_field_of_the_ids(tmp_path, opened):
     path.write_bytes(frame(tf_example.encode({"text": [1, 2], "other": [3]})))
     assert tokens_of(opened(path)) == [1, 2]
     assert tokens_of(opened(path, tokens_field="other")) == [3]
-    with pytest.raises(UserError, match=r"nothing .*other .*text"):
-        opened(path, tokens_field="nothing")
+    refused(r"nothing .*other .*text", opened, path, tokens_field="nothing")
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     parquet = pytest.importorskip("pyarrow.parquet")
     content = pyarrow.table({"input_ids": [[0.5]], "number": [1]})
     parquet.write_table(content, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"input_ids \(list<.*double>\), number"):
-        opened(tmp_path / "x.parquet")
+    refused(r"input_ids \(list<.*double>\), number", opened, tmp_path / "x.parquet")
 
 
 def test_an_id_at_the_end_of_each_record(tmp_path, opened):
@@ -170,8 +167,7 @@ def test_text_is_tokenized(tmp_path, opened, name):
         path.write_text('{"content": "zwölf"}\n')
     else:
         write_array_record(path, ["zwölf".encode() if name.startswith("plain") else record])
-    with pytest.raises(UserError, match=rf"{path.name} .*tokenizer_path"):
-        opened(path, text_field="content")
+    refused(rf"{path.name} .*tokenizer_path", opened, path, text_field="content")
     keys = {"text_field": "content", "tokenizer_path": "byte", "add_bos": True, "add_eos": False}
     assert tokens_of(opened(path, **keys)) == [257, *"zwölf".encode()]
 
@@ -195,8 +191,7 @@ def test_files_without_tokens_are_refused(tmp_path, opened, files, named):
     (tmp_path / "d").mkdir()
     for name, content in files.items():
         (tmp_path / "d" / name).write_bytes(content)
-    with pytest.raises(UserError, match=named):
-        opened(tmp_path / "d")
+    refused(named, opened, tmp_path / "d")
 
 
 @pytest.mark.parametrize("name", ["a.array_record", "a.parquet", "b.tfrecord.gz", "shard.tgz"])
@@ -204,12 +199,10 @@ def test_files_without_permission_are_named(tmp_path, opened, monkeypatch, name)
     WRITERS[name](tmp_path / name, [np.array([1, 2])])
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "open", denying(builtins.open, name))
-        with pytest.raises(UserError, match=rf"{name}.* \(Permission denied\)"):
-            opened(tmp_path / name)
+        refused(rf"{name}.* \(Permission denied\)", opened, tmp_path / name)
     monkeypatch.setattr(os, "stat", denying(os.stat, "manifest.json", name))
     for location in (tmp_path, tmp_path / name):
-        with pytest.raises(UserError, match=rf"dataset_path={location} .*\(Permission denied\)"):
-            opened(location)
+        refused(rf"dataset_path={location} .*\(Permission denied\)", opened, location)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer, train_tokenizer
 from tests.input_pipeline.tokenization import test_sentence_piece, test_tiktoken_file
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, assert_same_ids, write
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +100,7 @@ def test_byte_tokenizer_control_ids(tmp_path):
     assert tokenizer.decode([257, 0xC3, 104, 105, 256, 999, -1]) == "<bos>\ufffdhi<eos>"
     assert tokenizer.encode(["\ud800"])[0].tolist() == list("\ufffd".encode())
     for path in ("gpt2", str(tmp_path)):
-        with pytest.raises(UserError, match="tokenizer_"):
-            load_tokenizer(path, "byte")
+        refused("tokenizer_", load_tokenizer, path, "byte")
 
 
 def test_trained_tokenizer(trained):
@@ -131,8 +131,7 @@ def test_trained_special_tokens():
         (tuple(f"<{i}>" for i in range(45)), "301"),
         (("a",), "'a'"),
     ):
-        with pytest.raises(UserError, match=message):
-            train_tokenizer(SAMPLE, 300, "a test", wrong)
+        refused(message, train_tokenizer, SAMPLE, 300, "a test", wrong)
 
 
 def test_loaded_from_folder_file_or_hub(trained, tmp_path, monkeypatch):
@@ -155,8 +154,7 @@ def test_loaded_from_folder_file_or_hub(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     by_hub = load_tokenizer("some/model")
     assert by_hub.entry == by_file.entry.model_copy(update={"origin": "hub some/model"})
-    with pytest.raises(UserError, match=r"another/model.*ConnectionError"):
-        load_tokenizer("another/model")
+    refused(r"another/model.*ConnectionError", load_tokenizer, "another/model")
 
 
 def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
@@ -177,11 +175,9 @@ def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
     entry = load_tokenizer(str(tmp_path)).entry
     assert (entry.eos_id, entry.pad_id, entry.vocab_size) == (size, size + 1, size + 2)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 5}))
-    with pytest.raises(UserError, match=rf"added_tokens\.json.*'<pad>'.* {size + 5}"):
-        load_tokenizer(str(tmp_path))
+    refused(rf"added_tokens\.json.*'<pad>'.* {size + 5}", load_tokenizer, str(tmp_path))
     (tmp_path / "vocab.json").write_text("[]")
-    with pytest.raises(UserError, match=r"vocab\.json"):
-        load_tokenizer(str(tmp_path))
+    refused(r"vocab\.json", load_tokenizer, str(tmp_path))
 
 
 def test_control_ids_by_name_or_by_settings(tmp_path):
@@ -209,8 +205,7 @@ def test_control_tokens_in_text_stay_text(tmp_path):
         assert copy.encode(["a </s> b"])[0].tolist() == [0, 2, 1]
         assert copy.decode([0, 3]) == "a </s>"
     forged = write(word_tokenizer("</s>", special=False), tmp_path / "forged")
-    with pytest.raises(UserError, match="control id 3"):
-        load_tokenizer(str(forged))
+    refused("control id 3", load_tokenizer, str(forged))
     # In the middle of a text this one would be other ids, at the start its own.
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"\u2581a": 0, "stop": 1, "?": 2}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -249,16 +244,14 @@ def test_unusable_folders(tmp_path, files, kind, message):
     for name, content in files.items():
         content = word_tokenizer().to_str().encode() if content is None else content
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(tmp_path), kind)
+    refused(message, load_tokenizer, str(tmp_path), kind)
 
 
 def test_missing_paths(tmp_path, monkeypatch, told):
     monkeypatch.chdir(tmp_path)
     for path in ("absent.json", "./absent/folder", "/absent/a/b", "a.tiktoken", ""):
-        with pytest.raises(UserError, match=f"tokenizer_path={path}: no such file") as caught:
-            load_tokenizer(path)
-    told(caught.value)
+        caught = refused(f"tokenizer_path={path}: no such file", load_tokenizer, path)
+    told(caught)
 
 
 def test_a_regular_expression_of_exponential_time(tmp_path):
@@ -266,5 +259,4 @@ def test_a_regular_expression_of_exponential_time(tmp_path):
     plain.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     plain.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer\.json.* 41 "):
-        tokenizer.encode(["a" * 40 + "b"])
+    refused(r"tokenizer\.json.* 41 ", tokenizer.encode, ["a" * 40 + "b"])

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
+from tests.refusals import refused
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
 
@@ -68,14 +68,11 @@ def test_control_ids_by_settings(tmp_path):
     assert (entry.eos_id, entry.pad_id, entry.bos_id) == (3, 4, None)
     # Text can spell a user-defined symbol.
     train(tmp_path / "spiece.model", user_defined_symbols="<stop>")
-    with pytest.raises(UserError, match=r"'<stop>'.* 3"):
-        load_tokenizer(str(tmp_path))
+    refused(r"'<stop>'.* 3", load_tokenizer, str(tmp_path))
 
 
 def test_damaged_or_missing(model, tmp_path, monkeypatch):
     (tmp_path / "bad.model").write_bytes(b"\x00garbage")
-    with pytest.raises(UserError, match=r"bad\.model"):
-        load_tokenizer(str(tmp_path / "bad.model"))
+    refused(r"bad\.model", load_tokenizer, str(tmp_path / "bad.model"))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"MaxText\[data\]"):
-        load_tokenizer(str(model))
+    refused(r"MaxText\[data\]", load_tokenizer, str(model))

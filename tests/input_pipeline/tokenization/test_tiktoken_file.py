@@ -8,10 +8,10 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from tiktoken_ext import openai_public
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.input_pipeline.tokenization.word_patterns import LLAMA3_WORDS
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
+from tests.refusals import refused
 
 BYTES = [bytes([byte]) for byte in range(256)]
 
@@ -114,8 +114,7 @@ def test_long_run_of_white_space(tmp_path):
 def test_damaged_files(tmp_path, contents, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_bytes(contents)
-    with pytest.raises(UserError, match=rf"gpt2\.tiktoken.*{message}"):
-        load_tokenizer(str(path))
+    refused(rf"gpt2\.tiktoken.*{message}", load_tokenizer, str(path))
 
 
 @pytest.mark.parametrize(
@@ -131,5 +130,4 @@ def test_damaged_files(tmp_path, contents, message):
 )
 def test_impossible_settings(tmp_path, config, message):
     path = write(tmp_path / "own.tiktoken", **config)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(path))
+    refused(message, load_tokenizer, str(path))

@@ -11,7 +11,6 @@ import pyarrow
 import pytest
 from hypothesis import strategies
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation.sources import plain_text
 from tests.input_pipeline.preparation.sources.written_corpora import (
     COMPRESS,
@@ -22,6 +21,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import (
     read_texts,
     write_array_record,
 )
+from tests.refusals import refused
 
 # Line ends of all kinds, several planes of Unicode, and what looks like the formats themselves.
 TEXTS = strategies.text(
@@ -107,8 +107,7 @@ def test_concatenated_compressed_streams(tmp_path):
     for ending in ("xz", "bz2"):
         path, pack = tmp_path / f"damaged.txt.{ending}", COMPRESS[ending]
         path.write_bytes(pack(b"first ") + b"?" + pack(b"second")[1:])
-        with pytest.raises(UserError, match=rf"damaged\.txt\.{ending}"):
-            read_texts(path)
+        refused(rf"damaged\.txt\.{ending}", read_texts, path)
 
 
 def test_lines_of_gz_are_documents(tmp_path):
@@ -164,8 +163,7 @@ def test_columns_of_paragraphs(tmp_path, monkeypatch):
     assert [(document.text, document.row) for document in documents] == [("a\n\nb", 0), ("c", 2)]
     assert skipped == {"empty": 1}
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"MaxText\[data\]"):
-        read_texts(tmp_path / "a.parquet")
+    refused(r"MaxText\[data\]", read_texts, tmp_path / "a.parquet")
 
 
 def test_text_that_looks_like_a_record_stays_text(tmp_path):

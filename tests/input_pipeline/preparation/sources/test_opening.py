@@ -15,7 +15,6 @@ import pytest
 from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.corpus import Document
 from MaxText.input_pipeline.preparation.preparing import prepare
@@ -31,6 +30,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import (
     write_array_record,
 )
 from tests.input_pipeline.small_data import denying
+from tests.refusals import refused
 
 
 def write(folder: Path, contents: dict[str, bytes]) -> None:
@@ -161,8 +161,7 @@ def test_remote_files(tmp_path):
         assert read_texts("memory://corpus/{1.txt,u.arrow}") == ["a", "h", "i", "j"]
         size = sum(len(contents[name]) for name in list(contents)[:5])
         assert open_corpus("memory://corpus", "text").units[0].num_bytes == size
-        with pytest.raises(UserError, match=r"absent\.txt"):
-            open_corpus("memory://corpus/absent.txt", "text")
+        refused(r"absent\.txt", open_corpus, "memory://corpus/absent.txt", "text")
     finally:
         system.rm("/corpus", recursive=True)
 
@@ -189,8 +188,7 @@ def test_remote_files(tmp_path):
 def test_sources_without_text(tmp_path, monkeypatch, source, names, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, dict.fromkeys(names, b"text"))
-    with pytest.raises(UserError, match=message):
-        open_corpus(source, "text")
+    refused(message, open_corpus, source, "text")
 
 
 def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
@@ -198,21 +196,16 @@ def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
     path.write_text("text")
     (unit,) = open_corpus(str(path), "text").units
     path.write_text("longer text")
-    with pytest.raises(UserError, match=r"a\.txt .*11 .* 4 "):
-        list(unit.documents(Counter()))
+    refused(r"a\.txt .*11 .* 4 ", list, unit.documents(Counter()))
     path.unlink()
-    with pytest.raises(UserError, match=r"a\.txt .*No such file"):
-        list(unit.documents(Counter()))
+    refused(r"a\.txt .*No such file", list, unit.documents(Counter()))
     path.mkdir()
-    with pytest.raises(UserError, match=r"a\.txt .*directory"):
-        list(unit.documents(Counter()))
+    refused(r"a\.txt .*directory", list, unit.documents(Counter()))
     os.mkfifo(tmp_path / "b.txt")
-    with pytest.raises(UserError, match=r"b\.txt"):
-        open_corpus(str(tmp_path), "text")
+    refused(r"b\.txt", open_corpus, str(tmp_path), "text")
 
     monkeypatch.setattr(os, "scandir", denying(os.scandir, str(tmp_path)))
-    with pytest.raises(UserError, match=f"{tmp_path} .*Permission denied"):
-        open_corpus(str(tmp_path), "text")
+    refused(f"{tmp_path} .*Permission denied", open_corpus, str(tmp_path), "text")
 
 
 def test_imports_no_jax():
@@ -261,8 +254,7 @@ def test_output_below_its_own_source(tmp_path):
     # What is named itself is read, if it holds text.
     assert read_texts(folder / "records") == ["text a", "of another program"]
     for made in ("bin", "ids"):
-        with pytest.raises(UserError, match=f"dataset_path={folder / made}$"):
-            open_corpus(str(folder / made), "text")
+        refused(f"dataset_path={folder / made}$", open_corpus, str(folder / made), "text")
 
 
 def test_records_of_token_ids(tmp_path):
@@ -275,5 +267,4 @@ def test_records_of_token_ids(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(tfrecord.frame(record))
     write_array_record(tmp_path / "a.array_record", [record])
     for path in tmp_path.iterdir():
-        with pytest.raises(UserError, match=f"input_ids.* token ids.* dataset_path={path}$"):
-            read_texts(path)
+        refused(f"input_ids.* token ids.* dataset_path={path}$", read_texts, path)
