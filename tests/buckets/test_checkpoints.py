@@ -107,8 +107,7 @@ def test_going_back_withdraws_before_it_deletes(opened, emulator):
     checkpoints = opened()
     save_steps(checkpoints, fresh_state(), [0, 1, 2])
     # Killed in the midst, here: the bucket refuses to delete anything but the mark.
-    refusing = Fault(403, "DELETE (?!.*2%2Fcommit_success)")
-    with emulator.failing(refusing), pytest.raises(UserError):
+    with emulator.failing(Fault(403, "DELETE (?!.*2%2Fcommit_success)")), pytest.raises(UserError):
         checkpoints.go_back_to(1)
     assert opened().steps() == [0, 1]
     again = opened()

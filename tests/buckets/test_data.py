@@ -119,8 +119,7 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
 
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
     cache = str(tmp_path / "cache")
-    failing = Fault(503, "POST /upload.*", skip=3)
-    with emulator.failing(failing), pytest.raises(UserError):
+    with emulator.failing(Fault(503, "POST /upload.*", skip=3)), pytest.raises(UserError):
         prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
     names = emulator.names(bucket)
     assert names

@@ -104,8 +104,7 @@ def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
     (step / COMMIT_MARK).write_text("")
     (step / "items" / "array").mkdir(parents=True)
     (step / "items" / "array" / "0").write_text("numbers")
-    fault = Fault(503, where="DELETE .*array")
-    with emulator.failing(fault), pytest.raises(BucketFailure):
+    with emulator.failing(Fault(503, where="DELETE .*array")), pytest.raises(BucketFailure):
         step.rmtree()
     assert (step / "items" / "array" / "0").exists()
     assert not (step / COMMIT_MARK).exists()

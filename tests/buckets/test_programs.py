@@ -65,8 +65,7 @@ class Workplace:
         names = self.emulator.names(f"{self.bucket}/{prefix}")
         parts = [name.removeprefix(prefix).split("/") for name in names]
         folders = {int(part[0]) for part in parts if part[0].isdigit()}
-        done = {int(part[0]) for part in parts if part[1:] == ["commit_success.txt"]}
-        return done, folders
+        return {int(part[0]) for part in parts if part[1:] == ["commit_success.txt"]}, folders
 
 
 def losses(text):

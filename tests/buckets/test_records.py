@@ -29,8 +29,7 @@ def steps(file):
 
 
 def test_a_long_run_writes_segments_and_no_row_twice(file, bucket, emulator):
-    rows = write(file, range(100))
-    rows.close()
+    write(file, range(100)).close()
     assert steps(file) == [*range(100)]
     names = emulator.names(f"{bucket}/run/")
     assert sorted(names)[:2] == ["run/metrics.1.jsonl", "run/metrics.2.jsonl"]

@@ -32,8 +32,7 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, host=0, hosts=1, plan=PLAN, show=quiet, **keys):
-    data = data_keys(folder, **keys)
-    return open_train(data, host=host, hosts=hosts, plan=plan, show=show)
+    return open_train(data_keys(folder, **keys), host=host, hosts=hosts, plan=plan, show=show)
 
 
 @pytest.mark.parametrize("keys", [{}, {"dataset_type": "synthetic"}])
@@ -53,8 +52,7 @@ def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
         assert bool(run.incidents.drain()) == (not keys)
     assert_same(read[0], expected)
     assert_same([join(rows) for rows in zip(*read[1:], strict=True)], expected)
-    plain = take(opened(folder, **keys), 16)
-    assert (plain[15].tokens_BT != expected[15].tokens_BT).any()
+    assert (take(opened(folder, **keys), 16)[15].tokens_BT != expected[15].tokens_BT).any()
 
 
 def test_the_samples_that_are_left_are_read(folder):

@@ -299,8 +299,7 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     first = list(evaluation)
     assert len(first) == len(evaluation) > 1
     assert_same(evaluation, first)
-    counted = sum(batch.weights_BT.sum() for batch in first)
-    assert counted == split.num_tokens - split.num_documents
+    assert sum(batch.weights_BT.sum() for batch in first) == split.num_tokens - split.num_documents
     assert_same(open_eval(data_keys(folder), eval_steps=1), first[:1])
     parts = [open_eval(data_keys(folder), host=host, hosts=2) for host in range(2)]
     assert_same([join(rows) for rows in zip(*parts, strict=True)], first)

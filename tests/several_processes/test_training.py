@@ -70,8 +70,7 @@ def assert_same_run(whole, name):
         # Only the order in which four numbers are added may differ.
         for tag in ("learning/loss", "learning/grad_norm"):
             np.testing.assert_allclose(left[tag], right[tag], rtol=1e-5, err_msg=f"{left['step']}")
-    evaluations = [events(folder, "evaluation") for folder in folders]
-    for left, right in zip(*evaluations, strict=True):
+    for left, right in zip(*[events(folder, "evaluation") for folder in folders], strict=True):
         assert left["step"] == right["step"]
         np.testing.assert_allclose(left["eval/avg_loss"], right["eval/avg_loss"], rtol=1e-5)
     samples = [(folder / "sample.txt").read_text() for folder in folders]

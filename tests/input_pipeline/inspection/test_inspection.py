@@ -51,8 +51,7 @@ def documents() -> list[np.ndarray]:
 
 def rows_of(location: Path, length: int, **keys):
     plan = BatchPlan.constant(1, length)
-    batches = open_train(data_keys(location, **keys), plan=plan, vocab_size=2**31 - 1)
-    return batches.opened[0].rows
+    return open_train(data_keys(location, **keys), plan=plan, vocab_size=2**31 - 1).opened[0].rows
 
 
 def repeats_of(sequences: list[np.ndarray]) -> tuple[int, int, int]:
@@ -148,8 +147,7 @@ def test_lengths_are_those_of_numpy(count):
     np.testing.assert_array_equal(np.repeat(found.tokens_L, found.documents_L), np.sort(sizes))
     assert (found.num_documents, found.num_tokens) == (count, sizes.sum())
     for share in (0.01, 0.5, 0.99, 1):
-        expected = np.quantile(sizes, share, method="inverted_cdf")
-        assert found.quantile(share) == expected
+        assert found.quantile(share) == np.quantile(sizes, share, method="inverted_cdf")
 
 
 def test_rows_are_shown_from_both_ends_and_visibly():

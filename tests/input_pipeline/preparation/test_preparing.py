@@ -118,8 +118,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fracti
     assert all(any(ids == other for other in stored) for ids in train)
     assert train
     assert bool(validation) == (fraction > 0 and len(expected) > 1)
-    num_tokens = sum(split.num_tokens for split in manifest.splits.values())
-    assert num_tokens == sum(map(len, expected))
+    assert sum(split.num_tokens for split in manifest.splits.values()) == sum(map(len, expected))
     skipped = manifest.source.skipped
     assert skipped.pop("empty", 0) == len(everything) - len(with_text)
     assert sum(skipped.values()) == len(with_text) - len(kept)
@@ -159,8 +158,7 @@ def test_separator_and_special_tokens(corpus, tmp_path):
     for keys in ({"prepare_separator_id": 259}, {"prepare_separator_id": 7, "add_eos": False}):
         with pytest.raises(UserError, match=f"prepare_separator_id={keys['prepare_separator_id']}"):
             made(byte_options(corpus, **keys), tmp_path / "d")
-    manifest = made(byte_options(corpus, prepare_separator_id=7), tmp_path / "d")
-    assert manifest.tokenizer.eos_id == 7
+    assert made(byte_options(corpus, prepare_separator_id=7), tmp_path / "d").tokenizer.eos_id == 7
     made(options(corpus, tokenizer_special_tokens=("<end>", "[MASK]")), tmp_path / "e")
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "e" / "tokenizer.json"))
     assert [tokenizer.id_to_token(number) for number in (0, 1)] == ["<end>", "[MASK]"]
@@ -203,8 +201,7 @@ def test_held_out_documents_follow_the_seed(tmp_path, seed, monkeypatch):
         path.write_bytes(gzip.compress(path.read_bytes()))
     spy = mock.Mock(side_effect=preparing.train_tokenizer)
     monkeypatch.setattr(preparing, "train_tokenizer", spy)
-    keys = options(tmp_path / "text", validation_fraction=0.2, prepare_seed=seed)
-    made(keys, tmp_path / "d")
+    made(options(tmp_path / "text", validation_fraction=0.2, prepare_seed=seed), tmp_path / "d")
     ranks = {f"{i} {row}": splitmix(seed, (i << 40) + row) for i in range(2) for row in range(100)}
     expected = [text for text, rank in ranks.items() if rank < 0.2 * 2**64]
     assert 20 < len(expected) < 60

@@ -52,8 +52,7 @@ def test_shares_of_a_million_tokens():
     assert counts[:ORDINARY].sum() == 0
     expected = counts.sum() / (VOCAB_SIZE - ORDINARY)
     # Chi-squared with 995 degrees of freedom: mean 995, deviation 45.
-    chi_squared = ((counts[ORDINARY:] - expected) ** 2 / expected).sum()
-    assert chi_squared == pytest.approx(995, abs=5 * 45)
+    assert ((counts[ORDINARY:] - expected) ** 2 / expected).sum() == pytest.approx(995, abs=5 * 45)
 
 
 @pytest.mark.parametrize("ignored", [(), (50, 51, 52)])
@@ -131,8 +130,7 @@ def test_shares_of_0_and_1(same, random):
     masked = model(**keys).apply(rows, np.arange(10), seed=0)
     assert masked["weights"].all()
     assert (masked["tokens"] == MASK).mean() == 1 - same - random
-    equal = (masked["tokens"] == rows["tokens"]).mean()
-    assert same <= equal < same + 0.02
+    assert same <= (masked["tokens"] == rows["tokens"]).mean() < same + 0.02
 
 
 def test_cls_comes_first_and_belongs_to_the_first_segment():

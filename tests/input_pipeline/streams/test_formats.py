@@ -26,8 +26,7 @@ def write(kind, folder, sizes=SIZES):
     parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
     if kind.startswith("prepared_"):  # which leaves out what has no tokens
         parts = [[document for document in part if document.size] for part in parts]
-    files = token_files.write(kind, folder, parts)
-    return [document for part in parts for document in part], files
+    return [document for part in parts for document in part], token_files.write(kind, folder, parts)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -94,8 +93,7 @@ def test_a_damaged_record_is_an_error_or_keeps_its_place(tmp_path, kind):
     content = bytearray(path.read_bytes())
     record = tf_example.encode({"input_ids": documents[damaged]})
     if kind == "tar":  # without a checksum
-        at = content.index(documents[1].astype("<i8").tobytes())
-        content[at + 7] = 0xFF
+        content[content.index(documents[1].astype("<i8").tobytes()) + 7] = 0xFF
     elif kind != "parquet":
         content[content.index(record) + len(record) // 2] ^= 4
     path.write_bytes(content)
@@ -136,8 +134,7 @@ def test_remote_files(tmp_path, kind):
     documents, _ = write(kind, tmp_path / "d")
     system = fsspec.filesystem("memory")
     system.put(str(tmp_path / "d"), f"/{tmp_path.name}", recursive=True)
-    url = f"memory://{tmp_path.name}"
-    stream = open_data(url, tmp_path / "c").stream
+    stream = open_data(f"memory://{tmp_path.name}", tmp_path / "c").stream
     whole = np.concatenate(documents)
     np.testing.assert_array_equal(stream.ranges([(3, whole.size)])[0], whole[3:])
     if hasattr(stream, "gather"):
@@ -167,8 +164,7 @@ def test_an_index_is_used_until_a_file_changes(tmp_path):
 
     def offsets():
         lines.clear()
-        data = open_data(folder, cache, show=lines.append)
-        return data.stream.document_offsets.tolist()
+        return open_data(folder, cache, show=lines.append).stream.document_offsets.tolist()
 
     assert offsets() == ends
     assert lines

@@ -61,8 +61,7 @@ def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
     joined = write_data_set(tmp_path / "d", {"train": documents})
     files: list[RecordFile] = []
     for number, part in enumerate(parts):
-        one = write_data_set(tmp_path / str(number), {"train": part})
-        for file in one.splits["train"].files:
+        for file in write_data_set(tmp_path / str(number), {"train": part}).splits["train"].files:
             name = f"part-{len(files):05d}.array_record"
             (tmp_path / str(number) / "train" / file.name).rename(tmp_path / "d" / "train" / name)
             files.append(file.model_copy(update={"name": name}))

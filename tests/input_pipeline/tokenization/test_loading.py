@@ -36,6 +36,7 @@ def control_ids(tokenizer):
     return entry.bos_id, entry.eos_id, entry.pad_id, tokenizer.mask_id
 
 
+SETTINGS = "tokenizer_config.json"
 WORD_SETTINGS = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<absent>", "other": 1}
 
 
@@ -44,10 +45,8 @@ def _words(folder):
 
 
 def _tiktoken(folder):
-    special = {"<|endoftext|>": 2000}
-    return load_tokenizer(
-        test_tiktoken_file.write(folder / "o200k_base.tiktoken", special_tokens=special)
-    )
+    path, special = folder / "o200k_base.tiktoken", {"<|endoftext|>": 2000}
+    return load_tokenizer(test_tiktoken_file.write(path, special_tokens=special))
 
 
 def _sentence_piece(folder):
@@ -58,23 +57,22 @@ def _sentence_piece(folder):
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (lambda _: load_tokenizer("", "byte"), ["tokenizer_config.json"]),
+        (lambda _: load_tokenizer("", "byte"), [SETTINGS]),
         (
-            lambda _: train_tokenizer(SAMPLE, 300, "x", ("<end>", "[MASK]")),
-            ["tokenizer.json", "tokenizer_config.json"],
+            lambda _: train_tokenizer(SAMPLE, 300, "x", ("<a>", "[MASK]")),
+            ["tokenizer.json", SETTINGS],
         ),
-        (_words, ["tokenizer.json", "tokenizer_config.json"]),
-        (_tiktoken, ["tokenizer.tiktoken", "tokenizer_config.json"]),
+        (_words, ["tokenizer.json", SETTINGS]),
+        (_tiktoken, ["tokenizer.tiktoken", SETTINGS]),
         (_sentence_piece, ["tokenizer.model"]),
     ],
     ids=["bytes", "trained", "words", "tiktoken", "sentencepiece"],
 )
 def test_saved_loaded_and_pickled(tmp_path, make, files):
     tokenizer = make(tmp_path)
-    target = tmp_path / "saved"
-    target.mkdir()
-    assert [path.name for path in tokenizer.save(target)] == files
-    again, copy = load_tokenizer(str(target)), pickle.loads(pickle.dumps(tokenizer))
+    (tmp_path / "saved").mkdir()
+    assert [path.name for path in tokenizer.save(tmp_path / "saved")] == files
+    again, copy = load_tokenizer(tmp_path / "saved"), pickle.loads(pickle.dumps(tokenizer))
     assert copy.entry == tokenizer.entry
     assert again.entry == tokenizer.entry.model_copy(update={"origin": again.entry.origin})
     for other in (again, copy):
@@ -159,8 +157,7 @@ def test_loaded_from_folder_file_or_hub(trained, tmp_path, monkeypatch):
 
 def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
     """GPT-2's own two files: the same ids as its tokenizer.json."""
-    tokenizer = tokenizers.Tokenizer.from_str(trained.file_text)
-    tokenizer.model.save(str(tmp_path))
+    tokenizers.Tokenizer.from_str(trained.file_text).model.save(str(tmp_path))
     by_files = load_tokenizer(str(tmp_path))
     assert by_files.entry.vocab_size == trained.entry.vocab_size
     assert control_ids(by_files) == control_ids(trained)
@@ -169,8 +166,7 @@ def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
     assert by_files.encode([text])[0].tolist() == trained.encode([text])[0].tolist()
 
     size = trained.entry.vocab_size
-    added = {"<pad>": size + 1, "<|im_end|>": size}
-    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 1, "<|im_end|>": size}))
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
     entry = load_tokenizer(str(tmp_path)).entry
     assert (entry.eos_id, entry.pad_id, entry.vocab_size) == (size, size + 1, size + 2)
@@ -185,13 +181,8 @@ def test_control_ids_by_name_or_by_settings(tmp_path):
     by_name = load_tokenizer(str(write(tokenizer, tmp_path / "names")))
     assert control_ids(by_name) == (3, 4, 5, 7)
     assert by_name.entry.vocab_size == 9
-    settings = {
-        "eos_token": {"content": "<|im_end|>"},
-        "bos_token": None,
-        "pad_token": "</s>",
-        "mask_token": "<hide>",
-        "other": 1,
-    }
+    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "pad_token": "</s>",
+                "mask_token": "<hide>", "other": 1}  # fmt: skip
     by_settings = load_tokenizer(str(write(tokenizer, tmp_path / "settings", settings)))
     assert control_ids(by_settings) == (3, 6, 4, 8)
     without = load_tokenizer(str(write(word_tokenizer(), tmp_path / "none")))
@@ -258,5 +249,4 @@ def test_a_regular_expression_of_exponential_time(tmp_path):
     plain = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     plain.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     plain.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    refused(r"tokenizer\.json.* 41 ", tokenizer.encode, ["a" * 40 + "b"])
+    refused(r"tokenizer\.json.* 41 ", load_tokenizer(tmp_path).encode, ["a" * 40 + "b"])

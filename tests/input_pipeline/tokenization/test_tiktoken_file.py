@@ -59,8 +59,7 @@ def test_ids_are_those_of_tiktoken(published, text):
 
 def test_llama_3(tmp_path):
     tokens = [*BYTES, *(bytes([a, b, c]) for a in range(2) for b in range(250) for c in range(256))]
-    path = write(tmp_path / "tokenizer.model", tokens[:128_000])
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(write(tmp_path / "tokenizer.model", tokens[:128_000])))
     assert tokenizer.engine == "tiktoken"
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.bos_id, entry.eos_id) == (128_256, 128_000, 128_001)
@@ -92,8 +91,7 @@ def test_words_and_control_tokens_by_settings(tmp_path):
 
 
 def test_long_run_of_white_space(tmp_path):
-    path = write(tmp_path / "gpt2.tiktoken")
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(write(tmp_path / "gpt2.tiktoken")))
     longer, short = " \n" * 150_000 + "the 's", " \n" * 20 + "the 's"
     (ids,), (few,) = tokenizer.encode([longer]), tokenizer.encode([short])
     assert tokenizer.decode(ids.tolist()) == longer
@@ -129,5 +127,4 @@ def test_damaged_files(tmp_path, contents, message):
     ],
 )
 def test_impossible_settings(tmp_path, config, message):
-    path = write(tmp_path / "own.tiktoken", **config)
-    refused(message, load_tokenizer, str(path))
+    refused(message, load_tokenizer, str(write(tmp_path / "own.tiktoken", **config)))

@@ -48,8 +48,7 @@ def rows(texts: Sequence[str], text_field: str = "text") -> bytes:
 
 def frames(texts: Sequence[str]) -> bytes:
     """Rows as zstd frames one after the other, as writers that are closed and opened again do."""
-    contents = [zstandard.compress(rows([text])) for text in texts]
-    return b"".join(contents) or zstandard.compress(b"")
+    return b"".join(zstandard.compress(rows([text])) for text in texts) or zstandard.compress(b"")
 
 
 def counted(texts: Sequence[str]) -> bytes:
