@@ -19,10 +19,9 @@ from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_
 from tests.refusals import refused
 
 
-def spec(names, shape, rules=LOGICAL_AXIS_RULES, **sizes):
+def abstract_mesh(**sizes):
     every = dict.fromkeys(MESH_AXES, 1) | sizes
-    mesh = AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
-    return partition_spec(names, shape, rules, mesh)
+    return AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
 def slices(number, per_slice):
@@ -31,10 +30,8 @@ def slices(number, per_slice):
 
 
 def device(index, **attributes):
-    kind = "a kind without coordinates"
-    return SimpleNamespace(
-        **{"id": index, "process_index": 0, "platform": "gpu", "device_kind": kind} | attributes
-    )
+    facts = {"process_index": 0, "platform": "gpu", "device_kind": "a kind without coordinates"}
+    return SimpleNamespace(id=index, **facts | attributes)
 
 
 def lies(section, devices, *axes):
@@ -118,9 +115,10 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
 )
 def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, expected):
     wanted = (tuple(axes.split()) or None for axes in expected)
-    assert spec(names, shape, rules or LOGICAL_AXIS_RULES, **sizes) == PartitionSpec(*wanted)
+    rules, mesh = rules or LOGICAL_AXIS_RULES, abstract_mesh(**sizes)
+    assert partition_spec(names, shape, rules, mesh) == PartitionSpec(*wanted)
     with pytest.raises(KeyError, match="no_such_axis"):
-        spec(("no_such_axis",), (8,))
+        partition_spec(("no_such_axis",), (8,), rules, mesh)
 
 
 def test_a_batch_that_does_not_divide():
@@ -155,23 +153,15 @@ def test_the_rows_that_a_process_reads(held, shares):
 
 def tpu_slice(kind, *shape):
     """Devices of a TPU slice, with the coordinates that jax arranges them by."""
-    return [
-        device(
-            index, platform="tpu", device_kind=kind, core_on_chip=0, coords=coords[::-1],
-            slice_index=0,
-        )
-        for index, coords in enumerate(np.ndindex(*shape[::-1]))
-    ]  # fmt: skip
+    facts = {"platform": "tpu", "device_kind": kind, "core_on_chip": 0, "slice_index": 0}
+    places = enumerate(np.ndindex(*shape[::-1]))
+    return [device(index, coords=coords[::-1], **facts) for index, coords in places]
 
 
 TPU_SLICES = [
-    ("TPU v5 lite", (4, 4, 1)),
-    ("TPU v5 lite", (16, 16, 1)),
-    ("TPU v6 lite", (8, 8, 1)),
-    ("TPU v5", (4, 4, 4)),
-    ("TPU v5", (8, 8, 8)),
-    ("TPU v4", (4, 4, 8)),
-]
+    ("TPU v5 lite", (4, 4, 1)), ("TPU v5 lite", (16, 16, 1)), ("TPU v6 lite", (8, 8, 1)),
+    ("TPU v5", (4, 4, 4)), ("TPU v5", (8, 8, 8)), ("TPU v4", (4, 4, 8)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "shape"), TPU_SLICES, ids=str)

@@ -66,22 +66,17 @@ class Clock:
             self._wait_for(watchdogs, dict(self._looks))
 
     def _wait_for(self, watchdogs, before):
-        def have_looked():
-            threads = [thread for thread in self._looks if thread.name == "watchdog"]
-            return watchdogs == sum(
-                not thread.is_alive() or self._looks[thread] >= before.get(thread, 0) + 2
-                for thread in threads
-            )
+        def has_looked(thread):
+            return not thread.is_alive() or self._looks[thread] >= before.get(thread, 0) + 2
 
-        while not have_looked():
+        while sum(has_looked(one) for one in [*self._looks] if one.name == "watchdog") != watchdogs:
             time.sleep(0.001)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+    monkeypatch.setattr(module, "time", Clock())
+    return module.time
 
 
 @pytest.fixture
@@ -129,11 +124,9 @@ def test_a_process_without_progress_ends_with_stacks(tmp_path):
     with started(STUCK_IN_DATA, str(tmp_path)) as process:
         code, output = ended(process)
     assert code == exit_codes.STUCK
-    assert "process 0 of 2" in output
-    assert "data of step 7 (heartbeat_timeout=0.1)" in output
-    assert "a_read_that_hangs" in output  # its stack
-    left = left_by(tmp_path)
-    assert (left["state"], left["phase"], left["step"]) == ("stuck", "data", 7)
+    for words in ("process 0 of 2", "data of step 7 (heartbeat_timeout=0.1)", "a_read_that_hangs"):
+        assert words in output  # the last in its stack
+    assert left_by(tmp_path).items() >= {"state": "stuck", "phase": "data", "step": 7}.items()
 
 
 @pytest.mark.parametrize(("phase", "longest"), [("data", 0.2), ("compile", 1.2)])
@@ -216,8 +209,8 @@ def test_an_exception_is_left_for_the_others(tmp_path):
     assert left_by(tmp_path)["state"] == "failed: ValueError"
     with Watchdog(tmp_path, 5.0, 0, 2) as watchdog:
         watchdog.enter("evaluation", 3)
-    left = left_by(tmp_path)
-    assert (left["process"], left["phase"], left["state"]) == (0, "evaluation", "ended")
+    expected = {"process": 0, "phase": "evaluation", "state": "ended"}
+    assert left_by(tmp_path).items() >= expected.items()
 
 
 def test_what_is_not_written_holds_up_nobody(tmp_path):

@@ -166,10 +166,9 @@ def test_an_index_is_used_until_a_file_changes(tmp_path):
         lines.clear()
         return open_data(folder, cache, show=lines.append).stream.document_offsets.tolist()
 
-    assert offsets() == ends
-    assert lines
-    assert offsets() == ends
-    assert not lines
+    for is_new in (True, False):
+        assert offsets() == ends
+        assert bool(lines) == is_new
     # A damaged one is made anew, whatever is wrong with it.
     (index,) = (cache / "indices").iterdir()
     for damage in (

@@ -216,7 +216,6 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
 @pytest.mark.parametrize(
     ("files", "kind", "message"),
     [
-        ({"tokenizer.json": b'{"model": 3}'}, "auto", r"tokenizer\.json"),
         ({"tokenizer.json": b'{"version": "1.0", "trunc'}, "auto", r"tokenizer\.json"),
         ({"tokenizer.json": b""}, "auto", r"tokenizer\.json is empty"),
         ({"tokenizer.json": b'{"caf\xe9": 1}'}, "auto", r"tokenizer\.json .*offset 5.*UTF-8"),

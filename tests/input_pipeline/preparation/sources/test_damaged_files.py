@@ -2,7 +2,6 @@
 
 import json
 import random
-import tarfile
 
 import pyarrow
 import pytest
@@ -37,7 +36,6 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.jsonl", b'{"id": 3}\n', ":1.* any other"),
         ("a.jsonl", b'["x"]\n', ":1.* JSON list"),
         ("a.jsonl", b'{"text": ["x", 1]}\n', ":1.*'text'"),
-        ("a.jsonl", b"[" * 200_000, ":1.* JSON"),
         ("a.jsonl", b'{"text": "\xff"}\n', ":1.* UTF-8"),
         ("a.jsonl", rows(TEXTS)[:-3], ":20.* JSON"),
         ("a.json", b'["x", 3]', ", value 2.* JSON int"),
@@ -61,11 +59,8 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.tar", tar([("b.jsonl.gz", b"x")]), r", member 'b\.jsonl\.gz',.* compressed"),
         ("a.tar", tar([("a", b"x")]) + tar([("b", b"x")]), ".* cat"),
         ("a.tar.gz", 2 * COMPRESS["gz"](tar([("a.txt", b"text")])), ".* cat"),
-        ("a.parquet", b"PAR1", ""),
-        ("a.arrow", b"ARROW1 and no more", ""),
         ("a.arrow", arrow_stream(TEXTS)[:5000], ""),
         ("a.arrow", arrow_stream([b"a", b"\xff"], pyarrow.binary()), ", row 1,.*0xff"),
-        ("a.array_record", b"x" * 200_000, ""),
         ("a.tfrecord", b"x" * 100, ".*CRC"),
         ("a.tfrecord", tfrecord.frame(b"x")[:-1], ".*prepare_source"),
         ("a.tfrecord", tfrecord.frame(b"\xff"), ", record 0,.* UTF-8"),
@@ -128,14 +123,12 @@ def test_encrypted_archives(tmp_path):
     refused(r"0\.txt'.* encrypted", read_texts, tmp_path / "a.zip")
 
 
-def test_hidden_members_and_links_are_counted(tmp_path):
-    link = tarfile.TarInfo("link")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+def test_hidden_members_are_counted(tmp_path):
     contents = [("._a.txt", b"\xff"), ("a/.git/objects/x", b"\xff"), ("../outside.txt", b"text")]
-    (tmp_path / "a.tar").write_bytes(link.tobuf() + tar(contents))
+    (tmp_path / "a.tar").write_bytes(tar(contents))
     documents, skipped = read_documents(tmp_path / "a.tar")
     assert [(document.text, document.file) for document in documents] == [("text", "a.tar")]
-    assert skipped == {"links and devices in archives": 1, "hidden files in archives": 2}
+    assert skipped == {"hidden files in archives": 2}
 
 
 def test_nested_archives(tmp_path):
