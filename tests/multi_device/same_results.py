@@ -30,18 +30,25 @@ def built(devices, family="llama2", **keys):
     return config, Model(config.model), make_layout(config.mesh, devices, config.model.pipeline)
 
 
+def fresh_parameters(model, layout, noise=0.0):
+    """Values that do not depend on the mesh: drawn on one device, then laid out."""
+    draw = np.random.default_rng(0).normal
+    params = jax.tree.map(
+        lambda x: np.asarray(x) + noise * draw(size=x.shape).astype("f"),
+        jax.jit(model.initialize)(jax.random.key(0)),
+    )
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    return jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract))
+
+
 def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     """Every loss, the gradients, and the text of the compiled program.
 
     `noise` is the standard deviation of what is added to parameters, so that all have an effect.
     """
     config, model, layout = built(devices, family, **keys)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + noise * generator.normal(size=x.shape).astype("f"), params)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = jax.device_put(jax.tree.map(np.asarray, params), shardings)
+    params = fresh_parameters(model, layout, noise)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
     batch = random_batch(config, rows, documents=True)
     batch = layout.place(jax.tree.map(np.asarray, batch), rows)
 

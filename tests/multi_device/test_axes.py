@@ -13,7 +13,14 @@ from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.training_sections import Batch
 from MaxText.layers.pattention import theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
-from tests.multi_device.same_results import MIXED, ROWS, assert_same, built, loss_and_gradients
+from tests.multi_device.same_results import (
+    MIXED,
+    ROWS,
+    assert_same,
+    built,
+    fresh_parameters,
+    loss_and_gradients,
+)
 from tests.refusals import refused
 from tests.small_models import tiny_config
 
@@ -154,16 +161,12 @@ def test_no_expert_is_full_while_text_is_generated():
     found = []
     for devices, mesh in ((jax.devices()[:1], {}), (jax.devices(), EXPERT)):
         _, model, layout = built(devices, **keys, **{"ici_fsdp_parallelism": 1}, **mesh)
-        abstract = layout.abstract_state(model.initialize, model.parameters)
-        params = jax.device_put(
-            jax.tree.map(np.asarray, jax.jit(model.initialize)(jax.random.key(0))),
-            jax.tree.map(lambda x: x.sharding, abstract),
-        )
 
         def run(params, tokens, lengths, model=model):
             decoder = model.merge(params)
             return decoder.logits(decoder.read_prompt(tokens, lengths, 16)[0])
 
+        params = fresh_parameters(model, layout)
         found.append(np.asarray(layout.jit(run)(params, tokens, lengths)))
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 

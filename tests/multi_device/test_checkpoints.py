@@ -14,7 +14,7 @@ from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.saved import flat
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
@@ -112,11 +112,13 @@ def test_moments_of_unrolled_layers_are_read_on_another_mesh(tmp_path):
 def test_sharded_arrays_have_the_checksum_of_the_whole(dtype):
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(auto, auto))
-    array = np.random.default_rng(0).normal(size=(4, 160, 120)).astype(dtype)
+    array = np.random.default_rng(0).normal(size=(4, 160, 240)).astype(dtype)
     specs = [(), ("fsdp",), (None, "fsdp", "tensor"), (None, None, ("tensor", "fsdp"))]
     placed = [
         jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs
     ] + [jax.device_put(array, jax.devices()[3])]
+    # Above what is summed by NumPy at once.
+    placed.append(jax.device_put(array, placed[-1].sharding.with_memory_kind(HOST_MEMORY)))
     assert set(array_checksums(placed).values()) == {host_checksum(array)}
 
 

@@ -15,7 +15,7 @@ from MaxText.parallelism.mesh import make_layout
 from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.text_bytes import TextBytes
 from tests.input_pipeline.small_data import random_documents, write_data_set
-from tests.multi_device.same_results import MIXED
+from tests.multi_device.same_results import MIXED, fresh_parameters
 from tests.refusals import refused
 from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
@@ -47,13 +47,9 @@ def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
     layout = make_layout(config.mesh, devices)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    # Values that do not depend on the mesh: drawn on one device, then laid out.
-    params = jax.device_put(
-        jax.jit(model.initialize)(jax.random.key(0)), jax.tree.map(lambda x: x.sharding, abstract)
-    )
     choice = Choice(temperature=0.7, top_k=10, repetition_penalty=1.1)
-    engine = Engine(model, model.in_parts(params), layout, choice)
+    params = model.in_parts(fresh_parameters(model, layout))
+    engine = Engine(model, params, layout, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
     found = dict(generate(engine, PROMPTS, Limits(50), rows=4, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]

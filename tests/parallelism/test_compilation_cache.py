@@ -1,13 +1,13 @@
 """The compilation cache, and compiled steps by shape of batch."""
 
 import os
-import subprocess
-import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 import zstandard
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from MaxText.configuration.training_sections import Run
 from MaxText.parallelism import compilation_cache
@@ -24,9 +24,11 @@ def cache_dir(monkeypatch):
     )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
     yield lambda: jax.config.jax_compilation_cache_dir
     for name, value in before.items():
         jax.config.update(name, value)
+    reset_cache()
 
 
 def run_section(folder, jax_cache_dir="auto"):
@@ -76,41 +78,22 @@ def test_entries_that_were_cut_short_are_removed(tmp_path):
     assert compilation_cache.remove_cut_short(str(tmp_path)) == ["b-cache"]
 
 
-# Forks are starts that need not import jax again.
-PROGRAM = """
-import os, pathlib, sys
-import jax, jax.numpy as jnp
-from MaxText.configuration.training_sections import Run
-from MaxText.parallelism import compilation_cache
+def test_a_start_after_a_kill_compiles_once_more_and_the_next_one_not(cache_dir, tmp_path):
+    def takes_it_from_the_cache():
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.use(run_section(tmp_path), "cpu")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        before = compilation_cache.hits_of_this_thread()
+        with warnings.catch_warnings(action="error"):
+            jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
+        return compilation_cache.hits_of_this_thread() > before
 
-def start():
-    compilation_cache.use(Run(base_output_directory=sys.argv[1]), "cpu")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    before = compilation_cache.hits_of_this_thread()
-    jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
-    print("hit" if compilation_cache.hits_of_this_thread() > before else "miss", flush=True)
-
-for number in range(3):
-    if (child := os.fork()) == 0:
-        start()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    if number == 0:
-        entries = list(pathlib.Path(sys.argv[1], "jax_cache").rglob("*-cache"))
-        assert entries
-        for entry in entries:
-            entry.write_bytes(entry.read_bytes()[:-20])  # what a kill leaves
-"""
-
-
-def test_a_start_after_a_kill_compiles_once_more_and_the_next_one_not(tmp_path, users_environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
-        env=users_environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["miss", "miss", "hit"]
+    assert not takes_it_from_the_cache()
+    entries = list((tmp_path / "jax_cache").rglob("*-cache"))
+    assert entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-20])  # what a kill leaves
+    assert [takes_it_from_the_cache() for _ in range(2)] == [False, True]
 
 
 def test_each_shape_is_compiled_once_or_taken_from_a_file():
