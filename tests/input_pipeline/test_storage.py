@@ -74,19 +74,14 @@ def test_list_files_keep_their_order(root, tmp_path):
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("", "dataset_path"),
-        ("/no/such/file", "dataset_path=/no/such/file"),
+        ("", "dataset_path"), ("/no/such/file", "dataset_path=/no/such/file"),
         ("/no/such/*.tar", r"/\*\.tar: no such file"),
-        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"),
-        ("@/no/such/list", "@/no/such/list"),
-        ("@empty", "@empty"),
-        ("@wrong", "/nowhere/a.tar"),
-        ("@binary", "@binary"),
-        ("memory://no-such-folder", "no such file"),
-        ("nonsense://bucket/x", "nonsense://"),
+        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"), ("@/no/such/list", "@/no/such/list"),
+        ("@empty", "@empty"), ("@wrong", "/nowhere/a.tar"), ("@binary", "@binary"),
+        ("memory://no-such-folder", "no such file"), ("nonsense://bucket/x", "nonsense://"),
         (".", "folder without files"),
     ],
-)
+)  # fmt: skip
 def test_nothing_found(tmp_path, monkeypatch, location, message):
     monkeypatch.chdir(tmp_path)
     if location.startswith("@"):

@@ -6,13 +6,9 @@ from MaxText.parallelism.cluster import Cluster, find
 from tests.refusals import refused
 
 SLURM = {
-    "SLURM_JOB_ID": "4242",
-    "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3",
-    "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
-}
+    "SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3", "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "2",

@@ -84,14 +84,12 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     fraction=st.sampled_from([0.0, 1e-9, 0.3, 0.999999]),
     keys=st.sampled_from(
         [
-            {},
-            {"add_bos": True},
-            {"add_eos": False, "prepare_minimum_tokens": 5},
+            {}, {"add_bos": True}, {"add_eos": False, "prepare_minimum_tokens": 5},
             {"prepare_separator_id": 7, "prepare_output_format": "bin"},
             {"prepare_minimum_tokens": 30},
         ]
     ),
-)
+)  # fmt: skip
 def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fraction, keys):
     folder = tmp_path_factory.mktemp("corpus")
     for number, rows in enumerate(texts):

@@ -166,12 +166,9 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
 
 
 @given(
-    sizes=st.lists(st.integers(0, 40), max_size=12),
-    first=st.integers(0, 1000),
-    min_length=st.integers(1, 9),
-    more=st.integers(0, 9),
-    stride=st.integers(1, 18),
-)
+    sizes=st.lists(st.integers(0, 40), max_size=12), first=st.integers(0, 1000),
+    min_length=st.integers(1, 9), more=st.integers(0, 9), stride=st.integers(1, 18),
+)  # fmt: skip
 def test_strided_windows_follow_their_definition(sizes, first, min_length, more, stride):
     max_length = min_length + more
     stride = min(stride, max_length)

@@ -113,15 +113,12 @@ def base():
 @pytest.mark.parametrize(
     ("changes", "used"),
     [
-        ({}, True),
-        ({"pre_tokenizer": {"add_prefix_space": True}}, False),
-        ({"pre_tokenizer": {"use_regex": False}}, False),
-        ({"model": {"dropout": 0.1}}, False),
-        ({"model": {"byte_fallback": True}}, False),
-        ({"normalizer": {"type": "NFC"}}, True),
+        ({}, True), ({"pre_tokenizer": {"add_prefix_space": True}}, False),
+        ({"pre_tokenizer": {"use_regex": False}}, False), ({"model": {"dropout": 0.1}}, False),
+        ({"model": {"byte_fallback": True}}, False), ({"normalizer": {"type": "NFC"}}, True),
         ({"normalizer": {"type": "NFKC"}}, False),
     ],
-)
+)  # fmt: skip
 def test_engine_with_other_parts(base, changes, used):
     whole = json.loads(base)
     for part, values in changes.items():

@@ -30,13 +30,8 @@ def model(tmp_path_factory):
 
 
 TEXTS = [
-    "the quick fox",
-    "  two  spaces\n",
-    "漢字 🙂 é\x00",
-    "",
-    "</s><s><unk>[MASK]<0x41>",
-    "a" * 5000,
-]
+    "the quick fox", "  two  spaces\n", "漢字 🙂 é\x00", "", "</s><s><unk>[MASK]<0x41>", "a" * 5000,
+]  # fmt: skip
 
 
 def test_ids_are_the_librarys(model):

@@ -101,14 +101,11 @@ def test_long_run_of_white_space(tmp_path):
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (b"YQ== 0\nYQ==\n", "line 2"),
-        (b"YQ== 0\n!!== 1\n", "line 2"),
-        (b"YQ== 0\nYQ== 1\n", "line 2.*b'a'"),
-        (b"YQ== 0\nYg== 0\n", "one rank"),
-        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"),
-        (b"YQ== 99999999999\n", "rank"),
+        (b"YQ== 0\nYQ==\n", "line 2"), (b"YQ== 0\n!!== 1\n", "line 2"),
+        (b"YQ== 0\nYQ== 1\n", "line 2.*b'a'"), (b"YQ== 0\nYg== 0\n", "one rank"),
+        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"), (b"YQ== 99999999999\n", "rank"),
     ],
-)
+)  # fmt: skip
 def test_damaged_files(tmp_path, contents, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_bytes(contents)

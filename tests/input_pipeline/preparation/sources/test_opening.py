@@ -61,19 +61,14 @@ def test_files_folders_and_patterns(tmp_path):
     source = f"{folder}, {folder}/*.py, {folder}/a.txt, {folder}/**/*.md"
     documents, skipped = read_documents(source, "body")
     assert documents == [
-        Document("text a", "a.txt", 0),
-        Document("text b", "below/b.md", 0),
-        Document("row 1", "d.jsonl", 0),
-        Document("row 2", "d.jsonl", 2),
-        Document("row \ufffd 3", "e.jsonl.gz", 0),
-        Document("one\n\ntwo", "e.jsonl.gz", 1),
-        Document("bare", "e.jsonl.gz", 2),
-        Document("text f", "f.txt.gz", 0),
-        Document("2", "g/part-2.txt", 0),
-        Document("10", "g/part-10.txt", 0),
+        Document("text a", "a.txt", 0), Document("text b", "below/b.md", 0),
+        Document("row 1", "d.jsonl", 0), Document("row 2", "d.jsonl", 2),
+        Document("row \ufffd 3", "e.jsonl.gz", 0), Document("one\n\ntwo", "e.jsonl.gz", 1),
+        Document("bare", "e.jsonl.gz", 2), Document("text f", "f.txt.gz", 0),
+        Document("2", "g/part-2.txt", 0), Document("10", "g/part-10.txt", 0),
         *([Document("bytes in a name", "h\ufffd.txt", 0)] if sys.platform == "linux" else []),
         Document("not taken from a folder", "c.py", 0),
-    ]
+    ]  # fmt: skip
     assert skipped == {"empty": 2}
     corpus = open_corpus(source, "body")
     assert corpus.num_files == 8 + (sys.platform == "linux")
@@ -144,15 +139,11 @@ def test_saved_datasets_keep_their_order(tmp_path):
 def test_remote_files(tmp_path):
     system = fsspec.filesystem("memory")
     contents = {
-        "2.jsonl": rows(["b"]),
-        "10.jsonl.gz": gzip.compress(rows(["c", "d"])),
-        "1.txt": b"a",
-        "t.parquet": parquet_file(["e", "f", "g"]),
-        "u.arrow": arrow_stream(["h", "i", "j"]),
-        "cache-1.arrow": arrow_stream(["never"]),
-        "dataset_info.json": b"{}",
+        "2.jsonl": rows(["b"]), "10.jsonl.gz": gzip.compress(rows(["c", "d"])), "1.txt": b"a",
+        "t.parquet": parquet_file(["e", "f", "g"]), "u.arrow": arrow_stream(["h", "i", "j"]),
+        "cache-1.arrow": arrow_stream(["never"]), "dataset_info.json": b"{}",
         "picture.png": b"\x89",
-    }
+    }  # fmt: skip
     for name, content in contents.items():
         system.pipe(f"/corpus/{name}", content)
     try:
