@@ -20,19 +20,17 @@ KINDS = ("prepared_array_record", "megatron", "parquet")
 
 
 @pytest.fixture(params=KINDS)
-def kept(request, tmp_path, bucket):
+def kept(request, tmp_path, bucket, emulator):
     """(kind, local folder, its copy in a bucket, keys)."""
     write(request.param, tmp_path / "set")
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path / "cache")}
     return request.param, tmp_path / "set", f"{bucket}/set", keys
 
 
-def upload(folder, url):
-    system, path = fsspec.core.url_to_fs(url)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            system.put_file(str(file), f"{path}/{file.relative_to(folder)}")
+def upload(emulator, folder, url):
+    for name, content in contents(folder).items():
+        emulator.write(f"{url}/{name}", content)
 
 
 def test_the_same_batches_as_from_a_disk(kept, emulator):
@@ -68,7 +66,7 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
 
 def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
     write("tfrecord", tmp_path / "set")
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
     iterator = opened(f"{bucket}/set", keys)
     with emulator.failing(Fault(503)):
@@ -78,14 +76,14 @@ def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
     refused("no such file", opened, "gs://no-such-bucket/set", keys)
 
 
-def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):
+def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket, emulator):
     write("array_record", tmp_path / "set")
     keys = {"data_cache_dir": str(tmp_path / "cache")}
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     take(opened(f"{bucket}/set", keys), 1)
     for file in (tmp_path / "set").iterdir():
         file.write_bytes(file.read_bytes()[:-100])
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     with pytest.raises(BadRecord, match="ids0"):
         opened(f"{bucket}/set", keys | {"data_read_retries": 0})
 

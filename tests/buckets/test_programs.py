@@ -38,11 +38,16 @@ class Workplace:
             "prepare_source=text", f"data_cache_dir={self.folder}/cache", *keys,
         ]  # fmt: skip
 
-    def start(self, program, *arguments):
-        return programs.run(program, arguments, self.folder, self.environment)
+    def run(self, program, *arguments, code=0):
+        """What a program says until it ends with a code."""
+        done = programs.run(program, arguments, self.folder, self.environment)
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        assert "Traceback" not in said
+        return said
 
-    def train(self, place, *keys):
-        return self.start("train.py", *self.arguments(place, *keys))
+    def train(self, place, *keys, code=0):
+        return self.run("train.py", *self.arguments(place, *keys), code=code)
 
     def begin(self, log, *keys):
         return programs.start(
@@ -77,14 +82,8 @@ def place(tmp_path, bucket, emulator, users_environment):
     return Workplace(tmp_path, bucket, emulator, users_environment)
 
 
-def succeeded(done):
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 def test_a_run_in_a_bucket(place):
-    succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
+    place.train(place.bucket, "run_name=a", "steps=7")
     assert place.steps("a") == ({3, 6}, {3, 6})
     names = place.emulator.names(place.bucket)
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
@@ -96,48 +95,39 @@ def test_a_run_in_a_bucket(place):
 
 @pytest.mark.slow
 def test_the_other_programs(place):
-    succeeded(place.train(place.bucket, "run_name=a"))
+    place.train(place.bucket, "run_name=a")
     run, cache = f"{place.bucket}/runs/a", f"data_cache_dir={place.folder}/cache"
-    scored = succeeded(
-        place.start("eval.py", "tiny.yml", f"load_parameters_path={run}",
-                    f"dataset_path={place.bucket}/data", cache)
-    )  # fmt: skip
+    trained = ("tiny.yml", f"load_parameters_path={run}", cache)
+    scored = place.run("eval.py", *trained, f"dataset_path={place.bucket}/data")
     assert "written to gs://" in scored
-    succeeded(
-        place.start("decode.py", "tiny.yml", f"load_parameters_path={run}", "prompt=text", cache)
-    )
-    succeeded(place.start("report.py", run, "output=page"))
+    place.run("decode.py", *trained, "prompt=text")
+    place.run("report.py", run, "output=page")
     assert (place.folder / "page" / "report.html").stat().st_size > 10_000
-    succeeded(place.start("inspect_data.py", f"{place.bucket}/data", cache))
+    place.run("inspect_data.py", f"{place.bucket}/data", cache)
     begun = place.train(place.bucket, "run_name=b", f"load_parameters_path={run}", "steps=2")
-    assert f"parameters of {run}/checkpoints/11" in succeeded(begun)
+    assert f"parameters of {run}/checkpoints/11" in begun
     step = f"compiled_trainstep_file={place.bucket}/steps/step.bin"
     place.environment["MAXTEXT_SIGNING_KEY_FILE"] = str(place.folder / "key")
     keys = place.arguments(place.bucket, "run_name=c", step, "steps=2")
-    missing = place.start("train.py", *keys)
-    assert (missing.returncode, "there is no such file" in missing.stderr) == (2, True)
-    succeeded(place.start("train_compile.py", *keys, "compile_topology=cpu-1"))
-    succeeded(place.start("train.py", *keys))
+    assert "there is no such file" in place.run("train.py", *keys, code=2)
+    place.run("train_compile.py", *keys, "compile_topology=cpu-1")
+    place.run("train.py", *keys)
 
 
 @pytest.mark.slow
 def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
+    log = place.folder / "log"
     # Answers come late, so that a save is on its way for long; then the process is killed.
     for step in ("3", "6"):
         saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
-        late = Fault(200, saving, seconds=1, after=True)
-        log = place.folder / "log"
-        with (
-            place.emulator.failing(late),
-            log.open("w") as output,
-            place.begin(output, "run_name=a") as run,
-        ):
+        late = place.emulator.failing(Fault(200, saving, seconds=1, after=True))
+        with late, log.open("w") as output, place.begin(output, "run_name=a") as run:
             wait_until(lambda step=step: place.has_begun_to_save("a", step), run, log)
             run.kill()
         assert int(step) not in place.steps("a")[0]
-    succeeded(place.train(place.bucket, "run_name=a"))
+    place.train(place.bucket, "run_name=a")
     assert place.steps("a") == ({9, 11}, {9, 11})
-    succeeded(place.train(place.folder, "run_name=a"))
+    place.train(place.folder, "run_name=a")
     assert place.losses("a") == place.local_losses("a")
 
 
@@ -150,8 +140,7 @@ def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
         Fault(503, "GET /storage/v1/b/[^/]*/o/runs.*checkpoints%2F9$", times=40),
     ]
     with place.emulator.failing(*faults):
-        output = succeeded(place.train(place.bucket, "run_name=a"))
-    assert "completed step: 11" in output
+        assert "completed step: 11" in place.train(place.bucket, "run_name=a")
     done, folders = place.steps("a")
     assert 11 in done
     assert folders == done
@@ -161,13 +150,10 @@ def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
 @pytest.mark.slow
 def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
-        done = place.train(place.bucket, "run_name=a")
-    assert done.returncode == exit_codes.USER_MISTAKE
-    assert "gs://" in done.stderr
-    assert "Traceback" not in done.stderr
+        said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_MISTAKE)
+    assert "gs://" in said
     # In mid-run: TensorStore goes on trying, and the watchdog ends the process.
     with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items")):
-        done = place.train(place.bucket, "run_name=a", "heartbeat_timeout=10")
-    assert done.returncode == exit_codes.STUCK
-    succeeded(place.train(place.bucket, "run_name=a"))
+        place.train(place.bucket, "run_name=a", "heartbeat_timeout=10", code=exit_codes.STUCK)
+    place.train(place.bucket, "run_name=a")
     assert place.steps("a")[0] >= {11}

@@ -22,12 +22,12 @@ class Launched(Workplace):
         # Enough for the rows of an evaluation on four devices.
         return [*super().arguments(place, *keys), "run_name=a", "validation_fraction=0.3"]
 
-    def run(self, number, place, *keys):
+    def launch(self, number, place, *keys):
         return self.launcher.run(number, *self.arguments(place, *keys))
 
     def assert_like_one_process(self):
         """The losses of the run in the bucket are those of one process with a disk."""
-        self.run(1, self.folder)
+        self.launch(1, self.folder)
         # Only the order in which four numbers are added may differ.
         assert self.losses("a") == pytest.approx(self.local_losses("a"), rel=1e-5)
 
@@ -40,9 +40,9 @@ def place(tmp_path, bucket, emulator, users_environment):
 
 
 def test_two_and_four_processes_train_and_resume(place):
-    place.run(2, place.bucket, "learning_rate_schedule_steps=12", "steps=7")
+    place.launch(2, place.bucket, "learning_rate_schedule_steps=12", "steps=7")
     assert place.steps("a") == ({3, 6}, {3, 6})
-    assert "checkpoint of step 6" in place.run(4, place.bucket)
+    assert "checkpoint of step 6" in place.launch(4, place.bucket)
     assert place.steps("a") == ({9, 11}, {9, 11})
     place.assert_like_one_process()
 
