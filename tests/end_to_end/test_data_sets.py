@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import load
-from MaxText.input_pipeline.formats.tf_example import encode
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from tests.input_pipeline.small_data import random_documents, write_data_set
+from tests.input_pipeline.streams.token_files import write_tfrecord
 from tests.programs import run as run_program
 
 VOCAB_SIZE = 300
@@ -26,13 +25,6 @@ def folder(runs):
         documents = random_documents(number, 60, 60, VOCAB_SIZE)
         write_data_set(folder / name, {"train": documents, "validation": documents[:5]}, VOCAB_SIZE)
     return folder
-
-
-def write_records(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TFRecordWriter(path) as writer:
-        for row in rows:
-            writer.write(encode({"input_ids": row}))
 
 
 def positions(runs, run_name):
@@ -86,10 +78,11 @@ def test_masked_tokens_are_learned(runs, folder):
 def test_pile_records_are_read_in_their_order(runs):
     draw = np.random.default_rng(0).integers
     names = ("b0", "b3", "b10", "valid")
+    (runs.place / "pile/valid").mkdir(parents=True)
     records = {name: draw(0, VOCAB_SIZE, (12, 33)) for name in names}
     for name, ids in records.items():
         file = "valid/pile.tfrecord.b0" if name == "valid" else f"pile.tfrecord.{name}"
-        write_records(runs.place / "pile" / file, ids)
+        write_tfrecord(runs.place / "pile" / file, ids)
     output = runs.complete(
         "pile", *KEYS.split(), f"dataset_path={runs.place}/pile", "eval_split=valid",
         "zero_loss=false", "enable_data_shuffling=false", "eval_interval=8",
@@ -109,9 +102,10 @@ def test_pile_records_are_read_in_their_order(runs):
 def test_published_commands_of_muddformer(name, tmp_path, users_environment):
     """Up to paths, steps and sizes."""
     text = np.arange(100_000) % 7 + 1  # repeats itself
+    (tmp_path / "pile").mkdir()
     for number, file in enumerate(("pile.tfrecord.b0", "pile.tfrecord.b3", "valid.tfrecord.b0")):
         rows = text[1000 * number :][: 12 * 33].reshape(12, 33)
-        write_records(tmp_path / "pile" / file, rows)
+        write_tfrecord(tmp_path / "pile" / file, rows)
     arguments = (
         f"MaxText/configs/base_v2.yml run_name={tmp_path}/run dataset_path={tmp_path}/pile "
         f"model_name={name} hardware=cpu compile_topology_num_slices=1 vocab_size=128 "

@@ -11,7 +11,6 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import frame
 from MaxText.input_pipeline.streams.record_index import is_rows
-from tests.input_pipeline.preparation.sources.written_corpora import write_array_record
 from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
@@ -155,7 +154,7 @@ def test_text_is_tokenized(tmp_path, opened, name):
     elif name.endswith("jsonl"):
         path.write_text('{"content": "zwölf"}\n')
     else:
-        write_array_record(path, ["zwölf".encode() if name.startswith("plain") else record])
+        token_files.write_records(path, ["zwölf".encode() if name.startswith("plain") else record])
     refused(rf"{path.name} .*tokenizer_path", opened, path, text_field="content")
     keys = {"text_field": "content", "tokenizer_path": "byte", "add_bos": True, "add_eos": False}
     assert tokens_of(opened(path, **keys)) == [257, *"zwölf".encode()]

@@ -1,8 +1,8 @@
 """Small files of token ids in every format, written with its own library, and opening them."""
 
+import gzip
 import io
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from MaxText.input_pipeline.formats.megatron_index import write_index
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.streams.opening import open_token_data
 from MaxText.input_pipeline.streams.token_data import TokenData
+from tests.hostile.files import tar_archive
 from tests.input_pipeline.small_data import write_data_set
 
 Documents = Sequence[np.ndarray]
@@ -33,24 +34,24 @@ def write_tfrecord(path: Path, ids: Documents, field: str = "input_ids") -> None
 def write_array_record(
     path: Path, ids: Documents, field: str = "input_ids", options: str = "group_size:1"
 ) -> None:
+    write_records(path, (tf_example.encode({field: document}) for document in ids), options)
+
+
+def write_records(path: Path, records: Iterable[bytes], options: str = "group_size:1") -> None:
     writer = array_record_module.ArrayRecordWriter(str(path), options)
-    for document in ids:
-        writer.write(tf_example.encode({field: document}))
+    for record in records:
+        writer.write(record)
     writer.close()
 
 
 def write_tar(path: Path, ids: Documents, field: str = "input_id") -> None:
-    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as archive:
-        for number, document in enumerate(ids):
-            stored = io.BytesIO()
-            np.save(stored, document.astype(np.int64))
-            for name, content in {
-                f"s/{number:06d}.json": b"{}",
-                f"s/{number:06d}.{field}.npy": stored.getvalue(),
-            }.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
+    members = {}
+    for number, document in enumerate(ids):
+        np.save(stored := io.BytesIO(), document.astype(np.int64))
+        members[f"s/{number:06d}.json"] = b"{}"
+        members[f"s/{number:06d}.{field}.npy"] = stored.getvalue()
+    content = tar_archive(members)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix in (".gz", ".tgz") else content)
 
 
 def table(ids: Documents, **columns):

@@ -11,14 +11,15 @@ from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.sources import rows as rows_module
 from tests.input_pipeline.preparation.sources.written_corpora import (
     COMPRESS,
-    WRITERS,
+    ENDINGS,
     arrow_stream,
     parquet_file,
     read_documents,
     read_texts,
     rows,
     tar,
-    write_array_record,
+    write,
+    write_records,
     zipped,
 )
 from tests.refusals import refused
@@ -75,10 +76,10 @@ def test_unreadable_files(tmp_path, name, content, message):
 NOT_NOTICED_BETWEEN_ROWS = (".jsonl", ".json", "_strings.jsonl", ".arrow")
 
 
-@pytest.mark.parametrize("ending", [e for e in WRITERS if e not in NOT_NOTICED_BETWEEN_ROWS])
+@pytest.mark.parametrize("ending", [e for e in ENDINGS if e not in NOT_NOTICED_BETWEEN_ROWS])
 def test_truncated_files(tmp_path, ending):
     path = tmp_path / (ending if ending[0] in "ou" else f"a{ending}")
-    WRITERS[ending](path, TEXTS)
+    write(ending, path, TEXTS)
     content = path.read_bytes()
     for share in (0.2, 0.5, 0.8):
         path.write_bytes(content[: int(len(content) * share)])
@@ -96,7 +97,7 @@ def test_flipped_bit_in_compressed_files(tmp_path, compression):
 
 
 def test_damaged_records_and_headers(tmp_path):
-    write_array_record(tmp_path / "a.array_record", [text.encode() * 9 for text in TEXTS])
+    write_records(tmp_path / "a.array_record", [text.encode() * 9 for text in TEXTS])
     content = bytearray((tmp_path / "a.array_record").read_bytes())
     content[300] ^= 1
     (tmp_path / "a.array_record").write_bytes(content)

@@ -14,12 +14,13 @@ from hypothesis import strategies
 from MaxText.input_pipeline.preparation.sources import plain_text
 from tests.input_pipeline.preparation.sources.written_corpora import (
     COMPRESS,
-    WRITERS,
+    ENDINGS,
     arrow_stream,
     parquet_file,
     read_documents,
     read_texts,
-    write_array_record,
+    write,
+    write_records,
 )
 from tests.refusals import refused
 
@@ -29,7 +30,7 @@ TEXTS = strategies.text(
 )
 
 
-@pytest.mark.parametrize("ending", WRITERS)
+@pytest.mark.parametrize("ending", ENDINGS)
 @hypothesis.given(
     files=strategies.lists(strategies.lists(TEXTS, max_size=6), min_size=1, max_size=3),
     unit_bytes=strategies.integers(1, 3000),
@@ -43,7 +44,7 @@ def test_documents_of_a_format(ending, files, unit_bytes):
             folder = Path(name, str(index))
             folder.mkdir()
             stem = "" if ending.startswith(("open", "urlsf")) else "x"
-            WRITERS[ending](folder / f"{stem}{ending}", texts)
+            write(ending, folder / f"{stem}{ending}", texts)
         documents, skipped = read_documents(name, unit_bytes=unit_bytes)
         written = [text for texts in files for text in texts]
         expected = [text for text in written if text.strip()]
@@ -86,7 +87,7 @@ def test_long_plain_text(text, unit_bytes, compression):
 def test_rows_are_found_by_file_and_row(texts, unit_bytes):
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "a.jsonl")
-        WRITERS[".jsonl"](path, texts)
+        write(".jsonl", path, texts)
         data = path.read_bytes()
         documents, _ = read_documents(path, unit_bytes=unit_bytes)
         for document, text in zip(documents, texts, strict=True):
@@ -168,5 +169,5 @@ def test_columns_of_paragraphs(tmp_path, monkeypatch):
 
 def test_text_that_looks_like_a_record_stays_text(tmp_path):
     texts = ["\n", "\n\x01a", "\n\x02\n\x00", "\x0a\x04\x0a\x02\x0a\x09 more", "plain"]
-    write_array_record(tmp_path / "a.array_record", [text.encode() for text in texts])
+    write_records(tmp_path / "a.array_record", [text.encode() for text in texts])
     assert read_texts(tmp_path / "a.array_record") == texts[1:]

@@ -27,7 +27,7 @@ from tests.input_pipeline.preparation.sources.written_corpora import (
     read_documents,
     read_texts,
     rows,
-    write_array_record,
+    write_records,
 )
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
@@ -256,6 +256,6 @@ def test_records_of_token_ids(tmp_path):
         writer.write_table(table)
     record = tf_example.encode({"input_ids": [5, 6]})
     (tmp_path / "a.tfrecord").write_bytes(tfrecord.frame(record))
-    write_array_record(tmp_path / "a.array_record", [record])
+    write_records(tmp_path / "a.array_record", [record])
     for path in tmp_path.iterdir():
         refused(f"input_ids.* token ids.* dataset_path={path}$", read_texts, path)
