@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+import gcsfs.retry
 import pytest
 
 from MaxText.buckets.paths import prepare_clients
@@ -93,8 +93,6 @@ def _parts(url: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def emulator() -> Iterator[Emulator]:
-    if importlib.util.find_spec("gcsfs") is None:
-        pytest.skip("buckets need the package gcsfs: pip install 'MaxText[gcs]'")
     with subprocess.Popen(
         [sys.executable, "-m", "tests.buckets.emulator"], cwd=REPOSITORY, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -126,7 +124,6 @@ def clients(emulator: Emulator) -> Iterator[None]:
 @pytest.fixture
 def no_waits(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """gcsfs tries again at once, as often as ever."""
-    import gcsfs.retry
 
     async def none(seconds: float) -> None:
         """Instead of asyncio.sleep."""

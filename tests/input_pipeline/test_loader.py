@@ -5,6 +5,7 @@ import re
 from unittest import mock
 
 import numpy as np
+import pyarrow
 import pytest
 
 from MaxText.configuration.data_sections import Masking
@@ -205,7 +206,6 @@ def test_shares_of_a_mixture(tmp_path):
 
 
 def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     labels = pyarrow.array([[6, 7, -100], [9, 70, -100]], pyarrow.list_(pyarrow.int64()))
     ids = [np.array([5, 6, 7]), np.array([8, 9, 0])]
     token_files.write_parquet(tmp_path / "x.parquet", ids, labels=labels)

@@ -16,7 +16,6 @@ from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.text_bytes import TextBytes
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.multi_device.same_results import MIXED, fresh_parameters
-from tests.refusals import refused
 from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
 
@@ -108,7 +107,3 @@ def test_the_same_scores_on_eight_devices(folder, mesh, stride, per_device):
     assert (eight.num_targets, eight.num_bytes) == (one.num_targets, one.num_bytes)
     assert one.num_bytes > 0
     np.testing.assert_allclose(eight.nats, one.nats, rtol=1e-5)
-
-
-def test_batches_that_devices_do_not_divide(folder):
-    refused(r"per_device_batch_size=0\.5", score, folder, jax.devices(), -1, 0.5)

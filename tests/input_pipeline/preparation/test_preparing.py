@@ -169,7 +169,6 @@ def test_text_is_fixed_on_request(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "ftfy", None)
         refused(r"MaxText\[data\]", made, keys, tmp_path / "d")
-    pytest.importorskip("ftfy", reason="prepare_fix_text needs it")
     manifest = made(keys, tmp_path / "fixed")
     made(byte_options(tmp_path / "a.txt"), tmp_path / "as it is")
     for name, expected in (("fixed", "schön"), ("as it is", "schÃ¶n")):

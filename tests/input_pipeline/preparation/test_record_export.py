@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
@@ -26,8 +27,6 @@ from tests.input_pipeline.small_data import (
     write_data_set,
 )
 from tests.refusals import refused
-
-parquet = pytest.importorskip("pyarrow.parquet", reason="extra `data` is not installed")
 
 
 def export(prepared: Path, output: Path, **keys) -> list[str]:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
@@ -207,7 +209,6 @@ MASKS = [[1.0, 1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]]
     ],
 )
 def test_attention_mask_and_labels_of_a_table(tmp_path, labels):
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     columns = {"attention_mask": pyarrow.array(MASKS, pyarrow.list_(pyarrow.float32()))}
     if labels is not None:
         columns["labels"] = pyarrow.array(labels, pyarrow.list_(pyarrow.int64()))
@@ -230,8 +231,6 @@ def test_attention_mask_and_labels_of_a_table(tmp_path, labels):
 
 @pytest.mark.parametrize("kind", ["large", "fixed", "file", "no list", "no value"])
 def test_kinds_of_lists_in_a_table(tmp_path, kind):
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [[1, 2], [3, 4], [5, 6]]
     path = tmp_path / "x.parquet"
     if kind == "file":

@@ -5,7 +5,9 @@ import gzip
 import os
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
@@ -122,8 +124,6 @@ def test_the_field_of_the_ids(tmp_path, opened):
     assert tokens_of(opened(path)) == [1, 2]
     assert tokens_of(opened(path, tokens_field="other")) == [3]
     refused(r"nothing .*other .*text", opened, path, tokens_field="nothing")
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
-    parquet = pytest.importorskip("pyarrow.parquet")
     content = pyarrow.table({"input_ids": [[0.5]], "number": [1]})
     parquet.write_table(content, tmp_path / "x.parquet")
     refused(r"input_ids \(list<.*double>\), number", opened, tmp_path / "x.parquet")
@@ -143,8 +143,6 @@ def test_an_id_at_the_end_of_each_record(tmp_path, opened):
     "name", ["x.tfrecord", "x.array_record", "plain.array_record", "x.parquet", "x.jsonl"]
 )
 def test_text_is_tokenized(tmp_path, opened, name):
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / name
     record = tf_example.encode({"content": "zwölf"})
     if name.endswith("tfrecord"):

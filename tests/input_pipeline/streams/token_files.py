@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 from array_record.python import array_record_module
+from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
@@ -55,23 +57,17 @@ def write_tar(path: Path, ids: Documents, field: str = "input_id") -> None:
 
 
 def table(ids: Documents, **columns):
-    import pyarrow
-
     lists = pyarrow.array([document.tolist() for document in ids], pyarrow.list_(pyarrow.int32()))
     return pyarrow.table({"input_ids": lists, **columns})
 
 
 def write_parquet(path: Path, ids: Documents, row_group_size: int = 3, **columns) -> None:
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(
+    parquet.write_table(
         table(ids, **columns), path, row_group_size=row_group_size, write_page_checksum=True
     )
 
 
 def write_arrow(path: Path, ids: Documents, stream: bool = True) -> None:
-    import pyarrow.ipc
-
     content = table(ids)
     new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
     with new(str(path), content.schema) as writer:

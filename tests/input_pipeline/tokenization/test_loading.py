@@ -13,8 +13,9 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer, train_tokenizer
-from tests.input_pipeline.tokenization import test_sentence_piece, test_tiktoken_file
+from tests.input_pipeline.tokenization import test_tiktoken_file
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, assert_same_ids, write
+from tests.input_pipeline.tokenization.test_sentence_piece import train
 from tests.refusals import refused
 
 
@@ -49,11 +50,6 @@ def _tiktoken(folder):
     return load_tokenizer(test_tiktoken_file.write(path, special_tokens=special))
 
 
-def _sentence_piece(folder):
-    pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
-    return load_tokenizer(test_sentence_piece.train(folder / "tokenizer.model"))
-
-
 @pytest.mark.parametrize(
     ("make", "files"),
     [
@@ -64,7 +60,7 @@ def _sentence_piece(folder):
         ),
         (_words, ["tokenizer.json", SETTINGS]),
         (_tiktoken, ["tokenizer.tiktoken", SETTINGS]),
-        (_sentence_piece, ["tokenizer.model"]),
+        (lambda folder: load_tokenizer(train(folder / "a.model")), ["tokenizer.model"]),
     ],
     ids=["bytes", "trained", "words", "tiktoken", "sentencepiece"],
 )

@@ -5,11 +5,10 @@ import json
 import sys
 
 import pytest
+import sentencepiece
 
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.refusals import refused
-
-sentencepiece = pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
 
 
 def train(path, **options):
