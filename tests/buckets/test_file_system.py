@@ -22,8 +22,7 @@ def test_files_and_folders(bucket):
     (folder / "a").write_text("one")
     (folder / "b" / "c").write_bytes(bytes(range(256)) * 40_000)  # in several pieces
     assert (folder / "b" / "c").read_bytes() == bytes(range(256)) * 40_000
-    assert folder.is_dir()
-    assert not folder.is_file()
+    assert (folder.is_dir(), folder.is_file()) == (True, False)
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
     (folder / "a").rename(folder / "d")
     (folder / "b").rename(folder / "e")

@@ -49,11 +49,8 @@ def runs(draw):
     keys["enable_data_shuffling"] = draw(st.booleans())
     keys["data_shuffle_seed"] = draw(st.integers(0, 5))
     keys["zero_loss"] = draw(st.booleans())
-    masking = Masking()
-    if draw(st.booleans()):
-        masking = Masking(
-            mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=draw(st.integers(0, 4))
-        )
+    masked = {"mlm_training": True, "mlm_mask_id": 3, "mlm_cls_token_id": draw(st.integers(0, 4))}
+    masking = Masking(**masked) if draw(st.booleans()) else Masking()
     kind = draw(st.sampled_from(("one", "one", "mixture", "synthetic")))
     if kind == "synthetic":
         return {"dataset_type": "synthetic"}, Masking()
@@ -139,7 +136,8 @@ def test_resume_with_another_batch_size_reads_the_next_samples(
 def test_each_target_counts_once_per_epoch_after_its_predecessor(
     tmp_path_factory, cache, sizes, packing, length, batch, staged, shuffle, attend
 ):
-    documents = numbered_documents([length + 1, *sizes])
+    # Not all of one size, which would make each a row of its own.
+    documents = numbered_documents([1, length + 1, *sizes])
     folder = tmp_path_factory.mktemp("set")
     token_files.write_megatron(folder / "d", documents)
     plan = BatchPlan.constant(batch, length)

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.multi_device
 
 FOUR = {"ici_pipeline_parallelism": 4}
 TWO = {"ici_pipeline_parallelism": 2}
+ALL = TWO | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+RING = {"context_parallel_strategy": "ring"}
 PLACES = {
     "num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01,
     "capacity_factor": 1.0, "eval_capacity_factor": 2.0,
@@ -33,55 +35,50 @@ KINDS = {"attention_types": [[["local", "global"], 2]], "sliding_window_size": 5
 
 # name -> (family, keys of the model, keys of mesh and pipeline)
 CASES = {
-    "four stages, idle for half of the time": ("llama2", {}, FOUR | {
-        "num_pipeline_microbatches": 1, "remat_policy": "full",
-    }),
-    "two repeats, all axes": ("llama2", {}, TWO | {
-        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_microbatches": 3,
-        "remat_policy": "minimal",
-    }),
-    "four stages of two layers, twice": ("llama2", {"base_num_decoder_layers": 16}, FOUR | {
-        "num_layers_per_pipeline_stage": 2, "ici_tensor_parallelism": 2,
-    }),
+    "four stages, idle for half of the time": (
+        "llama2", {}, FOUR | {"num_pipeline_microbatches": 1, "remat_policy": "full"},
+    ),
+    "two repeats, all axes": (
+        "llama2", {}, ALL | {"num_pipeline_microbatches": 3, "remat_policy": "minimal"},
+    ),
+    "four stages of two layers, twice": (
+        "llama2", {"base_num_decoder_layers": 16},
+        FOUR | {"num_layers_per_pipeline_stage": 2, "ici_tensor_parallelism": 2},
+    ),
     "stages across slices": ("llama2", {}, {
         "dcn_pipeline_parallelism": 2, "dcn_data_parallelism": 1, "ici_fsdp_parallelism": 4,
     }),
     "kinds of attention": ("gpt_neox", KINDS, TWO | {"ici_data_parallelism": 2}),
-    "TokenFormer": ("tokenformer", {}, TWO | {
-        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_repeats": 2,
-    }),
+    "TokenFormer": ("tokenformer", {}, ALL | {"num_pipeline_repeats": 2}),
     "experts with places": ("llama2", PLACES, TWO | {
         "ici_expert_parallelism": 2, "dcn_fsdp_parallelism": 2, "dcn_data_parallelism": 1,
         "num_pipeline_repeats": 1,
     }),
-    "MUDDFormer, two repeats": ("llama2", DENSE, TWO | {
-        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_repeats": 2,
-        "num_pipeline_microbatches": 3, "remat_policy": "full",
+    "MUDDFormer, two repeats": ("llama2", DENSE, ALL | {
+        "num_pipeline_repeats": 2, "num_pipeline_microbatches": 3, "remat_policy": "full",
     }),
-    "MUDDFormer by kernel": ("llama2", DENSE | {"dense_mixing": "kernel"}, FOUR | {
-        "ici_data_parallelism": 2, "num_pipeline_microbatches": 2,
-    }),
-    "MUDDFormer, every second state": ("llama2", TWO_BY_TWO, TWO | {
-        "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "num_pipeline_microbatches": 3,
-    }),
+    "MUDDFormer by kernel": (
+        "llama2", DENSE | {"dense_mixing": "kernel"},
+        FOUR | {"ici_data_parallelism": 2, "num_pipeline_microbatches": 2},
+    ),
+    "MUDDFormer, every second state": (
+        "llama2", TWO_BY_TWO, ALL | {"num_pipeline_microbatches": 3},
+    ),
     "MUDDFormer, norms after, ring attention": (
-        "llama2", DENSE | {"mudd_postnorm": "all", "dense_ways": ["r", "v"]}, TWO | {
-            "ici_context_parallelism": 2, "num_pipeline_repeats": 1,
-            "context_parallel_strategy": "ring",
-        },
+        "llama2", DENSE | {"mudd_postnorm": "all", "dense_ways": ["r", "v"]},
+        TWO | RING | {"ici_context_parallelism": 2, "num_pipeline_repeats": 1},
     ),
     "MUDDFormer, few states, fewer microbatches than stages": (
-        "llama2", DENSE | {"dense_sources": "window", "dense_window": 2}, FOUR | {
-            "num_pipeline_microbatches": 1,
-        },
+        "llama2", DENSE | {"dense_sources": "window", "dense_window": 2},
+        FOUR | {"num_pipeline_microbatches": 1},
     ),
     "MUDDFormer, fixed weights": (
         "llama2", DENSE | {"dense_dynamic": False, "dense_sources": "list",
                            "dense_source_list": [0, 2]}, FOUR,
     ),
-    "kernel of attention, MUDDFormer, sequences split": ("llama2", DENSE | FLASH, TWO | {
-        "ici_data_parallelism": 2, "ici_context_parallelism": 2,
-    }),
+    "kernel of attention, MUDDFormer, sequences split": (
+        "llama2", DENSE | FLASH, TWO | {"ici_data_parallelism": 2, "ici_context_parallelism": 2},
+    ),
 }  # fmt: skip
 
 
