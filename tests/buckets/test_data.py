@@ -15,8 +15,8 @@ from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-# array_record lies on this disk once it is opened; the bytes of the others are read there.
-KINDS = ("prepared_array_record", "megatron", "parquet")
+# What is prepared lies on this disk once it is opened; of the others bytes are read there.
+KINDS = ("prepared_array_record", "prepared_bin", "megatron", "parquet", "tfrecord", "tar")
 
 
 @pytest.fixture(params=KINDS)
@@ -38,7 +38,7 @@ def test_the_same_batches_as_from_a_disk(kept, emulator):
     expected = undisturbed(folder, keys)
     lines = []
     assert_same(take(opened(url, keys, lines.append), 20), expected)
-    assert any("Copying" in line for line in lines) == (kind == "prepared_array_record")
+    assert any("Copying" in line for line in lines) == kind.startswith("prepared")
     # A second start copies nothing, and resumes anywhere.
     lines.clear()
     iterator = opened(url, keys, lines.append)
@@ -55,7 +55,7 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
     with emulator.failing(Fault(503, times=20)):
         iterator = opened(url, keys, lines.append)
     assert any("could not be opened" in line for line in lines)
-    if kind == "prepared_array_record":
+    if kind.startswith("prepared"):
         return
     lines.clear()
     first = [next(iterator)]

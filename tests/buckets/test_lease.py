@@ -65,18 +65,13 @@ def start(lock, tmp_path):
             pass
 
 
-@pytest.fixture
-def facts(lock, emulator):
-    return lambda: json.loads(emulator.read(lock))
-
-
-def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, facts):
+def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, lock, emulator):
     holder = start("60")
     refused(f"process {holder.pid} on ", hold)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     hold()  # at once: its process is not there any more
-    assert facts()["process"] == os.getpid()
+    assert json.loads(emulator.read(lock))["process"] == os.getpid()
 
 
 def test_the_end_of_a_program_releases_it(start, bucket, emulator):
@@ -85,10 +80,10 @@ def test_the_end_of_a_program_releases_it(start, bucket, emulator):
 
 
 @pytest.mark.parametrize("left", ['{"host": "gone", "process": 7, "token": "x"}', "{"])
-def test_a_lease_that_is_not_renewed_is_taken_over(hold, facts, lock, emulator, left):
+def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left):
     emulator.write(lock, left.encode())
     hold()
-    assert facts()["host"] == socket.gethostname()
+    assert json.loads(emulator.read(lock))["host"] == socket.gethostname()
 
 
 def test_a_process_whose_lease_was_taken_over_stops(start, lock, emulator):

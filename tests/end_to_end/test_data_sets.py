@@ -27,11 +27,6 @@ def folder(runs):
     return folder
 
 
-def positions(runs, run_name):
-    saved = sorted((runs.folder(run_name) / "checkpoints").glob("*/iter/metadata"))
-    return [json.loads(path.read_text())["samples"] for path in saved]
-
-
 def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     keys = [
         *KEYS.split(), "sequence_length_stages=[[0,16],[2,32]]",
@@ -45,7 +40,9 @@ def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     assert len(runs.rows("staged")) == 8
     runs.complete("staged", *keys, "steps=10", "per_device_batch_size=8")
     assert runs.rows("staged")[-1]["step"] == 9
-    assert positions(runs, "staged") == [8 * 4, 8 * 4 + 2 * 8]
+    saved = sorted((runs.folder("staged") / "checkpoints").glob("*/iter/metadata"))
+    samples = [json.loads(path.read_text())["samples"] for path in saved]
+    assert samples == [8 * 4, 8 * 4 + 2 * 8]
 
 
 @pytest.mark.slow

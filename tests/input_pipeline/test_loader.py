@@ -130,15 +130,13 @@ CLS = Masking(mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=4)
     ("keys", "options", "named"),
     [
         ({"data_shuffle_seed": 5}, {}, "data_shuffle_seed was 0 and is 5"),
-        ({"packing": False}, {}, "packing"),
-        ({"iter_file_nums": 1}, {}, "iter_file_nums"),
+        ({"packing": False}, {}, "packing"), ({"iter_file_nums": 1}, {}, "iter_file_nums"),
         ({"enable_data_shuffling": False}, {}, "enable_data_shuffling"),
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
         ({}, {"plan": BatchPlan.constant(8, 8)}, "max_target_length was 16 and is 8"),
-        ({}, {"masking": CLS}, "mlm_"),
-        ({"mix": True}, {}, "dataset_mix"),
+        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "dataset_mix"),
     ],
-)
+)  # fmt: skip
 def test_resume_of_other_data_is_refused(folder, keys, options, named):
     if "mix" in keys:
         keys = {"dataset_mix": ((str(folder), 1.0), (str(folder), 0.25))}
@@ -333,17 +331,14 @@ def test_mistakes(folder, tmp_path, told):
         lambda: open_train(data, plan=BatchPlan.constant(8, tokens + 4)),
         lambda: open_train(data_keys(folder, train_split="other")),
         lambda: open_eval(data_keys(folder, eval_split="other")),
-        lambda: open_train(data, hosts=3),
-        lambda: open_train(data_keys(folder, num_epoch=0)),
-        lambda: open_eval(data, eval_steps=0),
-        lambda: open_train(data_keys(tmp_path / "single")),
-        lambda: open_train(data_keys("")),
-        lambda: open_train(data_keys(tmp_path / "absent")),
+        lambda: open_train(data, hosts=3), lambda: open_train(data_keys(folder, num_epoch=0)),
+        lambda: open_eval(data, eval_steps=0), lambda: open_train(data_keys(tmp_path / "single")),
+        lambda: open_train(data_keys("")), lambda: open_train(data_keys(tmp_path / "absent")),
         lambda: open_train(data_keys(tmp_path / "empty")),
         lambda: open_train(data_keys("", grain_train_files="a,1;b,1e")),
         lambda: open_train(data_keys("", grain_train_files="a,0")),
         lambda: open_train(data_keys(folder, excluded_samples=((5, 5),))),
-    ]
+    ]  # fmt: skip
     messages = []
     for mistake in mistakes:
         with pytest.raises(UserError) as caught:

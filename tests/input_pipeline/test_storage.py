@@ -102,9 +102,8 @@ def test_read_from_threads_and_after_pickling(root):
 
 
 def test_truncated_and_missing_files(root):
-    file = storage.open_file(f"{root}/shard-2.tar")
     with pytest.raises(BadRecord, match="2 of 5 bytes") as caught:
-        file.read(9, 5)
+        storage.open_file(f"{root}/shard-2.tar").read(9, 5)
     assert (caught.value.path, caught.value.offset) == (f"{root}/shard-2.tar", 9)
     gone = storage.open_file(f"{root}/gone.tar")
     with pytest.raises(BadRecord, match=r"gone\.tar") as caught:

@@ -30,14 +30,9 @@ def export(source: Path, folder: Path, lines: list[str] | None = None, **keys):
     return export_text(corpus, preparation, folder, [].append if lines is None else lines.append)
 
 
-@pytest.fixture
-def source(tmp_path):
-    write_shards(tmp_path / "source", TEXTS)
-    return tmp_path / "source"
-
-
 @pytest.mark.parametrize(("ending", "num_shards"), [("tfrecord", 8), ("array_record", 0)])
-def test_all_documents_in_order(source, tmp_path, ending, num_shards):
+def test_all_documents_in_order(tmp_path, ending, num_shards):
+    write_shards(source := tmp_path / "source", TEXTS)
     keys = {"prepare_output_format": f"text_{ending}", "prepare_num_shards": num_shards}
     lines = []
     ledger = export(source, tmp_path / "out", lines, **keys)
@@ -114,7 +109,8 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     refused(r"export\.json is damaged", export, path, out)
 
 
-def test_missing_files_are_written_again(source, tmp_path):
+def test_missing_files_are_written_again(tmp_path):
+    write_shards(source := tmp_path / "source", TEXTS)
     export(source, tmp_path / "out", prepare_num_shards=8)
     before = contents(tmp_path / "out")
     (tmp_path / "out" / "train_data_00002.tfrecord").write_bytes(b"short")

@@ -5,7 +5,6 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow
 import pytest
@@ -129,22 +128,6 @@ def test_the_records_before_the_end_of_a_cut_tfrecord_are_kept(tmp_path):
         data = open_data(tmp_path, tmp_path / "c", on_bad_record="skip", show=lines.append)
         assert "x.tfrecord at byte" in lines[-1]
         assert tokens_of(data) == np.concatenate([ids[0], ids[1], ids[3]]).tolist()
-
-
-@pytest.mark.parametrize("kind", ["tfrecord", "tar", "parquet", "megatron", "prepared_bin"])
-def test_remote_files(tmp_path, kind):
-    documents, _ = write(kind, tmp_path / "d")
-    system = fsspec.filesystem("memory")
-    system.put(str(tmp_path / "d"), f"/{tmp_path.name}", recursive=True)
-    stream = open_data(f"memory://{tmp_path.name}", tmp_path / "c").stream
-    whole = np.concatenate(documents)
-    np.testing.assert_array_equal(stream.ranges([(3, whole.size)])[0], whole[3:])
-    if hasattr(stream, "gather"):
-        rows = [whole[start : start + 64] for start in (0, 5, 50)]
-        np.testing.assert_array_equal(stream.gather(np.array([0, 5, 50]), 64), rows)
-    system.rm(f"/{tmp_path.name}", recursive=True)
-    with pytest.raises(UserError):
-        pickle.loads(pickle.dumps(stream)).ranges([(2, 5)])
 
 
 def test_more_files_than_are_kept_open(tmp_path):

@@ -161,17 +161,14 @@ def test_text_is_tokenized(tmp_path, opened, name):
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"x.pt": b"abc"}, r"x\.pt"),
-        ({"x.tfrecord": b""}, "1 tfrecord"),
+        ({"x.pt": b"abc"}, r"x\.pt"), ({"x.tfrecord": b""}, "1 tfrecord"),
         ({"x.tfrecord": b"", "y.parquet": b""}, "1 tfrecord .*, 1 parquet .* grain_file_type"),
         ({"x.tfrecord": b"hello world, no CRC"}, r"x\.tfrecord.*TFRecord"),
         ({"x.array_record": b"hello world"}, r"x\.array_record.*ArrayRecord"),
-        ({"x.parquet": b"PAR1PAR1"}, r"x\.parquet.*table"),
-        ({"x.arrow": b""}, r"x\.arrow.*table"),
-        ({"x.tar": b""}, r"x\.tar.*archive"),
-        ({"x.tar.gz": b""}, r"x\.tar.*archive"),
+        ({"x.parquet": b"PAR1PAR1"}, r"x\.parquet.*table"), ({"x.arrow": b""}, r"x\.arrow.*table"),
+        ({"x.tar": b""}, r"x\.tar.*archive"), ({"x.tar.gz": b""}, r"x\.tar.*archive"),
     ],
-)
+)  # fmt: skip
 def test_files_without_tokens_are_refused(tmp_path, opened, files, named):
     (tmp_path / "d").mkdir()
     for name, content in files.items():
@@ -194,14 +191,11 @@ def test_files_without_permission_are_named(tmp_path, opened, monkeypatch, name)
     ("name", "asked", "found"),
     [
         ("a.tfrecord", "parquet", "grain_file_type=tfrecord"),
-        ("a.tfrecord", "arrayrecord", "tfrecord"),
-        ("a.tfrecord", "megatron", "tfrecord"),
-        ("a.array_record", "webdataset", "arrayrecord"),
-        ("a.parquet", "tfrecord", "parquet"),
-        ("shard-000000.tar", "arrow", "webdataset"),
-        ("text", "parquet", ""),
+        ("a.tfrecord", "arrayrecord", "tfrecord"), ("a.tfrecord", "megatron", "tfrecord"),
+        ("a.array_record", "webdataset", "arrayrecord"), ("a.parquet", "tfrecord", "parquet"),
+        ("shard-000000.tar", "arrow", "webdataset"), ("text", "parquet", ""),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_grain_file_type_is_refused(tmp_path, opened, name, asked, found):
     writers = {**WRITERS, "text": lambda path, ids: path.write_text("some words")}
     writers[name](tmp_path / name, [np.array([1, 2])])

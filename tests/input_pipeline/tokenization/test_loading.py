@@ -119,12 +119,9 @@ def test_trained_special_tokens():
     assert min(ids) >= 4
     assert tokenizer.decode([0, *ids.tolist(), 3]) == f"<end>{text}<unused>"
     for wrong, message in (
-        ((), "no token"),
-        (("<a>", ""), "empty"),
-        (("<a>", "<b>", "<a>"), "twice"),
-        (tuple(f"<{i}>" for i in range(45)), "301"),
-        (("a",), "'a'"),
-    ):
+        ((), "no token"), (("<a>", ""), "empty"), (("<a>", "<b>", "<a>"), "twice"),
+        (tuple(f"<{i}>" for i in range(45)), "301"), (("a",), "'a'"),
+    ):  # fmt: skip
         refused(message, train_tokenizer, SAMPLE, 300, "a test", wrong)
 
 

@@ -44,17 +44,11 @@ def test_files_folders_and_patterns(tmp_path):
     row = b'{"body": "row 1"}\n\n{"body": "row 2", "text": 3}\n{"body": "  "}\n{"body": null}\n'
     packed = b'{"body": "row \\ud83d 3"}\n{"body": ["one", "two"]}\n"bare"\n'
     files = {
-        "a.txt": b"text a",
-        "below/b.md": b"text b",
-        ".hidden.txt": b"never",
-        ".git/c.txt": b"never",
-        "c.py": b"not taken from a folder",
-        "d.jsonl": row,
-        "e.jsonl.gz": gzip.compress(packed),
-        "f.txt.gz": gzip.compress("\ufefftext f".encode()),
-        "g/part-10.txt": b"10",
-        "g/part-2.txt": b"2",
-    }
+        "a.txt": b"text a", "below/b.md": b"text b", ".hidden.txt": b"never",
+        ".git/c.txt": b"never", "c.py": b"not taken from a folder", "d.jsonl": row,
+        "e.jsonl.gz": gzip.compress(packed), "f.txt.gz": gzip.compress("\ufefftext f".encode()),
+        "g/part-10.txt": b"10", "g/part-2.txt": b"2",
+    }  # fmt: skip
     write(folder, files)
     if sys.platform == "linux":  # other systems refuse such names
         (folder / os.fsdecode(b"h\xff.txt")).write_bytes(b"bytes in a name")
