@@ -116,20 +116,6 @@ def test_a_damaged_record_is_an_error_or_keeps_its_place(tmp_path, kind):
         open_data(path, tmp_path / "cache")
 
 
-def test_the_records_before_the_end_of_a_cut_tfrecord_are_kept(tmp_path):
-    ids = token_files.documents(0, [50, 60, 70, 80])
-    token_files.write_tfrecord(tmp_path / "x.tfrecord", ids[:3])
-    token_files.write_tfrecord(tmp_path / "y.tfrecord", ids[3:])
-    os.truncate(tmp_path / "x.tfrecord", (tmp_path / "x.tfrecord").stat().st_size - 3)
-    with pytest.raises(BadRecord, match=r"x\.tfrecord at byte \d+"):
-        open_data(tmp_path, tmp_path / "c")
-    for _ in range(2):  # newly indexed, and from the cache
-        lines = []
-        data = open_data(tmp_path, tmp_path / "c", on_bad_record="skip", show=lines.append)
-        assert "x.tfrecord at byte" in lines[-1]
-        assert tokens_of(data) == np.concatenate([ids[0], ids[1], ids[3]]).tolist()
-
-
 def test_more_files_than_are_kept_open(tmp_path):
     documents, files = write("prepared_bin", tmp_path / "d", [[320]] * 150)
     assert len(files) == 150
