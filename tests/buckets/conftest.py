@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+import gcsfs.retry
 import pytest
 
 from MaxText.buckets.paths import prepare_clients
@@ -25,20 +25,15 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Emulator:
-    """The process that holds the buckets.
-
-    Attributes:
-      address: http://127.0.0.1:PORT.
-    """
+    """The process that holds the buckets, at http://127.0.0.1:PORT. A URL is gs://BUCKET/NAME."""
 
     address: str
 
     @property
     def environment(self) -> dict[str, str]:
         """What makes every client ask the emulator, see docs/buckets.md."""
-        return {
-            "STORAGE_EMULATOR_HOST": self.address,
-            "TENSORSTORE_GCS_HTTP_URL": self.address,
+        hosts = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
+        return dict.fromkeys(hosts, self.address) | {
             "FSSPEC_GS_TOKEN": "anon",
             "FSSPEC_GCS_TOKEN": "anon",
             "GCE_METADATA_HOST": "127.0.0.1:1",
@@ -47,41 +42,34 @@ class Emulator:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Creates an empty bucket."""
         self._ask("/storage/v1/b", {"name": name})
 
-    def write(self, bucket: str, name: str, content: bytes) -> None:
+    def write(self, url: str, content: bytes) -> None:
         """Writes an object, as somebody else."""
-        place = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
-        with urllib.request.urlopen(f"{self.address}{place}", content):
-            pass
+        bucket, name = _parts(url)
+        self._send(f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}", content)
 
-    def read(self, bucket: str, name: str) -> str:
-        """The text of an object."""
-        place = f"/download/storage/v1/b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
-        with urllib.request.urlopen(f"{self.address}{place}") as answer:
-            return answer.read().decode()
-
-    def fail(self, *faults: Fault) -> None:
-        """Lets requests fail as told; without arguments all are answered again."""
-        self._ask("/faults", [dataclasses.asdict(fault) for fault in faults])
+    def read(self, url: str) -> str:
+        bucket, name = _parts(url)
+        return self._send(f"/download/storage/v1/b/{bucket}/o/{name}?alt=media").decode()
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
-        """The same while a block runs."""
-        self.fail(*faults)
+        """Lets requests fail as told while a block runs."""
+        self._ask("/faults", [dataclasses.asdict(fault) for fault in faults])
         try:
             yield
         finally:
-            self.fail()
+            self._ask("/faults", [])
 
     @property
     def requests(self) -> dict[str, int]:
         """How often was asked for what, and how many faults there were."""
         return self._ask("/requests")
 
-    def names(self, bucket: str, prefix: str = "") -> list[str]:
-        """All objects of a bucket."""
+    def names(self, url: str) -> list[str]:
+        """The objects of a bucket whose names begin so."""
+        bucket, prefix = _parts(url)
         found, token = [], ""
         while True:
             page = self._ask(f"/storage/v1/b/{bucket}/o?prefix={prefix}&pageToken={token}")
@@ -91,24 +79,24 @@ class Emulator:
 
     def _ask(self, path: str, value: Any = None) -> Any:
         data = None if value is None else json.dumps(value).encode()
+        return json.loads(self._send(path, data) or b"null")
+
+    def _send(self, path: str, data: bytes | None = None) -> bytes:
         with urllib.request.urlopen(f"{self.address}{path}", data) as answer:
-            return json.loads(answer.read() or b"null")
+            return answer.read()
+
+
+def _parts(url: str) -> tuple[str, str]:
+    bucket, _, name = url.removeprefix("gs://").partition("/")
+    return bucket, urllib.parse.quote(name, safe="")
 
 
 @pytest.fixture(scope="session")
 def emulator() -> Iterator[Emulator]:
-    """The process, which ends with this one."""
-    if importlib.util.find_spec("gcsfs") is None:
-        pytest.skip("buckets need the package gcsfs: pip install 'MaxText[gcs]'")
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.buckets.emulator"],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        [sys.executable, "-m", "tests.buckets.emulator"], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
         yield Emulator(process.stdout.readline().strip())
         process.stdin.close()
 
@@ -136,7 +124,6 @@ def clients(emulator: Emulator) -> Iterator[None]:
 @pytest.fixture
 def no_waits(clients: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """gcsfs tries again at once, as often as ever."""
-    import gcsfs.retry
 
     async def none(seconds: float) -> None:
         """Instead of asyncio.sleep."""

@@ -15,6 +15,7 @@ Beside it stand
 import base64
 import collections
 import dataclasses
+import datetime
 import hashlib
 import http.server
 import itertools
@@ -56,56 +57,17 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What is sent back."""
-
     status: int
     body: bytes = b""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    fault: Fault | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """One object, as it was written at one time."""
-
-    bucket: str
-    name: str
-    content: bytes
-    generation: int
-    content_type: str
-    metadata: Mapping[str, str]
-    created: float
-
-    def resource(self, address: str) -> dict[str, Any]:
-        """As the API of an address describes it."""
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(self.created))
-        stamp = f"{when}.{int(self.created % 1 * 1000):03d}Z"
-        crc = google_crc32c.value(self.content).to_bytes(4, "big")
-        path = f"storage/v1/b/{self.bucket}/o/{urllib.parse.quote(self.name, safe='')}"
-        download = f"{address}/download/{path}"
-        return {
-            "kind": "storage#object",
-            "id": f"{self.bucket}/{self.name}/{self.generation}",
-            "selfLink": f"{address}/{path}",
-            "mediaLink": f"{download}?generation={self.generation}&alt=media",
-            "name": self.name,
-            "bucket": self.bucket,
-            "generation": str(self.generation),
-            "metageneration": "1",
-            "contentType": self.content_type,
-            "metadata": dict(self.metadata),
-            "storageClass": "STANDARD",
-            "size": str(len(self.content)),
-            "md5Hash": base64.b64encode(hashlib.md5(self.content).digest()).decode(),
-            "crc32c": base64.b64encode(crc).decode(),
-            "etag": f"e{self.generation}",
-            "timeCreated": stamp,
-            "updated": stamp,
-        }
 
 
 class Refused(Exception):
-    """An error of the API: status and message."""
+    """An error of the API: status, message, and perhaps headers."""
+
+
+# What the API says of an object, and its content.
+_Stored = tuple[dict[str, Any], bytes]
 
 
 class Service:
@@ -114,38 +76,22 @@ class Service:
     def __init__(self, address: str = "") -> None:
         self._address = address
         self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, Stored]] = {}
+        self._buckets: dict[str, dict[str, _Stored]] = {}
         self._uploads: dict[str, tuple[str, dict[str, Any], Mapping[str, str], bytearray]] = {}
         # Distinct and growing, as of the service, also from one process to the next.
         self._generations = itertools.count(time.time_ns() // 1000)
         self._faults: list[Fault] = []
         self._asked: collections.Counter[str] = collections.Counter()
 
-    def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Does what a request asks, or fails as it was told to."""
-        if target == "/faults":
-            with self._lock:
+    def control(self, target: str, body: bytes) -> Answer:
+        """Sets faults, or tells what was asked for."""
+        with self._lock:
+            if target == "/faults":
                 self._faults = [Fault(**fault) for fault in json.loads(body)]
-            return Answer(200)
-        if target == "/requests":
-            with self._lock:
-                return _json(dict(self._asked))
-        fault = self._fault(f"{method} {target}")
-        if fault is not None:
-            time.sleep(fault.seconds)
-            if not fault.after:
-                return dataclasses.replace(_error(fault.status, "told to fail"), fault=fault)
-        try:
-            answer = self._dispatch(method, target, headers, body)
-        except Refused as refused:
-            answer = _error(*refused.args)
-        if fault is None or fault.status == 200:
-            return answer
-        if fault.status > 0:
-            answer = _error(fault.status, "told to fail after it was done")
-        return dataclasses.replace(answer, fault=fault)
+            return _json(200, dict(self._asked))
 
-    def _fault(self, request: str) -> Fault | None:
+    def fault(self, request: str) -> Fault | None:
+        """Counts a request; tells how it fails."""
         with self._lock:
             self._asked[re.sub(r"\?.*", "", request)] += 1
             for fault in self._faults:
@@ -158,201 +104,163 @@ class Service:
                     return fault
         return None
 
-    def _dispatch(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> Answer:
+    def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        try:
+            with self._lock:
+                found = self._dispatch(method, target, headers, body)
+        except Refused as refused:
+            return _error(*refused.args)
+        return found if isinstance(found, Answer) else _json(200, found)
+
+    def _dispatch(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Any:
         path, _, query = target.partition("?")
         given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-        parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
-        with self._lock:
-            match parts:
-                case ["upload", "storage", "v1", "b", bucket, "o"]:
-                    return self._upload(bucket, given, headers, body)
-                case ["storage", "v1", "b"]:
-                    return self._make_bucket(json.loads(body)["name"])
-                case ["storage", "v1", "b", bucket]:
-                    self._objects(bucket)
-                    return _json({"kind": "storage#bucket", "name": bucket, "id": bucket})
-                case ["storage", "v1", "b", bucket, "o"]:
-                    return self._list(self._objects(bucket), given)
-                case ["storage" | "download", *_, "v1", "b", bucket, "o", name]:
-                    return self._object(method, bucket, name, given, headers)
-                case ["storage", "v1", "b", bucket, "o", name, "moveTo", "o", other]:
-                    moved = self._copy(bucket, name, other, given)
-                    del self._objects(bucket)[name]
-                    return _json(moved.resource(self._address))
+        match [urllib.parse.unquote(part) for part in path.strip("/").split("/")]:
+            case ["upload", "storage", "v1", "b", bucket, "o"]:
+                return self._upload(bucket, given, headers, body)
+            case ["storage", "v1", "b"]:
+                name = json.loads(body)["name"]
+                if name in self._buckets:
+                    raise Refused(409, f"bucket {name} exists")
+                self._buckets[name] = {}
+                return {"name": name}
+            case ["storage", "v1", "b", bucket]:
+                self._objects(bucket)
+                return {"name": bucket}
+            case ["storage", "v1", "b", bucket, "o"]:
+                return self._list(self._objects(bucket), given)
+            case ["storage" | "download", *_, "v1", "b", bucket, "o", name]:
+                return self._object(method, bucket, name, given, headers)
+            case ["storage", "v1", "b", bucket, "o", name, "moveTo", "o", other]:
+                described, content = self._checked(bucket, name, {}) or _no_object(bucket, name)
+                moved = self._write(bucket, described | {"name": other}, given, content)
+                del self._objects(bucket)[name]
+                return moved
         raise Refused(501, f"{method} {target} is not known here")
 
-    # --- Buckets ----------------------------------------------------------------------------------
-
-    def _make_bucket(self, name: str) -> Answer:
-        if name in self._buckets:
-            raise Refused(409, f"bucket {name} exists")
-        self._buckets[name] = {}
-        return _json({"kind": "storage#bucket", "name": name, "id": name})
-
-    def _objects(self, bucket: str) -> dict[str, Stored]:
+    def _objects(self, bucket: str) -> dict[str, _Stored]:
         if bucket not in self._buckets:
             raise Refused(404, "The specified bucket does not exist.")
         return self._buckets[bucket]
 
-    def _list(self, objects: Mapping[str, Stored], given: Mapping[str, str]) -> Answer:
+    def _list(self, objects: Mapping[str, _Stored], given: Mapping[str, str]) -> dict[str, Any]:
         prefix, delimiter = given.get("prefix", ""), given.get("delimiter", "")
         start, end = given.get("startOffset", ""), given.get("endOffset", "")
-        after, most = given.get("pageToken", ""), min(int(given.get("maxResults", _PAGE)), _PAGE)
-        items, prefixes, last = [], [], ""
+        most = min(int(given.get("maxResults", _PAGE)), _PAGE)
+        entries = {}  # an object's description, or None for a folder
         for name in sorted(objects):
-            if not name.startswith(prefix) or name < start or (end and name >= end):
-                continue
-            rest = name[len(prefix) :]
-            folder = ""
-            if delimiter and delimiter in rest:
-                folder = prefix + rest[: rest.index(delimiter) + len(delimiter)]
-            entry = folder or name
-            if (after and entry <= after) or entry in prefixes:
-                continue
-            if len(items) + len(prefixes) == most:
-                found = {"items": items, "prefixes": prefixes, "nextPageToken": last}
-                return _json({"kind": "storage#objects", **found})
-            if folder:
-                prefixes.append(folder)
-            if not folder or (given.get("includeTrailingDelimiter") == "true" and folder == name):
-                items.append(objects[name].resource(self._address))
-            last = entry
-        found = {"items": items, "prefixes": prefixes}
-        kept = {key: value for key, value in found.items() if value}
-        return _json({"kind": "storage#objects", **kept})
-
-    # --- Objects ----------------------------------------------------------------------------------
+            if name.startswith(prefix) and name >= start and (not end or name < end):
+                at = name.find(delimiter, len(prefix)) if delimiter else -1
+                if at < 0:
+                    entries[name] = objects[name][0]
+                else:
+                    entries[name[: at + len(delimiter)]] = None
+        names = [name for name in entries if name > given.get("pageToken", "")]
+        found = {
+            "items": [entries[name] for name in names[:most] if entries[name]],
+            "prefixes": [name for name in names[:most] if not entries[name]],
+            "nextPageToken": names[most - 1] if len(names) > most else "",
+        }
+        return {key: value for key, value in found.items() if value}
 
     def _object(
-        self,
-        method: str,
-        bucket: str,
-        name: str,
-        given: Mapping[str, str],
-        headers: Mapping[str, str],
-    ) -> Answer:
-        stored = self._checked(bucket, name, given, reads=method in ("GET", "HEAD"))
-        if stored is None:
-            raise Refused(404, f"No such object: {bucket}/{name}")
+        self, method: str, bucket: str, name: str, given: dict[str, str], headers: Mapping[str, str]
+    ) -> Any:
+        reads = method in ("GET", "HEAD")
+        described, content = self._checked(bucket, name, given, reads) or _no_object(bucket, name)
         if method == "DELETE":
             del self._objects(bucket)[name]
             return Answer(204)
         if given.get("alt") != "media":
-            return _json(stored.resource(self._address))
-        return self._media(stored, headers.get("Range", ""))
-
-    def _media(self, stored: Stored, asked: str) -> Answer:
-        """The content, or the range of it that is asked for."""
-        size = len(stored.content)
-        headers = {
-            "Content-Type": stored.content_type,
-            "X-Goog-Generation": str(stored.generation),
+            return described
+        size = len(content)
+        headers_sent = {
+            "Content-Type": described["contentType"],
+            "X-Goog-Generation": described["generation"],
             "X-Goog-Metageneration": "1",
             "X-Goog-Stored-Content-Length": str(size),
-            "ETag": f'"e{stored.generation}"',
+            "ETag": f'"{described["generation"]}"',
         }
-        found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked)
+        found = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
         if found is None or found.groups() == ("", ""):
-            crc = stored.resource(self._address)["crc32c"]
-            return Answer(200, stored.content, {**headers, "X-Goog-Hash": f"crc32c={crc}"})
+            checksum = {"X-Goog-Hash": f"crc32c={described['crc32c']}"}
+            return Answer(200, content, headers_sent | checksum)
         first, last = found.groups()
         start = int(first) if first else max(0, size - int(last))
         end = min(int(last) + 1, size) if first and last else size
         if start >= end:
-            return dataclasses.replace(
-                _error(416, "The requested range cannot be satisfied: InvalidRange."),
-                headers={"Content-Range": f"bytes */{size}"},
-            )
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-        return Answer(206, stored.content[start:end], headers)
+            where = {"Content-Range": f"bytes */{size}"}
+            raise Refused(416, "The requested range cannot be satisfied: InvalidRange.", where)
+        headers_sent["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        return Answer(206, content[start:end], headers_sent)
 
     def _checked(
-        self, bucket: str, name: str, given: Mapping[str, str], *, reads: bool = False
-    ) -> Stored | None:
+        self, bucket: str, name: str, given: Mapping[str, str], reads: bool = False
+    ) -> _Stored | None:
         """The object, if the preconditions of the request hold."""
         stored = self._objects(bucket).get(name)
-        found = stored.generation if stored else 0
-        if "generation" in given and int(given["generation"]) != found:
+        found = int(stored[0]["generation"]) if stored else 0
+        if reads and not found:
+            return None
+        if int(given.get("generation", found)) != found:
             raise Refused(404, f"No such object: {bucket}/{name}#{given['generation']}")
-        wanted = given.get("ifGenerationMatch")
-        if wanted is not None and int(wanted) != found:
-            if reads and not found:
-                raise Refused(404, f"No such object: {bucket}/{name}")
+        if int(given.get("ifGenerationMatch", found)) != found:
             raise Refused(412, "At least one of the pre-conditions you specified did not hold.")
-        unwanted = given.get("ifGenerationNotMatch")
-        if unwanted is not None and int(unwanted) == found:
-            if reads and not found:
-                raise Refused(404, f"No such object: {bucket}/{name}")
+        if given.get("ifGenerationNotMatch") == str(found):
             raise Refused(304 if reads else 412, "The generation is as it was.")
         return stored
 
     def _write(
-        self, bucket: str, resource: Mapping[str, Any], given: Mapping[str, str], content: bytes
-    ) -> Stored:
-        name = resource.get("name") or given["name"]
-        self._checked(bucket, name, {k: v for k, v in given.items() if k.startswith("if")})
-        stored = Stored(
-            bucket,
-            name,
-            content,
-            next(self._generations),
-            resource.get("contentType", "application/octet-stream"),
-            resource.get("metadata") or {},
-            time.time(),
-        )
-        self._objects(bucket)[name] = stored
-        return stored
-
-    def _copy(self, bucket: str, name: str, to: str, given: Mapping[str, str]) -> Stored:
-        source = self._objects(bucket).get(name)
-        if source is None:
-            raise Refused(404, f"No such object: {bucket}/{name}")
+        self, bucket: str, described: Mapping[str, Any], given: Mapping[str, str], content: bytes
+    ) -> dict[str, Any]:
+        name = described.get("name") or given["name"]
+        self._checked(bucket, name, _preconditions(given))
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        crc = google_crc32c.value(content).to_bytes(4, "big")
         resource = {
-            "name": to, "contentType": source.content_type, "metadata": source.metadata
-        }  # fmt: skip
-        return self._write(bucket, resource, given, source.content)
-
-    # --- Uploads ----------------------------------------------------------------------------------
+            "name": name,
+            "bucket": bucket,
+            "generation": str(next(self._generations)),
+            "metageneration": "1",
+            "contentType": described.get("contentType", "application/octet-stream"),
+            "metadata": described.get("metadata") or {},
+            "size": str(len(content)),
+            "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode(),
+            "crc32c": base64.b64encode(crc).decode(),
+            "timeCreated": now,
+            "updated": now,
+        }
+        self._objects(bucket)[name] = resource, content
+        return resource
 
     def _upload(
-        self,
-        bucket: str,
-        given: dict[str, str],
-        headers: Mapping[str, str],
-        body: bytes,
-    ) -> Answer:
+        self, bucket: str, given: dict[str, str], headers: Mapping[str, str], body: bytes
+    ) -> Any:
         self._objects(bucket)
         how = given.pop("uploadType", "media")
         if identity := given.pop("upload_id", ""):
             return self._resume_upload(identity, headers, body)
         if how == "media":
-            content_type = headers.get("Content-Type", "application/octet-stream")
-            resource = {"name": given["name"], "contentType": content_type}
-            return _json(self._write(bucket, resource, given, body).resource(self._address))
+            kind = headers.get("Content-Type", "application/octet-stream")
+            return self._write(bucket, {"contentType": kind}, given, body)
         if how == "multipart":
-            resource, content = _multipart(headers["Content-Type"], body)
-            return _json(self._write(bucket, resource, given, content).resource(self._address))
-        identity = f"upload{next(self._generations)}"
-        resource = {
-            "name": given.get("name"),
-            "contentType": headers.get("X-Upload-Content-Type", "application/octet-stream"),
-            **json.loads(body or b"{}"),
-        }
+            described, content = _multipart(headers["Content-Type"], body)
+            return self._write(bucket, described, given, content)
+        kind = headers.get("X-Upload-Content-Type", "application/octet-stream")
+        described = {"name": given.get("name"), "contentType": kind} | json.loads(body or b"{}")
         # Preconditions are told at once, and hold when the object appears.
-        self._checked(bucket, resource["name"], {k: v for k, v in given.items() if k[:2] == "if"})
-        self._uploads[identity] = bucket, resource, given, bytearray()
+        self._checked(bucket, described["name"], _preconditions(given))
+        identity = f"upload{next(self._generations)}"
+        self._uploads[identity] = bucket, described, given, bytearray()
         place = f"{self._address}/upload/storage/v1/b/{bucket}/o?uploadType=resumable"
         return Answer(200, b"", {"Location": f"{place}&upload_id={identity}"})
 
-    def _resume_upload(self, identity: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    def _resume_upload(self, identity: str, headers: Mapping[str, str], body: bytes) -> Any:
         if identity not in self._uploads:
             raise Refused(404, "no such upload")
-        bucket, resource, given, content = self._uploads[identity]
-        found = re.fullmatch(
-            r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", headers.get("Content-Range", "bytes */*")
-        )
+        bucket, described, given, content = self._uploads[identity]
+        sent = headers.get("Content-Range", "bytes */*")
+        found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", sent)
         if found is None:
             raise Refused(400, "the Content-Range cannot be read")
         first, _, total = found.groups()
@@ -366,16 +274,25 @@ class Service:
             reached = {"Range": f"bytes=0-{len(content) - 1}"} if content else {}
             return Answer(308, b"", reached)
         del self._uploads[identity]
-        return _json(self._write(bucket, resource, given, bytes(content)).resource(self._address))
+        return self._write(bucket, described, given, bytes(content))
 
 
-def _json(value: Any) -> Answer:
-    return Answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+def _no_object(bucket: str, name: str) -> _Stored:
+    raise Refused(404, f"No such object: {bucket}/{name}")
 
 
-def _error(status: int, message: str) -> Answer:
+def _preconditions(given: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in given.items() if key.startswith("if")}
+
+
+def _json(status: int, value: Any) -> Answer:
+    return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Answer:
     error = {"error": {"code": status, "message": message, "errors": [{"message": message}]}}
-    return dataclasses.replace(_json(error), status=status)
+    answer = _json(status, error)
+    return dataclasses.replace(answer, headers={**answer.headers, **(headers or {})})
 
 
 def _multipart(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -383,23 +300,18 @@ def _multipart(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
     found = re.search(r"boundary=[\"']?([^\"';]+)", content_type)
     if found is None:
         raise Refused(400, "the multipart request has no boundary")
-    mark = b"--" + found[1].encode()
     parts = []
-    for part in body.split(mark)[1:3]:
+    for part in body.split(b"--" + found[1].encode())[1:3]:
         head, gap, content = re.split(rb"(\r?\n\r?\n)", part, maxsplit=1)
         end = b"\r\n" if gap.startswith(b"\r") else b"\n"
         parts.append((head, content.removesuffix(end)))
     (_, description), (head, content) = parts
-    resource = json.loads(description)
     kind = re.search(rb"(?i)content-type: *([^\r\n]+)", head)
-    if kind and "contentType" not in resource:
-        resource["contentType"] = kind[1].decode()
-    return resource, content
+    default = {"contentType": kind[1].decode()} if kind else {}
+    return default | json.loads(description), content
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     service: Service
     # Else an answer in two writes waits 40 ms for the client's acknowledgement.
@@ -407,28 +319,37 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1
 
     def _answer(self) -> None:
-        body = self._body()
-        answer = self.service.answer(self.command, self.path, self.headers, body)
-        status = answer.fault.status if answer.fault else answer.status
-        if status == 0:
-            self.close_connection = True
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path in ("/faults", "/requests"):
+            self._send(self.service.control(self.path, body))
             return
-        self.send_response(answer.status if status < 0 else status)
+        fault = self.service.fault(f"{self.command} {self.path}")
+        answer = _error(fault.status if fault else 0, "told to fail")
+        if fault is not None:
+            time.sleep(fault.seconds)
+        if fault is None or fault.after:
+            done = self.service.answer(self.command, self.path, self.headers, body)
+            if fault is None or fault.status == 200:
+                answer = done
+        self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        self.close_connection |= answer.status <= 0
+        if answer.status == 0:
+            return
+        self.send_response(max(answer.status, 200))
         for name, value in answer.headers.items():
             self.send_header(name, value)
-        content = b"" if status in (204, 304) else answer.body
-        if status not in (204, 304):
-            self.send_header("Content-Length", str(len(content)))
+        has_content = answer.status not in (204, 304)
+        if has_content:
+            self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if status < 0 else content)
+        if has_content and self.command != "HEAD":
+            cut = len(answer.body) // 2 if answer.status < 0 else None
+            self.wfile.write(answer.body[:cut])
         self.wfile.flush()
-        self.close_connection |= status < 0
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = _answer
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: /requests has the counts."""
@@ -450,8 +371,7 @@ def main() -> None:
     with _Server(("127.0.0.1", port), _Handler) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}"
         _Handler.service = Service(address)
-        sys.stdout.write(f"{address}\n")
-        sys.stdout.flush()
+        print(address, flush=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         sys.stdin.read()
 

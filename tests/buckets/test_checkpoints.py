@@ -1,5 +1,6 @@
 """Checkpoints in a bucket: whole or not there, whatever it answers meanwhile."""
 
+import contextlib
 import gc
 
 import pytest
@@ -14,6 +15,7 @@ from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
 from tests.checkpointing.small_state import abstract, assert_bit_equal, fresh_state
 from tests.checkpointing.test_manager import save_steps
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -26,15 +28,14 @@ def folder(bucket):
 @pytest.fixture
 def opened(folder):
     """Makes the manager of a start of the run; all are closed at the end."""
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def open_it(show=print, healthy=0, **keys):
-        made.append(Checkpoints(folder, Checkpoint(**keys), healthy, show=show))
-        return made[-1]
+        def open_it(show=print, **keys):
+            checkpoints = Checkpoints(folder, Checkpoint(**keys), 0, show=show)
+            stack.callback(checkpoints.close)
+            return checkpoints
 
-    yield open_it
-    for checkpoints in made:
-        checkpoints.close()
+        yield open_it
 
 
 def test_saved_kept_and_restored(folder, opened):
@@ -52,7 +53,7 @@ def test_saved_kept_and_restored(folder, opened):
     assert layout.find(str(folder.parent), "load_parameters_path").step == 7
 
 
-def test_a_save_that_was_killed_is_not_there(folder, opened, bucket, emulator):
+def test_a_save_that_was_killed_is_not_there(folder, opened):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
     # What a kill leaves: everything but the mark, which is written last.
     (folder / "1" / "commit_success.txt").unlink()
@@ -71,11 +72,10 @@ def test_a_save_that_was_killed_is_not_there(folder, opened, bucket, emulator):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damage_is_found_and_set_aside(folder, opened, emulator, bucket):
     state, kept = save_steps(opened(), fresh_state(), [0, 1])
-    name = bucket.removeprefix("gs://")
-    for file in emulator.names(name, "run/checkpoints/1/items/ocdbt.process_0/d/"):
+    for file in emulator.names(f"{bucket}/run/checkpoints/1/items/ocdbt.process_0/d/"):
         content = path_of(f"{bucket}/{file}", "x").read_bytes()
         # Every byte: half of such a file is parts that later ones of it have replaced.
-        emulator.write(name, file, bytes(byte ^ 1 for byte in content))
+        emulator.write(f"{bucket}/{file}", bytes(byte ^ 1 for byte in content))
     again = opened()
     with pytest.raises(Unreadable):
         again.restore(1, abstract(state))
@@ -89,11 +89,13 @@ def test_damage_is_found_and_set_aside(folder, opened, emulator, bucket):
     assert_bit_equal(again.restore(1, abstract(state))[0], kept[1])
 
 
-def test_a_bucket_that_does_not_answer_is_no_damage(folder, opened, emulator):
+def test_a_bucket_that_fails_is_no_damage(opened, emulator):
     state, kept = save_steps(opened(), fresh_state(), [0])
     again = opened()
-    with emulator.failing(Fault(503, "metadata")), pytest.raises(BucketFailure):
-        again.restore(0, abstract(state))
+    for status, where in ((503, "metadata"), (403, "metadata"), (403, "ocdbt|manifest|/d/")):
+        with emulator.failing(Fault(status, where)), pytest.raises(BucketFailure) as caught:
+            again.restore(0, abstract(state))
+        assert is_outage(caught.value) == (status == 503)
     with emulator.failing(Fault(503)), pytest.raises(BucketFailure):
         again.steps()
     # TensorStore tries again for a quarter of an hour.
@@ -101,21 +103,11 @@ def test_a_bucket_that_does_not_answer_is_no_damage(folder, opened, emulator):
         assert_bit_equal(again.restore(0, abstract(state))[0], kept[0])
 
 
-@pytest.mark.parametrize("where", ["metadata", "ocdbt|manifest|/d/"])
-def test_a_bucket_that_refuses_is_no_damage(folder, opened, emulator, where):
-    state, _ = save_steps(opened(), fresh_state(), [0])
-    again = opened()
-    with emulator.failing(Fault(403, where)), pytest.raises(BucketFailure) as caught:
-        again.restore(0, abstract(state))
-    assert not is_outage(caught.value)
-
-
-def test_going_back_withdraws_before_it_deletes(folder, opened, emulator):
+def test_going_back_withdraws_before_it_deletes(opened, emulator):
     checkpoints = opened()
     save_steps(checkpoints, fresh_state(), [0, 1, 2])
     # Killed in the midst, here: the bucket refuses to delete anything but the mark.
-    refusing = Fault(403, "DELETE (?!.*2%2Fcommit_success)")
-    with emulator.failing(refusing), pytest.raises(UserError):
+    with emulator.failing(Fault(403, "DELETE (?!.*2%2Fcommit_success)")), pytest.raises(UserError):
         checkpoints.go_back_to(1)
     assert opened().steps() == [0, 1]
     again = opened()
@@ -138,20 +130,13 @@ def test_a_save_fails_and_the_next_one_does_not(folder, opened, emulator):
     assert checkpoints.steps() == [2]
     assert not [path.name for path in folder.iterdir() if path.name == "1"]
     with emulator.failing(Fault(503)):
-        save_steps_failing(checkpoints, fresh_state(), [3])
-        with pytest.raises(UserError, match="step 4 "):
-            save_steps_failing(checkpoints, fresh_state(), [4])
+        # Without waiting for the end, as a run does.
+        checkpoints.wait = lambda: None
+        save_steps(checkpoints, fresh_state(), [3])
+        refused("step 4 ", save_steps, checkpoints, fresh_state(), [4])
+        del checkpoints.wait
     assert sum("step 3 " in line for line in lines) == 1
     assert opened().latest_step() == 2
-
-
-def save_steps_failing(checkpoints, state, steps):
-    """Saves without waiting for the end, as a run does."""
-    checkpoints.wait = lambda: None
-    try:
-        save_steps(checkpoints, state, steps)
-    finally:
-        del checkpoints.wait
 
 
 @pytest.mark.slow
@@ -165,17 +150,15 @@ def test_old_ones_that_cannot_be_deleted_cost_no_new_one(folder, opened, emulato
     assert checkpoints.steps()[-1] == 1
     save_steps(checkpoints, state, [2])
     assert checkpoints.steps() == [2]
-    assert len({path.name for path in folder.iterdir()} & {"0", "1"}) == 0
+    assert not {path.name for path in folder.iterdir()} & {"0", "1"}
 
 
-def test_a_save_asks_nothing_about_older_checkpoints(folder, opened, emulator):
-    checkpoints = opened(healthy=0)
+def test_a_save_asks_nothing_about_older_checkpoints(opened, emulator):
+    checkpoints = opened()
     state, _ = save_steps(checkpoints, fresh_state(), [100, 101, 102])
-    checkpoints.wait()
     before = emulator.requests
-    state, _ = save_steps(checkpoints, state, [103, 104])
-    checkpoints.wait()
-    after = emulator.requests
-    asked = [name for name in after if after[name] > before.get(name, 0)]
-    assert [name for name in asked if "%2F104%2F" in name]
-    assert not [name for name in asked if "%2F100%2F" in name or "%2F101%2F" in name]
+    save_steps(checkpoints, state, [103, 104])
+    asked = " ".join(name for name, n in emulator.requests.items() if n > before.get(name, 0))
+    assert "%2F104%2F" in asked
+    assert "%2F100%2F" not in asked
+    assert "%2F101%2F" not in asked

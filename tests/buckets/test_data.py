@@ -9,46 +9,41 @@ from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.buckets.emulator import Fault
-from tests.input_pipeline.faults import assert_undisturbed, opened, undisturbed, write
-from tests.input_pipeline.test_loader import take
+from tests.input_pipeline.faults import opened, undisturbed, write
+from tests.input_pipeline.small_data import assert_same, contents, quiet, take
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-# array_record lies on this disk once it is opened; the bytes of the others are read there.
-KINDS = ("array_record", "megatron", "parquet")
-
-
-def quiet(line: str) -> None:
-    """Takes a line and shows nothing."""
+# What is prepared lies on this disk once it is opened; of the others bytes are read there.
+KINDS = ("prepared_array_record", "prepared_bin", "megatron", "parquet", "tfrecord", "tar")
 
 
 @pytest.fixture(params=KINDS)
-def kept(request, tmp_path, bucket):
+def kept(request, tmp_path, bucket, emulator):
     """(kind, local folder, its copy in a bucket, keys)."""
     write(request.param, tmp_path / "set")
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path / "cache")}
     return request.param, tmp_path / "set", f"{bucket}/set", keys
 
 
-def upload(folder, url):
-    system, path = fsspec.core.url_to_fs(url)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            system.put_file(str(file), f"{path}/{file.relative_to(folder)}")
+def upload(emulator, folder, url):
+    for name, content in contents(folder).items():
+        emulator.write(f"{url}/{name}", content)
 
 
 def test_the_same_batches_as_from_a_disk(kept, emulator):
     kind, folder, url, keys = kept
     expected = undisturbed(folder, keys)
     lines = []
-    assert_undisturbed(take(opened(url, keys, lines.append), 20), expected)
-    assert any("Copying" in line for line in lines) == (kind == "array_record")
+    assert_same(take(opened(url, keys, lines.append), 20), expected)
+    assert any("Copying" in line for line in lines) == kind.startswith("prepared")
     # A second start copies nothing, and resumes anywhere.
     lines.clear()
     iterator = opened(url, keys, lines.append)
     iterator.seek(7)
-    assert_undisturbed(take(iterator, 5), expected[7:12])
+    assert_same(take(iterator, 5), expected[7:12])
     assert not any("Copying" in line for line in lines)
 
 
@@ -60,39 +55,35 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
     with emulator.failing(Fault(503, times=20)):
         iterator = opened(url, keys, lines.append)
     assert any("could not be opened" in line for line in lines)
-    if kind == "array_record":
+    if kind.startswith("prepared"):
         return
     lines.clear()
     first = [next(iterator)]
-    emulator.fail(Fault(503, "GET /download", times=40), Fault(0, "GET /download", times=10))
-    assert_undisturbed(first + take(iterator, 19), expected)
-    emulator.fail()
+    faults = Fault(503, "GET /download", times=40), Fault(0, "GET /download", times=10)
+    with emulator.failing(*faults):
+        assert_same(first + take(iterator, 19), expected)
 
 
 def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
     write("tfrecord", tmp_path / "set")
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
     iterator = opened(f"{bucket}/set", keys)
     with emulator.failing(Fault(503)):
-        with pytest.raises(UserError, match=r"after 3 tries .*set"):
-            take(iterator, 20)
-        with pytest.raises(UserError, match="after 3 tries"):
-            opened(f"{bucket}/set", keys)
-    with pytest.raises(UserError, match="no such file"):
-        opened(f"{bucket}/nothing", keys)
-    with pytest.raises(UserError, match="no such file"):
-        opened("gs://no-such-bucket/set", keys)
+        refused(r"after 3 tries .*set", take, iterator, 20)
+        refused("after 3 tries", opened, f"{bucket}/set", keys)
+    refused("no such file", opened, f"{bucket}/nothing", keys)
+    refused("no such file", opened, "gs://no-such-bucket/set", keys)
 
 
-def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket):
-    write("records", tmp_path / "set")
+def test_a_copy_is_that_of_the_file_that_is_there(tmp_path, bucket, emulator):
+    write("array_record", tmp_path / "set")
     keys = {"data_cache_dir": str(tmp_path / "cache")}
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     take(opened(f"{bucket}/set", keys), 1)
     for file in (tmp_path / "set").iterdir():
         file.write_bytes(file.read_bytes()[:-100])
-    upload(tmp_path / "set", f"{bucket}/set")
+    upload(emulator, tmp_path / "set", f"{bucket}/set")
     with pytest.raises(BadRecord, match="ids0"):
         opened(f"{bucket}/set", keys | {"data_read_retries": 0})
 
@@ -114,43 +105,32 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
         prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     system, path = fsspec.core.url_to_fs(f"{bucket}/there")
     system.get(path, str(tmp_path / "fetched"), recursive=True)
-    names = sorted(
-        str(file.relative_to(tmp_path / "here"))
-        for file in (tmp_path / "here").rglob("*")
-        if file.is_file()
-    )
-    assert sorted(name[len(path) + 1 :] for name in system.find(path)) == names
-    for name in names:
-        assert (tmp_path / "fetched" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+    assert contents(tmp_path / "fetched") == contents(tmp_path / "here")
     assert not [*(tmp_path / "cache" / "prepared").glob("*/*")]
     # The same again is kept, something else refused.
     prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     assert lines[-1].startswith(f"Kept {bucket}/there")
+    other = asked.model_copy(update={"add_eos": False})
     with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*add_eos"):
-        prepare(
-            asked.model_copy(update={"add_eos": False}), f"{bucket}/there", quiet, cache_dir=cache
-        )
+        prepare(other, f"{bucket}/there", quiet, cache_dir=cache)
 
 
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
     cache = str(tmp_path / "cache")
-    failing = Fault(503, "POST /upload.*", skip=3)
-    with emulator.failing(failing), pytest.raises(UserError):
+    with emulator.failing(Fault(503, "POST /upload.*", skip=3)), pytest.raises(UserError):
         prepare(text, f"{bucket}/there", quiet, cache_dir=cache)
-    names = emulator.names(bucket.removeprefix("gs://"))
+    names = emulator.names(bucket)
     assert names
     assert "there/manifest.json" not in names
     lines = []
     prepare(text, f"{bucket}/there", lines.append, cache_dir=cache)
     assert any(line.startswith("Kept") for line in lines)
-    (tmp_path / "manifest.json").write_bytes(
-        fsspec.open(f"{bucket}/there/manifest.json").open().read()
-    )
+    (tmp_path / "manifest.json").write_text(emulator.read(f"{bucket}/there/manifest.json"))
     assert read_manifest(str(tmp_path)).splits["train"].num_tokens > 0
 
 
 def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
-    emulator.write(bucket.removeprefix("gs://"), "there/holiday.jpg", b"x")
+    emulator.write(f"{bucket}/there/holiday.jpg", b"x")
     with pytest.raises(UserError, match=r"holiday\.jpg"):
         prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))
     asked = text.model_copy(update={"prepare_output_format": "text_tfrecord"})

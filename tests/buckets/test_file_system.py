@@ -10,6 +10,7 @@ from MaxText.buckets.failures import BucketFailure, is_outage, is_storage_error
 from MaxText.buckets.paths import COMMIT_MARK, path_of
 from MaxText.errors import UserError
 from tests.buckets.emulator import Fault
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients")
 
@@ -21,8 +22,7 @@ def test_files_and_folders(bucket):
     (folder / "a").write_text("one")
     (folder / "b" / "c").write_bytes(bytes(range(256)) * 40_000)  # in several pieces
     assert (folder / "b" / "c").read_bytes() == bytes(range(256)) * 40_000
-    assert folder.is_dir()
-    assert not folder.is_file()
+    assert (folder.is_dir(), folder.is_file()) == (True, False)
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
     (folder / "a").rename(folder / "d")
     (folder / "b").rename(folder / "e")
@@ -32,10 +32,10 @@ def test_files_and_folders(bucket):
 
 
 def test_what_others_write_is_seen(bucket, emulator):
-    folder = path_of(f"{bucket}/run", "base_output_directory")
+    folder = path_of(f"{bucket}/run", "x")
     (folder / "a").write_text("one")
     assert [path.name for path in folder.iterdir()] == ["a"]
-    emulator.write(bucket.removeprefix("gs://"), "run/b", b"two")  # as TensorStore or another host
+    emulator.write(f"{bucket}/run/b", b"two")  # as TensorStore or another host
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
     assert (folder / "b").exists()
 
@@ -83,7 +83,9 @@ def test_its_file_system_is_sent_to_other_processes(bucket):
     assert pickle.loads(pickle.dumps(system)).cat_file(path) == b"one"
 
 
-def test_the_missing_package_is_named(monkeypatch):
+def test_other_storage_and_a_missing_package(monkeypatch):
+    for path in ("s3://b/x", "hf://b/x", "nothing://b"):
+        refused("base_output_directory", path_of, path, "base_output_directory")
     monkeypatch.setattr("MaxText.buckets.paths._has_client", lambda: False)
     with pytest.raises(UserError, match=r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"):
         path_of("gs://b/x", "base_output_directory")
@@ -93,8 +95,7 @@ def test_names_are_taken_to_the_letter(bucket):
     for name in ("run1", "run2", "run?"):
         path_of(f"{bucket}/{name}/file", "x").write_text(name)
     path_of(f"{bucket}/run?", "x").rmtree()
-    left = {path.name for path in path_of(bucket, "x").iterdir()}
-    assert left == {"run1", "run2"}
+    assert {path.name for path in path_of(bucket, "x").iterdir()} == {"run1", "run2"}
 
 
 def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
@@ -102,8 +103,7 @@ def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
     (step / COMMIT_MARK).write_text("")
     (step / "items" / "array").mkdir(parents=True)
     (step / "items" / "array" / "0").write_text("numbers")
-    fault = Fault(503, where="DELETE .*array")
-    with emulator.failing(fault), pytest.raises(BucketFailure):
+    with emulator.failing(Fault(503, where="DELETE .*array")), pytest.raises(BucketFailure):
         step.rmtree()
     assert (step / "items" / "array" / "0").exists()
     assert not (step / COMMIT_MARK).exists()
@@ -122,9 +122,3 @@ def test_of_a_step_the_mark_goes_first(bucket, emulator, no_waits):
 )
 def test_failures_of_storage_are_no_damage(error, expected):
     assert is_storage_error(error) == expected
-
-
-@pytest.mark.parametrize("path", ["s3://b/x", "hf://b/x", "nothing://b"])
-def test_other_storage_is_refused(path):
-    with pytest.raises(UserError, match="base_output_directory"):
-        path_of(path, "base_output_directory")

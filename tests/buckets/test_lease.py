@@ -11,9 +11,9 @@ import pytest
 
 from MaxText import exit_codes
 from MaxText.checkpointing.lease import Lease
-from MaxText.errors import UserError
 from tests import programs
 from tests.parallelism.child_programs import ended, wait_for
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -38,22 +38,14 @@ def lock(bucket):
 
 @pytest.fixture
 def hold(lock):
-    """Takes the lease for this process until the end of the test."""
-    held = []
-
-    def hold():
-        facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
-        held.append(Lease(lock, facts, **QUICK))
-        held[-1].acquire()
-
-    yield hold
-    for lease in held:
-        lease.release()
+    facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
+    lease = Lease(lock, facts, **QUICK)
+    yield lease.acquire
+    lease.release()
 
 
 @pytest.fixture
 def start(lock, tmp_path):
-    """Starts a program that holds the lease for some seconds."""
     (tmp_path / "holder.py").write_text(HOLDER)
     started = []
 
@@ -73,38 +65,31 @@ def start(lock, tmp_path):
             pass
 
 
-@pytest.fixture
-def facts(bucket, emulator):
-    """Reads what the lease says."""
-    return lambda: json.loads(emulator.read(bucket.removeprefix("gs://"), "runs/a/.lock"))
-
-
-def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, facts):
+def test_a_second_process_is_refused_until_the_first_one_is_dead(start, hold, lock, emulator):
     holder = start("60")
-    with pytest.raises(UserError, match=f"process {holder.pid} on "):
-        hold()
+    refused(f"process {holder.pid} on ", hold)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     hold()  # at once: its process is not there any more
-    assert facts()["process"] == os.getpid()
+    assert json.loads(emulator.read(lock))["process"] == os.getpid()
 
 
 def test_the_end_of_a_program_releases_it(start, bucket, emulator):
     assert ended(start("0"))[0] == 0
-    assert emulator.names(bucket.removeprefix("gs://"), "runs/a/") == []
+    assert emulator.names(f"{bucket}/runs/a/") == []
 
 
 @pytest.mark.parametrize("left", ['{"host": "gone", "process": 7, "token": "x"}', "{"])
-def test_a_lease_that_is_not_renewed_is_taken_over(hold, facts, bucket, emulator, left):
-    emulator.write(bucket.removeprefix("gs://"), "runs/a/.lock", left.encode())
+def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left):
+    emulator.write(lock, left.encode())
     hold()
-    assert facts()["host"] == socket.gethostname()
+    assert json.loads(emulator.read(lock))["host"] == socket.gethostname()
 
 
-def test_a_process_whose_lease_was_taken_over_stops(start, bucket, emulator):
+def test_a_process_whose_lease_was_taken_over_stops(start, lock, emulator):
     holder = start("60")
     other = {"host": "other", "process": 7, "started": "now", "token": "x"}
-    emulator.write(bucket.removeprefix("gs://"), "runs/a/.lock", json.dumps(other).encode())
+    emulator.write(lock, json.dumps(other).encode())
     code, output = ended(holder)
     assert code == exit_codes.USER_MISTAKE
     assert "process 7 on other" in output

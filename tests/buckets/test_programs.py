@@ -1,39 +1,23 @@
 """The programs with everything in a bucket, also while it fails, and killed in the midst."""
 
-import json
 import subprocess
-import time
 
 import pytest
 
 from MaxText import exit_codes
 from tests import programs
 from tests.buckets.emulator import Fault
+from tests.several_processes.group import CONFIG, rows, wait_until
 
-CONFIG = """
-base_config: quickstart.yml
+KEYS = """
 tokenizer_type: byte
-vocab_size: 300
-tokenizer_vocab_size: 300
-base_emb_dim: 16
-base_num_query_heads: 2
-base_num_kv_heads: 2
-head_dim: 8
-base_mlp_dim: 32
-base_num_decoder_layers: 1
-max_target_length: 32
-per_device_batch_size: 2
 validation_fraction: 0.2
 steps: 12
-step_log_period: 1
 eval_interval: 4
-eval_steps: 2
 checkpoint_period: 3
 max_to_keep: 2
-guard_healthy_steps: 2
 sample_tokens: 0
 loss_curve: false
-log_config: false
 """
 
 
@@ -43,7 +27,7 @@ class Workplace:
     def __init__(self, folder, bucket, emulator, environment):
         self.folder, self.bucket, self.emulator = folder, bucket, emulator
         self.environment = environment | emulator.environment | {"JAX_PLATFORMS": "cpu"}
-        (folder / "tiny.yml").write_text(CONFIG)
+        (folder / "tiny.yml").write_text(CONFIG + KEYS)
         (folder / "text").mkdir()
         for number in range(10):
             (folder / "text" / f"{number}.txt").write_text(f"text number {number}. " * 60)
@@ -54,47 +38,43 @@ class Workplace:
             "prepare_source=text", f"data_cache_dir={self.folder}/cache", *keys,
         ]  # fmt: skip
 
-    def start(self, program, *arguments):
-        return programs.run(program, arguments, self.folder, self.environment)
+    def run(self, program, *arguments, code=0):
+        """What a program says until it ends with a code."""
+        done = programs.run(program, arguments, self.folder, self.environment)
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        assert "Traceback" not in said
+        return said
 
-    def train(self, place, *keys):
-        return self.start("train.py", *self.arguments(place, *keys))
+    def train(self, place, *keys, code=0):
+        return self.run("train.py", *self.arguments(place, *keys), code=code)
 
-    def begin(self, *keys):
-        """Training in the bucket that goes on behind the test's back."""
+    def begin(self, log, *keys):
         return programs.start(
             "train.py", self.arguments(self.bucket, *keys), self.folder, self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def rows(self, file):
-        """Rows of a JSON lines file in the bucket."""
-        content = self.emulator.read(self.bucket.removeprefix("gs://"), file)
-        return [json.loads(line) for line in content.splitlines()]
-
     def losses(self, run):
-        return {row["step"]: row["learning/loss"] for row in self.rows(f"runs/{run}/metrics.jsonl")}
+        return losses(self.emulator.read(f"{self.bucket}/runs/{run}/metrics.jsonl"))
 
     def local_losses(self, run):
-        content = (self.folder / "runs" / run / "metrics.jsonl").read_text()
-        rows = map(json.loads, content.splitlines())
-        return {row["step"]: row["learning/loss"] for row in rows}
+        return losses((self.folder / "runs" / run / "metrics.jsonl").read_text())
 
     def has_begun_to_save(self, run, step):
-        """Whether something of a checkpoint is in the bucket."""
-        prefix = f"runs/{run}/checkpoints/{step}/"
-        return bool(self.emulator.names(self.bucket.removeprefix("gs://"), prefix))
+        return bool(self.emulator.names(f"{self.bucket}/runs/{run}/checkpoints/{step}/"))
 
     def steps(self, run):
         """Finished checkpoints, and all folders that look like one."""
         prefix = f"runs/{run}/checkpoints/"
-        parts = [
-            name.removeprefix(prefix).split("/")
-            for name in self.emulator.names(self.bucket.removeprefix("gs://"), prefix)
-        ]
+        names = self.emulator.names(f"{self.bucket}/{prefix}")
+        parts = [name.removeprefix(prefix).split("/") for name in names]
         folders = {int(part[0]) for part in parts if part[0].isdigit()}
-        done = {int(part[0]) for part in parts if part[1:] == ["commit_success.txt"]}
-        return done, folders
+        return {int(part[0]) for part in parts if part[1:] == ["commit_success.txt"]}, folders
+
+
+def losses(text):
+    return {row["step"]: row["learning/loss"] for row in rows(text)}
 
 
 @pytest.fixture
@@ -102,17 +82,10 @@ def place(tmp_path, bucket, emulator, users_environment):
     return Workplace(tmp_path, bucket, emulator, users_environment)
 
 
-def succeeded(done):
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 def test_a_run_in_a_bucket(place):
-    """Text to data set, checkpoints, records and compiled programs."""
-    succeeded(place.train(place.bucket, "run_name=a", "steps=7"))
+    place.train(place.bucket, "run_name=a", "steps=7")
     assert place.steps("a") == ({3, 6}, {3, 6})
-    names = place.emulator.names(place.bucket.removeprefix("gs://"))
+    names = place.emulator.names(place.bucket)
     for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
                  "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
                  "runs/a/checkpoints/good.json"):  # fmt: skip
@@ -122,48 +95,39 @@ def test_a_run_in_a_bucket(place):
 
 @pytest.mark.slow
 def test_the_other_programs(place):
-    succeeded(place.train(place.bucket, "run_name=a"))
+    place.train(place.bucket, "run_name=a")
     run, cache = f"{place.bucket}/runs/a", f"data_cache_dir={place.folder}/cache"
-    scored = succeeded(
-        place.start("eval.py", "tiny.yml", f"load_parameters_path={run}",
-                    f"dataset_path={place.bucket}/data", cache)
-    )  # fmt: skip
+    trained = ("tiny.yml", f"load_parameters_path={run}", cache)
+    scored = place.run("eval.py", *trained, f"dataset_path={place.bucket}/data")
     assert "written to gs://" in scored
-    succeeded(
-        place.start("decode.py", "tiny.yml", f"load_parameters_path={run}", "prompt=text", cache)
-    )
-    succeeded(place.start("report.py", run, "output=page"))
+    place.run("decode.py", *trained, "prompt=text")
+    place.run("report.py", run, "output=page")
     assert (place.folder / "page" / "report.html").stat().st_size > 10_000
-    succeeded(place.start("inspect_data.py", f"{place.bucket}/data", cache))
+    place.run("inspect_data.py", f"{place.bucket}/data", cache)
     begun = place.train(place.bucket, "run_name=b", f"load_parameters_path={run}", "steps=2")
-    assert f"parameters of {run}/checkpoints/11" in succeeded(begun)
+    assert f"parameters of {run}/checkpoints/11" in begun
     step = f"compiled_trainstep_file={place.bucket}/steps/step.bin"
     place.environment["MAXTEXT_SIGNING_KEY_FILE"] = str(place.folder / "key")
     keys = place.arguments(place.bucket, "run_name=c", step, "steps=2")
-    missing = place.start("train.py", *keys)
-    assert (missing.returncode, "there is no such file" in missing.stderr) == (2, True)
-    succeeded(place.start("train_compile.py", *keys, "compile_topology=cpu-1"))
-    succeeded(place.start("train.py", *keys))
+    assert "there is no such file" in place.run("train.py", *keys, code=2)
+    place.run("train_compile.py", *keys, "compile_topology=cpu-1")
+    place.run("train.py", *keys)
 
 
 @pytest.mark.slow
 def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
+    log = place.folder / "log"
     # Answers come late, so that a save is on its way for long; then the process is killed.
     for step in ("3", "6"):
         saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
-        late = Fault(200, saving, seconds=1, after=True)
-        with place.emulator.failing(late), place.begin("run_name=a") as run:
-            until = time.monotonic() + 120
-            while not place.has_begun_to_save("a", step):
-                assert time.monotonic() < until
-                assert run.poll() is None, run.communicate()[0]
-                time.sleep(0.02)
+        late = place.emulator.failing(Fault(200, saving, seconds=1, after=True))
+        with late, log.open("w") as output, place.begin(output, "run_name=a") as run:
+            wait_until(lambda step=step: place.has_begun_to_save("a", step), run, log)
             run.kill()
-            run.communicate()
         assert int(step) not in place.steps("a")[0]
-    succeeded(place.train(place.bucket, "run_name=a"))
+    place.train(place.bucket, "run_name=a")
     assert place.steps("a") == ({9, 11}, {9, 11})
-    succeeded(place.train(place.folder, "run_name=a"))
+    place.train(place.folder, "run_name=a")
     assert place.losses("a") == place.local_losses("a")
 
 
@@ -176,8 +140,7 @@ def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
         Fault(503, "GET /storage/v1/b/[^/]*/o/runs.*checkpoints%2F9$", times=40),
     ]
     with place.emulator.failing(*faults):
-        output = succeeded(place.train(place.bucket, "run_name=a"))
-    assert "completed step: 11" in output
+        assert "completed step: 11" in place.train(place.bucket, "run_name=a")
     done, folders = place.steps("a")
     assert 11 in done
     assert folders == done
@@ -187,13 +150,10 @@ def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
 @pytest.mark.slow
 def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
-        done = place.train(place.bucket, "run_name=a")
-    assert done.returncode == exit_codes.USER_MISTAKE
-    assert "gs://" in done.stderr
-    assert "Traceback" not in done.stderr
+        said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_MISTAKE)
+    assert "gs://" in said
     # In mid-run: TensorStore goes on trying, and the watchdog ends the process.
     with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items")):
-        done = place.train(place.bucket, "run_name=a", "heartbeat_timeout=10")
-    assert done.returncode == exit_codes.STUCK
-    succeeded(place.train(place.bucket, "run_name=a"))
+        place.train(place.bucket, "run_name=a", "heartbeat_timeout=10", code=exit_codes.STUCK)
+    place.train(place.bucket, "run_name=a")
     assert place.steps("a")[0] >= {11}

@@ -10,11 +10,7 @@ from tests import programs
 
 
 class Runs(kills.Attack):
-    """Starts train.py with the configuration of benchmarks/kills.py in one folder.
-
-    Attributes:
-      place: the folder.
-    """
+    """Starts train.py with the configuration of benchmarks/kills.py in one folder, `place`."""
 
     def __init__(self, place):
         users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
@@ -25,18 +21,15 @@ class Runs(kills.Attack):
         return super().command(run_name, f"data_cache_dir={self.place}/data_cache", *arguments)
 
     def complete(self, run_name, *arguments, code=0):
-        """The output of a run that ends by itself with an exit code."""
         run = self.start(run_name, *arguments)
         assert run.end() == code, run.output
         assert "Traceback" not in run.output
         return run.output
 
     def rows(self, run_name, name="metrics.jsonl"):
-        """Rows of a JSON lines file of a run."""
         return [json.loads(row) for row in (self.folder(run_name) / name).read_text().splitlines()]
 
     def events(self, run_name, *kinds):
-        """The events of some kinds."""
         return [row for row in self.rows(run_name, "events.jsonl") if row["event"] in kinds]
 
     def has_happened(self, run_name, kind, times=1):
@@ -45,7 +38,6 @@ class Runs(kills.Attack):
         return path.exists() and path.read_text().count(f'"event": "{kind}"') >= times
 
     def arrays(self, run_name, step):
-        """Every array of a checkpoint, by name, as bytes."""
         arrays = kills.arrays_of(self.folder(run_name), step)
         return {name: array.tobytes() for name, array in arrays.items()}
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import load
-from MaxText.input_pipeline.formats.tf_example import encode
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from tests.input_pipeline.small_data import random_documents, write_data_set
+from tests.input_pipeline.streams.token_files import write_tfrecord
 from tests.programs import run as run_program
 
 VOCAB_SIZE = 300
@@ -21,25 +20,11 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def folder(runs):
-    """A folder with two prepared sets."""
     folder = runs.place / "sets"
     for number, name in enumerate(("a", "b")):
         documents = random_documents(number, 60, 60, VOCAB_SIZE)
         write_data_set(folder / name, {"train": documents, "validation": documents[:5]}, VOCAB_SIZE)
     return folder
-
-
-def write_records(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TFRecordWriter(path) as writer:
-        for row in rows:
-            writer.write(encode({"input_ids": row}))
-
-
-def positions(runs, run_name):
-    """Samples taken at each checkpoint."""
-    saved = sorted((runs.folder(run_name) / "checkpoints").glob("*/iter/metadata"))
-    return [json.loads(path.read_text())["samples"] for path in saved]
 
 
 def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
@@ -55,7 +40,9 @@ def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     assert len(runs.rows("staged")) == 8
     runs.complete("staged", *keys, "steps=10", "per_device_batch_size=8")
     assert runs.rows("staged")[-1]["step"] == 9
-    assert positions(runs, "staged") == [8 * 4, 8 * 4 + 2 * 8]
+    saved = sorted((runs.folder("staged") / "checkpoints").glob("*/iter/metadata"))
+    samples = [json.loads(path.read_text())["samples"] for path in saved]
+    assert samples == [8 * 4, 8 * 4 + 2 * 8]
 
 
 @pytest.mark.slow
@@ -86,23 +73,25 @@ def test_masked_tokens_are_learned(runs, folder):
 
 
 def test_pile_records_are_read_in_their_order(runs):
-    rng = np.random.default_rng(0)
-    records = {step: rng.integers(0, VOCAB_SIZE, (12, 33)) for step in (0, 3, 10, 100)}
-    for step, ids in records.items():
-        name = "valid/pile.tfrecord.b0" if step == 100 else f"pile.tfrecord.b{step}"
-        write_records(runs.place / "pile" / name, ids)
+    draw = np.random.default_rng(0).integers
+    names = ("b0", "b3", "b10", "valid")
+    (runs.place / "pile/valid").mkdir(parents=True)
+    records = {name: draw(0, VOCAB_SIZE, (12, 33)) for name in names}
+    for name, ids in records.items():
+        file = "valid/pile.tfrecord.b0" if name == "valid" else f"pile.tfrecord.{name}"
+        write_tfrecord(runs.place / "pile" / file, ids)
     output = runs.complete(
         "pile", *KEYS.split(), f"dataset_path={runs.place}/pile", "eval_split=valid",
         "zero_loss=false", "enable_data_shuffling=false", "eval_interval=8",
     )  # fmt: skip
     assert "36 rows of 33" in output
     # 8 steps of 4 rows: b0, b3, then 8 rows of b10; ids 0 are no targets.
-    targets = np.concatenate([records[step][:, 1:] for step in (0, 3, 10)])
+    targets = np.concatenate([records[name][:, 1:] for name in names[:3]])
     for step in range(8):
         counted = (targets[4 * step : 4 * step + 4] != 0).sum()
         line = next(line for line in output.splitlines() if f"completed step: {step}," in line)
         assert f"total_weights: {counted}," in line
-    assert f"total_weights={(records[100][:, 1:] != 0).sum()}," in output
+    assert f"total_weights={(records['valid'][:, 1:] != 0).sum()}," in output
 
 
 @pytest.mark.slow
@@ -110,9 +99,10 @@ def test_pile_records_are_read_in_their_order(runs):
 def test_published_commands_of_muddformer(name, tmp_path, users_environment):
     """Up to paths, steps and sizes."""
     text = np.arange(100_000) % 7 + 1  # repeats itself
+    (tmp_path / "pile").mkdir()
     for number, file in enumerate(("pile.tfrecord.b0", "pile.tfrecord.b3", "valid.tfrecord.b0")):
         rows = text[1000 * number :][: 12 * 33].reshape(12, 33)
-        write_records(tmp_path / "pile" / file, rows)
+        write_tfrecord(tmp_path / "pile" / file, rows)
     arguments = (
         f"MaxText/configs/base_v2.yml run_name={tmp_path}/run dataset_path={tmp_path}/pile "
         f"model_name={name} hardware=cpu compile_topology_num_slices=1 vocab_size=128 "

@@ -25,28 +25,18 @@ def damaged(runs):
     noise = "".join(chr(draw.randrange(33, 126)) for _ in range(6 * BATCH))
     (runs.place / "damaged").mkdir()
     (runs.place / "damaged/0.txt").write_text(sound[: 30 * BATCH] + noise + sound)
-    return [
-        *KEYS.split(),
-        f"prepare_source={runs.place}/damaged",
-        f"dataset_path={runs.place}/damaged_data",
-    ]
+    place = f"{runs.place}/damaged"
+    return [*KEYS.split(), f"prepare_source={place}", f"dataset_path={place}_data"]
 
 
 @pytest.fixture(scope="module")
 def rolled_back(runs, damaged):
-    """Events and output of a run that rolls back."""
     output = runs.complete("rolled_back", *damaged)
     return runs.rows("rolled_back", "events.jsonl"), output
 
 
 def of_kind(events, kind):
     return [row for row in events if row["event"] == kind]
-
-
-def run_without(runs, damaged, run_name, samples):
-    """The folder of a run whose data never had these samples."""
-    runs.complete(run_name, *damaged, f"excluded_samples=[[{samples[0]},{samples[1]}]]")
-    return runs.folder(run_name)
 
 
 def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
@@ -66,11 +56,11 @@ def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
 
 def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged, rolled_back):
     (rewind,) = of_kind(rolled_back[0], "rewind")
-    expected = run_without(runs, damaged, "excluded", rewind["samples"])
+    runs.complete("excluded", *damaged, f"excluded_samples=[{rewind['samples']}]")
     assert not runs.events("excluded", "rewind")
     # The rest of the damaged text is too short for another rollback, in both.
     assert 1 <= len(runs.events("excluded", "skip")) < 4
-    assert kills.differences(runs.folder("rolled_back"), expected) == []
+    assert kills.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
 
 
 @pytest.mark.slow
@@ -80,8 +70,8 @@ def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
     assert (rewind["source"], rewind["to"]) == ("copy of step 24 in memory", 25)
     (other,) = of_kind(rolled_back[0], "rewind")
     assert rewind["samples"] == [4 * 25, other["samples"][1]]
-    expected = run_without(runs, damaged, "excluded_less", rewind["samples"])
-    assert kills.differences(runs.folder("from_memory"), expected) == []
+    runs.complete("excluded_less", *damaged, f"excluded_samples=[{rewind['samples']}]")
+    assert kills.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
 
 
 @pytest.mark.slow
@@ -92,12 +82,10 @@ def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damag
     run = runs.start("killed_after_rollback", *keys)
     assert run.wait_for(lambda: runs.has_happened("killed_after_rollback", "rewind"), poll=0.001)
     run.kill()
-    output = runs.complete("killed_after_rollback", *keys)
-    assert "GOING BACK" not in output
-    folders = (runs.folder("killed_after_rollback"), runs.folder("not_killed"))
-    assert kills.differences(*folders) == []
-    (rewind,) = runs.events("not_killed", "rewind")
-    (again,) = runs.events("killed_after_rollback", "rewind")
+    assert "GOING BACK" not in runs.complete("killed_after_rollback", *keys)
+    names = ("killed_after_rollback", "not_killed")
+    assert kills.differences(*map(runs.folder, names)) == []
+    (again, rewind) = (runs.events(name, "rewind")[0] for name in names)
     for fact in ("number", "step", "to", "noticed", "began", "samples", "reason"):
         assert again[fact] == rewind[fact]
     steps = [row["step"] for row in runs.events("killed_after_rollback", "step")]
@@ -112,7 +100,6 @@ CALM = (
 
 @pytest.fixture(scope="module")
 def trained(runs):
-    """A run of 200 steps at a rate that suits the text."""
     runs.complete("trained", *CALM.split(), "learning_rate=0.003", "steps=200")
     return runs.folder("trained")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from MaxText.input_pipeline.manifest import (
     SCHEMA_VERSION,
     Manifest,
     SourceEntry,
-    Split,
     TokenizerEntry,
 )
 from MaxText.input_pipeline.preparation.part_files import PartWriter
@@ -57,11 +57,12 @@ def write_data_set(
     file_format: FileFormat = "array_record",
 ) -> Manifest:
     """Writes documents as a data set whose small chunks and files make every boundary occur."""
-    entries = {}
-    for name, documents in splits.items():
-        entries[name] = write_small_split(
+    entries = {
+        name: _write_split(
             folder / name, documents, vocab_size, chunk_length, records_per_file, file_format
         )
+        for name, documents in splits.items()
+    }
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         tokenizer=TokenizerEntry(
@@ -77,36 +78,25 @@ def write_data_set(
     return manifest
 
 
-def write_small_split(
-    folder: Path,
-    documents: list[np.ndarray],
-    vocab_size: int,
-    chunk_length: int,
-    records_per_file: int,
-    file_format: FileFormat = "array_record",
-    source_file: str = "numbers.txt",
-) -> Split:
-    """Writes one split; document i is row i of `source_file` and 3 bytes of text per id."""
+def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, file_format):
+    """Document i is row i of numbers.txt and 3 bytes of text per id."""
     folder.mkdir(parents=True)
     dtype = np.dtype(narrowest_dtype(vocab_size)).newbyteorder("<")
-    with tempfile.TemporaryDirectory() as parts_folder:
-        writer = PartWriter(Path(parts_folder), "part", dtype)
+    with tempfile.TemporaryDirectory() as name:
+        parts_folder = Path(name)
+        writer = PartWriter(parts_folder, "part", dtype)
         for row, document in enumerate(documents):
-            writer.add(document, 3 * len(document), source_file, row)
-        plan = SplitPlan(
-            parts_folder=Path(parts_folder),
-            parts=(writer.finish(),),
-            folder=folder,
-            vocab_size=vocab_size,
-            file_format=file_format,
-            chunk_length=chunk_length,
-            records_per_file=records_per_file,
-        )
-        return write_split(plan)
+            writer.add(document, 3 * len(document), "numbers.txt", row)
+        parts = (writer.finish(),)
+        return write_split(
+            SplitPlan(
+                parts_folder, parts, folder, vocab_size, file_format=file_format,
+                chunk_length=chunk_length, records_per_file=records_per_file,
+            )
+        )  # fmt: skip
 
 
 def data_keys(folder: Path | str, **keys) -> Data:
-    """The `Data` section that reads `folder`."""
     return Data(dataset_path=str(folder), **keys)
 
 
@@ -115,13 +105,11 @@ def quiet(line: str) -> None:
 
 
 def open_train(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
-    """The training batches; `keys` are further ones of train_loader."""
     defaults = {"plan": BatchPlan.constant(batch, LENGTH), "vocab_size": VOCAB_SIZE, "show": quiet}
     return train_loader(data, process_index=host, process_count=hosts, **(defaults | keys))
 
 
 def open_eval(data: Data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
-    """The evaluation batches; `keys` are further ones of eval_loader."""
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
     return eval_loader(
         data, global_batch_size=batch, process_index=host, process_count=hosts,
@@ -138,20 +126,33 @@ def take(iterator, count: int) -> list[Batch]:
 
 
 def fields(batch: Batch) -> dict[str, np.ndarray]:
-    """Arrays of a batch by name."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def join(batches) -> Batch:
-    """The rows of several batches as one."""
     rows = [fields(batch) for batch in batches]
     return Batch(**{name: np.concatenate([row[name] for row in rows]) for name in rows[0]})
 
 
 def assert_same(batches, expected) -> None:
-    """Asserts that two sequences of batches are equal in every bit."""
     for batch, reference in zip(batches, expected, strict=True):
         assert fields(batch).keys() == fields(reference).keys()
         for name, value in fields(batch).items():
             np.testing.assert_array_equal(value, fields(reference)[name], err_msg=name)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def denying(function: Callable, *names: str) -> Callable:
+    """`function` as for a user who may not read these; chmod does not stop root."""
+
+    def denied(path, *arguments, **keys):
+        if str(path).endswith(names):
+            raise PermissionError(13, "Permission denied", str(path))
+        return function(path, *arguments, **keys)
+
+    return denied

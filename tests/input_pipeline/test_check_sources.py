@@ -1,15 +1,17 @@
 """Checks of prepared data before a run: manifest, files, splits and vocabulary."""
 
 import os
+from unittest import mock
 
 import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.manifest import check_files, find_split, read_manifest
-from tests.input_pipeline.small_data import numbered_documents, write_data_set
+from MaxText.input_pipeline.manifest import find_split
+from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -40,15 +42,16 @@ def test_valid_data(folder):
 def test_invalid_data(folder, damage, arguments, message):
     if damage:
         damage(folder)
-    with pytest.raises(UserError, match=message):
-        check(folder, "vocab_size=50000", *arguments)
+    refused(message, check, folder, "vocab_size=50000", *arguments)
 
 
-def test_transient_errors_are_left_to_the_loader(folder, monkeypatch):
-    def fails(*_, **__):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(sources, "open_token_data", fails)
+def test_files_that_cannot_be_read_now(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", denying(os.stat, ".array_record"))
+        refused(r"\.array_record.*Permission denied", check, folder, "vocab_size=50000")
+    # What may pass is left to the loader.
+    error = OSError(5, "Input/output error")
+    monkeypatch.setattr(sources, "open_token_data", mock.Mock(side_effect=error))
     check(folder, "vocab_size=50000")
 
 
@@ -91,24 +94,3 @@ def test_missing_split_names_the_remedy(tmp_path, splits, fraction, split, helps
     assert ("again with validation_fraction" in str(caught.value)) == helps
     named = " or ".join(f"eval_split={name}" for name in sorted(splits))
     assert (f"({named}), or" in str(caught.value)) != helps
-
-
-@pytest.mark.parametrize(
-    ("name", "reader"),
-    [
-        ("manifest.json", lambda folder, _: read_manifest(folder)),
-        (".array_record", lambda folder, it: check_files(it, folder, "train")),
-    ],
-)
-def test_denied_files_are_named(folder, monkeypatch, name, reader):
-    manifest = read_manifest(str(folder))
-    stat = os.stat
-
-    def denied(path, *arguments, **keys):
-        if str(path).endswith(name):  # chmod does not stop root
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, *arguments, **keys)
-
-    monkeypatch.setattr(os, "stat", denied)
-    with pytest.raises(UserError, match=rf"{name}.*Permission denied"):
-        reader(str(folder), manifest)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from MaxText.configuration.data_sections import Masking
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
     assert_same,
@@ -23,18 +24,14 @@ from tests.input_pipeline.small_data import (
 from tests.input_pipeline.streams import token_files
 
 PACKING = (
-    {},
-    {"packing": False},
-    {"packing": False, "use_truncation": True},
-    {"grain_packing_type": "first_fit"},
-    {"grain_packing_type": "best_fit"},
-)
+    {}, {"packing": False}, {"packing": False, "use_truncation": True},
+    {"grain_packing_type": "first_fit"}, {"grain_packing_type": "best_fit"},
+)  # fmt: skip
 SAMPLING = ("chunks", "documents_random", "documents_fixed")
 
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """A folder with data sets a, b and c of three formats."""
     folder = tmp_path_factory.mktemp("sets")
     write_data_set(folder / "a", {"train": random_documents(0, 90, 50)})
     write_data_set(folder / "b", {"train": random_documents(1, 50, 30)}, file_format="bin")
@@ -47,17 +44,13 @@ def sets(tmp_path_factory):
 
 @st.composite
 def runs(draw):
-    """Keys of a run: data sets by name, packing, masking, order, excluded samples."""
     keys = dict(draw(st.sampled_from(PACKING)))
     keys["attend_across_documents"] = draw(st.booleans())
     keys["enable_data_shuffling"] = draw(st.booleans())
     keys["data_shuffle_seed"] = draw(st.integers(0, 5))
     keys["zero_loss"] = draw(st.booleans())
-    masking = Masking()
-    if draw(st.booleans()):
-        masking = Masking(
-            mlm_training=True, mlm_mask_id=3, mlm_cls_token_id=draw(st.integers(0, 4))
-        )
+    masked = {"mlm_training": True, "mlm_mask_id": 3, "mlm_cls_token_id": draw(st.integers(0, 4))}
+    masking = Masking(**masked) if draw(st.booleans()) else Masking()
     kind = draw(st.sampled_from(("one", "one", "mixture", "synthetic")))
     if kind == "synthetic":
         return {"dataset_type": "synthetic"}, Masking()
@@ -97,7 +90,7 @@ def cache(tmp_path_factory):
 def test_position_gives_the_same_batches_on_any_hosts(
     sets, cache, run, excluded, share, stop, hosts
 ):
-    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded))
+    data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), data_retry_seconds=0.0)
     plan = BatchPlan((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
     options = {"plan": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)
@@ -110,7 +103,11 @@ def test_position_gives_the_same_batches_on_any_hosts(
     for host in range(hosts):
         part = open_train(data, host=host, hosts=hosts, **options)
         part.resume(position)
-        parts.append(take(part, 3))
+        # Every reader of files can be opened again.
+        failures = int("dataset_type" not in run[0])
+        with failing_reads(failures, from_step=stop):
+            parts.append(take(part, 3))
+        assert "".join(part.incidents.drain()).count("Input/output error") >= failures
     assert_same([join(rows) for rows in zip(*parts, strict=True)], whole[stop:])
 
 
@@ -126,24 +123,21 @@ def test_resume_with_another_batch_size_reads_the_next_samples(
     samples.seek(stop * before)
     resumed = open_train(data, batch=after, masking=run[1])
     resumed.resume(first.position)
-    expected = join(take(samples, 3 * after))
-    assert_same([join(take(resumed, 3))], [expected])
+    assert_same([join(take(resumed, 3))], [join(take(samples, 3 * after))])
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=8),
     st.sampled_from([keys for keys in PACKING if "use_truncation" not in keys]),
-    st.sampled_from([2, 4, 8]),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from((True, False, False)),
-    st.booleans(),
-)
+    st.sampled_from([2, 4, 8]), st.integers(1, 4), st.booleans(),
+    st.sampled_from((True, False, False)), st.booleans(),
+)  # fmt: skip
 def test_each_target_counts_once_per_epoch_after_its_predecessor(
     tmp_path_factory, cache, sizes, packing, length, batch, staged, shuffle, attend
 ):
-    documents = numbered_documents([length + 1, *sizes])
+    # Not all of one size, which would make each a row of its own.
+    documents = numbered_documents([1, length + 1, *sizes])
     folder = tmp_path_factory.mktemp("set")
     token_files.write_megatron(folder / "d", documents)
     plan = BatchPlan.constant(batch, length)

@@ -11,27 +11,25 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.streams.bad_record import BadRecord
+from tests.input_pipeline.small_data import denying
+from tests.refusals import refused
 
 NAMES = ["shard-2.tar", "shard-10.tar", "deep/er/shard-1.tar", ".hidden", "deep/.git/x"]
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["", "memory://"], ids=["local", "memory"])
 def root(request, tmp_path):
-    """A folder with NAMES, on the disk or in fsspec's memory."""
-    root = str(tmp_path / "d")
-    if request.param == "memory":
-        root = f"memory://{tmp_path.name}-{os.getpid()}"
+    root = f"{request.param}{tmp_path}/d"
     for name in NAMES:
         with fsspec.open(f"{root}/{name}", "wb", auto_mkdir=True) as file:
             file.write(name.encode())
     yield root
-    if request.param == "memory":
+    if request.param:
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
 def below(files: list[str], root: str) -> list[str]:
-    name = root.removeprefix("memory://")
-    return [file[file.index(name) + len(name) + 1 :] for file in files]
+    return [file.partition(f"{root.removeprefix('memory://')}/")[2] for file in files]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def test_numbers_and_other_special_characters(tmp_path):
     ):
         for prefix in ("", "file://"):
             files = storage.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
-            assert [os.path.basename(file) for file in files] == expected
+            assert below(files, str(tmp_path)) == expected
     # Digits of other scripts, and superscripts, which are no decimal number.
     order = ["t.b0", "t.b500", "t.b1000", "t.b19500", "x1", "x٣", "x²"]
     assert sorted(order[1::2] + order[::2], key=storage.natural_key) == order
@@ -76,27 +74,21 @@ def test_list_files_keep_their_order(root, tmp_path):
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("", "dataset_path"),
-        ("/no/such/file", "dataset_path=/no/such/file"),
+        ("", "dataset_path"), ("/no/such/file", "dataset_path=/no/such/file"),
         ("/no/such/*.tar", r"/\*\.tar: no such file"),
-        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"),
-        ("@/no/such/list", "@/no/such/list"),
-        ("@empty", "@empty"),
-        ("@wrong", "/nowhere/a.tar"),
-        ("@binary", "@binary"),
-        ("memory://no-such-folder", "no such file"),
-        ("nonsense://bucket/x", "nonsense://"),
+        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"), ("@/no/such/list", "@/no/such/list"),
+        ("@empty", "@empty"), ("@wrong", "/nowhere/a.tar"), ("@binary", "@binary"),
+        ("memory://no-such-folder", "no such file"), ("nonsense://bucket/x", "nonsense://"),
         (".", "folder without files"),
     ],
-)
+)  # fmt: skip
 def test_nothing_found(tmp_path, monkeypatch, location, message):
     monkeypatch.chdir(tmp_path)
     if location.startswith("@"):
         (tmp_path / "empty").write_text("# only this\n")
         (tmp_path / "wrong").write_text("/nowhere/a.tar\n")
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=message):
-        storage.list_files(location, "dataset_path")
+    refused(message, storage.list_files, location, "dataset_path")
 
 
 def test_read_from_threads_and_after_pickling(root):
@@ -110,9 +102,8 @@ def test_read_from_threads_and_after_pickling(root):
 
 
 def test_truncated_and_missing_files(root):
-    file = storage.open_file(f"{root}/shard-2.tar")
     with pytest.raises(BadRecord, match="2 of 5 bytes") as caught:
-        file.read(9, 5)
+        storage.open_file(f"{root}/shard-2.tar").read(9, 5)
     assert (caught.value.path, caught.value.offset) == (f"{root}/shard-2.tar", 9)
     gone = storage.open_file(f"{root}/gone.tar")
     with pytest.raises(BadRecord, match=r"gone\.tar") as caught:
@@ -124,24 +115,19 @@ def test_truncated_and_missing_files(root):
 
 def test_folders_and_denied_files(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"x")
-    with pytest.raises(UserError, match="is a folder"):
-        storage.version(str(tmp_path))
+    refused("is a folder", storage.version, str(tmp_path))
     with pytest.raises(BadRecord, match="directory"):
         storage.open_file(str(tmp_path)).read(0, 1)
 
-    def denied(*arguments):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", denied)  # chmod does not stop root
+    monkeypatch.setattr(os, "open", denying(os.open, "secret"))
     with pytest.raises(BadRecord, match=r"secret.*Permission denied"):
         storage.open_file(str(tmp_path / "secret")).read(0, 1)
 
 
 def test_more_files_than_are_kept_open(tmp_path):
-    paths = [tmp_path / f"{number}" for number in range(200)]
-    for number, path in enumerate(paths):
-        path.write_bytes(bytes([number]))
-    files = [storage.open_file(str(path)) for path in paths]
+    for number in range(200):
+        (tmp_path / f"{number}").write_bytes(bytes([number]))
+    files = [storage.open_file(f"{tmp_path}/{number}") for number in range(200)]
     with ThreadPoolExecutor(8) as threads:
         for _ in range(2):
             read = list(threads.map(lambda file: file.read(0, 1), files))

@@ -16,7 +16,7 @@ from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step
-from tests.checkpointing.small_state import CONFIG, assert_bit_equal
+from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal
 from tests.small_models import random_batch, tiny_config
 
 ROWS = 8
@@ -30,20 +30,25 @@ def built(devices, family="llama2", **keys):
     return config, Model(config.model), make_layout(config.mesh, devices, config.model.pipeline)
 
 
+def fresh_parameters(model, layout, noise=0.0):
+    """Values that do not depend on the mesh: drawn on one device, then laid out."""
+    draw = np.random.default_rng(0).normal
+    params = jax.tree.map(
+        lambda x: np.asarray(x) + noise * draw(size=x.shape).astype("f"),
+        jax.jit(model.initialize)(jax.random.key(0)),
+    )
+    abstract = layout.abstract_state(model.initialize, model.parameters)
+    return jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract))
+
+
 def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     """Every loss, the gradients, and the text of the compiled program.
 
-    Args:
-      rows: of the batch.
-      noise: standard deviation of what is added to fresh parameters, so that all have an effect.
+    `noise` is the standard deviation of what is added to parameters, so that all have an effect.
     """
     config, model, layout = built(devices, family, **keys)
-    params = jax.jit(model.initialize)(jax.random.key(0))
-    generator = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + noise * generator.normal(size=x.shape).astype("f"), params)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    params = jax.device_put(jax.tree.map(np.asarray, params), shardings)
+    params = fresh_parameters(model, layout, noise)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
     batch = random_batch(config, rows, documents=True)
     batch = layout.place(jax.tree.map(np.asarray, batch), rows)
 
@@ -61,8 +66,6 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
 
 
 class Planned(NamedTuple):
-    """A run of a tiny model, without its compiled step."""
-
     config: Any
     layout: Layout
     step: Any
@@ -119,12 +122,9 @@ def assert_read_as(state, other, folder):
     checkpoints = Checkpoints(folder, Checkpoint())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     checkpoints.close()
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), other
-    )
     start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
+        Checkpoints(folder, Checkpoint()), Checkpoint(), abstract(other), pytest.fail, CONFIG, print
     )
     assert_bit_equal(start.state, jax.device_get(state))
-    for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
+    for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(other), strict=True):
         assert got.sharding == asked.sharding

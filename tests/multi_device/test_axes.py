@@ -11,10 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.training_sections import Batch
-from MaxText.errors import UserError
 from MaxText.layers.pattention import theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
-from tests.multi_device.same_results import MIXED, ROWS, assert_same, built, loss_and_gradients
+from tests.multi_device.same_results import (
+    MIXED,
+    ROWS,
+    assert_same,
+    built,
+    fresh_parameters,
+    loss_and_gradients,
+)
+from tests.refusals import refused
 from tests.small_models import tiny_config
 
 pytestmark = pytest.mark.multi_device
@@ -112,11 +119,11 @@ def test_equal_losses_and_gradients(name):
     if on_experts > 1:
         # Each device holds the experts of its place on the axis, and no other.
         kernel = gradients["layers"]["mlp"]["experts"]["wi_0"]
-        assert kernel.addressable_shards[0].data.shape[1] * on_experts == kernel.shape[1]
-        assert kernel.addressable_shards[0].data.size * on_experts * math.prod(split) == kernel.size
+        held = kernel.addressable_shards[0].data
+        assert held.shape[1] * on_experts == kernel.shape[1]
+        assert held.size * on_experts * math.prod(split) == kernel.size
     if "slots" in name:
-        layers = gradients["layers"]
-        of_slots = jax.tree.leaves(layers["mlp"])[0]
+        of_slots = jax.tree.leaves(gradients["layers"]["mlp"])[0]
         assert of_slots.addressable_shards[0].data.size * math.prod(split) == of_slots.size
 
 
@@ -154,16 +161,12 @@ def test_no_expert_is_full_while_text_is_generated():
     found = []
     for devices, mesh in ((jax.devices()[:1], {}), (jax.devices(), EXPERT)):
         _, model, layout = built(devices, **keys, **{"ici_fsdp_parallelism": 1}, **mesh)
-        abstract = layout.abstract_state(model.initialize, model.parameters)
-        params = jax.device_put(
-            jax.tree.map(np.asarray, jax.jit(model.initialize)(jax.random.key(0))),
-            jax.tree.map(lambda x: x.sharding, abstract),
-        )
 
         def run(params, tokens, lengths, model=model):
             decoder = model.merge(params)
             return decoder.logits(decoder.read_prompt(tokens, lengths, 16)[0])
 
+        params = fresh_parameters(model, layout)
         found.append(np.asarray(layout.jit(run)(params, tokens, lengths)))
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
@@ -172,35 +175,8 @@ def test_lengths_that_the_mesh_does_not_divide():
     _, _, layout = built(jax.devices(), ici_fsdp_parallelism=1, ici_context_parallelism=-1)
     stages = Batch(sequence_length_stages=((0, 8), (10, 4), (20, 16)))
     check_lengths(16, Batch(), layout)
-    with pytest.raises(UserError, match=r"(?s)a stage of 4 .*ici_context_parallelism=4"):
-        check_lengths(16, stages, layout)
-    with pytest.raises(UserError, match=r"(?s)=12 .*ici_context_parallelism=4"):
-        check_lengths(12, Batch(), layout)
-
-
-@pytest.mark.parametrize(
-    ("keys", "mesh", "where"),
-    [
-        (
-            {},
-            {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2,
-             "ici_context_parallelism": 2},
-            {"layers/mlp/wi_0/kernel": "-,fsdp+context,fsdp_transpose",
-             "layers/mlp/wo/kernel": "-,fsdp_transpose,fsdp+context",
-             "layers/self_attention/query/kernel": "-,fsdp+fsdp_transpose+context,-,-"},
-        ),
-        (
-            PLACES,
-            EXPERT_MIXED,
-            {"layers/mlp/experts/wi_0": "-,expert,fsdp,tensor",
-             "layers/mlp/experts/wo": "-,expert,tensor,fsdp", "layers/mlp/gate/kernel": "-,fsdp,-"},
-        ),
-    ],
-)  # fmt: skip
-def test_where_weights_lie(keys, mesh, where):
-    _, model, layout = built(jax.devices(), **keys, **mesh)
-    words = layout.describe(model.parameters)
-    assert {name: words(name) for name in where} == where
+    refused(r"(?s)a stage of 4 .*ici_context_parallelism=4", check_lengths, 16, stages, layout)
+    refused(r"(?s)=12 .*ici_context_parallelism=4", check_lengths, 12, Batch(), layout)
 
 
 def test_experts_that_no_device_shares_are_within_the_tolerance():
@@ -212,14 +188,4 @@ def test_experts_that_no_device_shares_are_within_the_tolerance():
     share = check_sharding(model.parameters, layout, 0.02)
     experts = sum(info.size for name, info in model.parameters.items() if "/experts/" in name)
     assert share == pytest.approx(1 - experts / model.num_parameters)
-    with pytest.raises(UserError, match=r"(?s)expert 4.*layers/"):
-        check_sharding(model.parameters, layout, share / 2)
-
-
-def test_meshes_that_do_not_match_name_the_axis_of_experts():
-    with pytest.raises(UserError, match="a multiple of 16 devices") as caught:
-        built(jax.devices(), **PLACES, ici_expert_parallelism=4, ici_tensor_parallelism=4)
-    advice = str(caught.value).partition("What to do:")[2]
-    assert "ici_expert_parallelism=4" in advice
-    given = dict(re.findall(r"(ici_\w+)=(-?\d+)", advice))
-    built(jax.devices(), **PLACES, **{name: int(size) for name, size in given.items()})
+    refused(r"(?s)expert 4.*layers/", check_sharding, model.parameters, layout, share / 2)

@@ -14,7 +14,7 @@ from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.saved import flat
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import make_layout
+from MaxText.parallelism.mesh import HOST_MEMORY, make_layout
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize
@@ -33,12 +33,6 @@ def shardings(state, shape, names, spec):
                                 PartitionSpec()),
         state,
     )  # fmt: skip
-
-
-def abstract_on(state, sharding):
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, sharding
-    )
 
 
 MESHES = {
@@ -65,19 +59,31 @@ def saved(tmp_path_factory):
     return folder, wanted
 
 
-@pytest.mark.parametrize("mesh", ["fsdp 4 tensor 2", "data 2"])
+def restored(folder, target, section=None, draw=pytest.fail):
+    return restore_or_initialize(
+        Checkpoints(folder, Checkpoint()), section or Checkpoint(), target, draw, CONFIG,
+        lambda line: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 4 tensor 2", "data 2", ""])
 def test_full_state_on_another_mesh(saved, mesh):
     folder, wanted = saved
-    state = fresh_state()
-    target = abstract_on(state, shardings(state, *MESHES[mesh]))
-    start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
-    )
+    target = jax.eval_shape(fresh_state)
+    if mesh:
+        target = placed(target, shardings(target, *MESHES[mesh]))
+    start = restored(folder, target)
     assert start.first_step == 3
     for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(target), strict=True):
-        assert got.sharding == asked.sharding
+        assert got.sharding == asked.sharding if mesh else len(got.sharding.device_set) == 1
     assert_bit_equal(start.state, wanted)
     jax.block_until_ready(update(start.state))
+
+
+def placed(state, sharding):
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, sharding
+    )
 
 
 def test_parameters_on_another_mesh(saved, tmp_path):
@@ -85,29 +91,13 @@ def test_parameters_on_another_mesh(saved, tmp_path):
     state = fresh_state()
     sharding = shardings(state, *MESHES["fsdp 4 tensor 2"])
     section = Checkpoint(load_parameters_path=str(folder))
-    start = restore_or_initialize(
-        Checkpoints(tmp_path / "checkpoints", Checkpoint()),
-        section,
-        abstract_on(state, sharding),
-        lambda: jax.device_put(state, sharding),
-        CONFIG,
-        lambda line: None,
-    )
+    start = restored(tmp_path / "checkpoints", placed(state, sharding), section,
+                     lambda: jax.device_put(state, sharding))  # fmt: skip
     table = start.state.params["token_embedder"]
     assert table.sharding == sharding.params["token_embedder"]
     np.testing.assert_array_equal(table, wanted.params["token_embedder"])
     assert int(start.state.step) == 0
     assert jnp.all(start.state.opt_state[1][0].mu["token_embedder"] == 0)
-
-
-def test_one_device_when_no_sharding_is_asked_for(saved):
-    folder, wanted = saved
-    target = jax.eval_shape(fresh_state)
-    start = restore_or_initialize(
-        Checkpoints(folder, Checkpoint()), Checkpoint(), target, pytest.fail, CONFIG, lambda x: None
-    )
-    assert_bit_equal(start.state, wanted)
-    assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(start.state))
 
 
 def test_moments_of_unrolled_layers_are_read_on_another_mesh(tmp_path):
@@ -122,25 +112,23 @@ def test_moments_of_unrolled_layers_are_read_on_another_mesh(tmp_path):
 def test_sharded_arrays_have_the_checksum_of_the_whole(dtype):
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(auto, auto))
-    array = np.random.default_rng(0).normal(size=(4, 160, 120)).astype(dtype)
+    array = np.random.default_rng(0).normal(size=(4, 160, 240)).astype(dtype)
     specs = [(), ("fsdp",), (None, "fsdp", "tensor"), (None, None, ("tensor", "fsdp"))]
     placed = [
         jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs
     ] + [jax.device_put(array, jax.devices()[3])]
+    # Above what is summed by NumPy at once.
+    placed.append(jax.device_put(array, placed[-1].sharding.with_memory_kind(HOST_MEMORY)))
     assert set(array_checksums(placed).values()) == {host_checksum(array)}
 
 
 def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     config = config_of()
     run = save(tmp_path / "small", config, trained(config))
-    keys = {
-        "load_parameters_path": str(run),
-        "slot_num": 10,  # 40 in the feed-forward: 8 devices divide these, and not the other
-        "growth_mode": "random",
-        "growth_moments": "warmed",
-    }
-    asked = config_of(**keys, **MIXED)
-    settled = settle(asked, [])
+    # 40 slots in the feed-forward: 8 devices divide these, and not the other.
+    keys = {"load_parameters_path": str(run), "slot_num": 10, "growth_mode": "random",
+            "growth_moments": "warmed"}  # fmt: skip
+    settled = settle(config_of(**keys, **MIXED), [])
     config = settled.config
     layout = make_layout(config.mesh, jax.devices())
     model = Model(config.model)
@@ -152,23 +140,19 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     drawn = layout.draw_state(initialize, abstract, 0)
     # Drawn on another mesh they would differ in the last bit, which is not about growth.
     whole = grow_by(tmp_path / "whole", config_of(**keys), jax.device_put(drawn, jax.devices()[0]))
+    checkpoints = Checkpoints(tmp_path / "sharded" / "checkpoints", config.checkpoint)
     start = restore_or_initialize(
-        Checkpoints(tmp_path / "sharded" / "checkpoints", config.checkpoint),
-        config.checkpoint,
-        abstract,
-        lambda: drawn,
-        flat(config),
-        lambda line: None,
-        settled,
+        checkpoints, config.checkpoint, abstract, lambda: drawn, flat(config), [].append, settled
     )
     for got, wanted in zip(jax.tree.leaves(start.state), jax.tree.leaves(abstract), strict=True):
         assert got.sharding == wanted.sharding
     keys_of_ffn = start.state.params["layers"]["mlp"]["keys"]["kernel"]
     assert keys_of_ffn.addressable_shards[0].data.shape != keys_of_ffn.shape
-    for name, array in by_name(start.state.params).items():
-        np.testing.assert_array_equal(array, whole.params[name], err_msg=name)
-    moments = whole.start.state.opt_state[1]
-    for kind in ("mu", "nu"):
-        expected = by_name(getattr(moments, kind))
-        for name, array in by_name(getattr(start.state.opt_state[1], kind)).items():
+    moments, others = start.state.opt_state[1], whole.start.state.opt_state[1]
+    for found, expected in (
+        (by_name(start.state.params), whole.params),
+        (by_name(moments.mu), by_name(others.mu)),
+        (by_name(moments.nu), by_name(others.nu)),
+    ):
+        for name, array in found.items():
             np.testing.assert_array_equal(array, expected[name], err_msg=name)

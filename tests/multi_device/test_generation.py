@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.loading import configure
-from MaxText.errors import UserError
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
@@ -16,7 +15,7 @@ from MaxText.parallelism.mesh import make_layout
 from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.text_bytes import TextBytes
 from tests.input_pipeline.small_data import random_documents, write_data_set
-from tests.multi_device.same_results import MIXED
+from tests.multi_device.same_results import MIXED, fresh_parameters
 from tests.scoring.small_trained import tiny_trained
 from tests.small_models import TINY
 
@@ -34,50 +33,36 @@ MESHES = {
     "mixed": MIXED,
 }  # fmt: skip
 KEYS = TINY | {
-    "decoder_block": "llama2",
-    "base_num_query_heads": 8,
-    "base_num_kv_heads": 8,
-    "max_target_length": 64,
-    "weight_init": "normal",
-    "init_std": 0.5,
-}
-
-KINDS = {
-    "global": {},
-    "experts, kinds of attention, Head-QK": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "attention_types": [[["local", "linear", "global"], 1]],
-        "sliding_window_size": 6,
-        "head_qk": True,
-    },
-}
+    "decoder_block": "llama2", "base_num_query_heads": 8, "base_num_kv_heads": 8,
+    "max_target_length": 64, "weight_init": "normal", "init_std": 0.5,
+}  # fmt: skip
+EXPERTS_AND_KINDS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "sliding_window_size": 6, "head_qk": True,
+    "attention_types": [[["local", "linear", "global"], 1]],
+}  # fmt: skip
 
 
 def texts(devices, **keys):
     config = configure(**KEYS, **keys)
     model = Model(config.model)
     layout = make_layout(config.mesh, devices)
-    abstract = layout.abstract_state(model.initialize, model.parameters)
-    # Values that do not depend on the mesh: drawn on one device, then laid out.
-    params = jax.device_put(
-        jax.jit(model.initialize)(jax.random.key(0)), jax.tree.map(lambda x: x.sharding, abstract)
-    )
     choice = Choice(temperature=0.7, top_k=10, repetition_penalty=1.1)
-    engine = Engine(model, model.in_parts(params), layout, choice)
+    params = model.in_parts(fresh_parameters(model, layout))
+    engine = Engine(model, params, layout, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
     found = dict(generate(engine, PROMPTS, Limits(50), rows=4, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
-    [("global", ["tensor", "context, ring"]), ("experts, kinds of attention, Head-QK", ["mixed"])],
+    ("keys", "names"),
+    [({}, ["tensor", "context, ring"]), (EXPERTS_AND_KINDS, ["mixed"])],
+    ids=["global", "experts, kinds of attention, Head-QK"],
 )
-def test_text_does_not_depend_on_the_mesh(kind, names):
-    expected = texts(jax.devices()[:1], **KINDS[kind])
+def test_text_does_not_depend_on_the_mesh(keys, names):
+    expected = texts(jax.devices()[:1], **keys)
     for name in names:
-        assert texts(jax.devices(), **KINDS[kind], **MESHES[name]) == expected, name
+        assert texts(jax.devices(), **keys, **MESHES[name]) == expected, name
 
 
 class BytesOfIds(TextBytes):
@@ -122,8 +107,3 @@ def test_the_same_scores_on_eight_devices(folder, mesh, stride, per_device):
     assert (eight.num_targets, eight.num_bytes) == (one.num_targets, one.num_bytes)
     assert one.num_bytes > 0
     np.testing.assert_allclose(eight.nats, one.nats, rtol=1e-5)
-
-
-def test_batches_that_devices_do_not_divide(folder):
-    with pytest.raises(UserError, match=r"per_device_batch_size=0\.5"):
-        score(folder, jax.devices(), -1, 0.5)

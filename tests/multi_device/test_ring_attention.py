@@ -80,21 +80,13 @@ def test_the_same_outputs_and_gradients(name):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("scores", "length", "copies"),
-    [({}, 32, 3), ({"window": 9}, 32, 1), ({"window": 10}, 32, 2)],
-)
-def test_a_window_needs_the_parts_that_it_reaches_only(scores, length, copies):
-    ring = _Ring(Scoring(**scores), ("context",), 4, length // 4, True, None)
-    assert len(ring.steps) == copies + 1
-
-
-@pytest.mark.parametrize(
-    ("length", "asked", "blocks"),
-    [(24, 5, 6), (24, None, 2), (26, 5, 2), (24, 100, 2)],
-)
-def test_blocks_divide_the_pieces_of_a_device(length, asked, blocks):
-    assert _Ring(Scoring(), ("context",), 4, length, True, asked).num_blocks == blocks
+def test_copies_and_blocks_are_no_more_than_needed():
+    for window, copies in ((None, 3), (9, 1), (10, 2)):
+        ring = _Ring(Scoring(window=window), ("context",), 4, 8, True, None)
+        assert len(ring.steps) == copies + 1
+    for length, asked, blocks in ((24, 5, 6), (24, None, 2), (26, 5, 2), (24, 100, 2)):
+        ring = _Ring(Scoring(), ("context",), 4, length, True, asked)
+        assert ring.num_blocks == blocks
 
 
 def test_bfloat16_adds_up_in_float32():

@@ -18,13 +18,9 @@ def started(
 ) -> Iterator[subprocess.Popen]:
     """A program's process, output and errors in one text pipe; killed at the end of the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        [sys.executable, "-c", textwrap.dedent(program), *arguments], cwd=REPOSITORY, text=True,
+        env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         yield process
     finally:

@@ -13,17 +13,15 @@ from MaxText.configuration import axis_rules
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES, Batch, Mesh
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
-from MaxText.parallelism.constraints import constrain, partition_spec
+from MaxText.parallelism.constraints import partition_spec
 from MaxText.parallelism.device_mesh import arranged, mesh_sizes
 from MaxText.parallelism.mesh import Layout, make_mesh, rows_of_batch, share_of_rows
-from tests.small_models import tiny_config
+from tests.refusals import refused
 
 
-def spec(names, shape, rules=LOGICAL_AXIS_RULES, **sizes):
+def abstract_mesh(**sizes):
     every = dict.fromkeys(MESH_AXES, 1) | sizes
-    mesh = AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
-    return partition_spec(names, shape, rules, mesh)
+    return AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
 def slices(number, per_slice):
@@ -32,10 +30,8 @@ def slices(number, per_slice):
 
 
 def device(index, **attributes):
-    kind = "a kind without coordinates"
-    return SimpleNamespace(
-        **{"id": index, "process_index": 0, "platform": "gpu", "device_kind": kind} | attributes
-    )
+    facts = {"process_index": 0, "platform": "gpu", "device_kind": "a kind without coordinates"}
+    return SimpleNamespace(id=index, **facts | attributes)
 
 
 def lies(section, devices, *axes):
@@ -47,12 +43,9 @@ def lies(section, devices, *axes):
     return found.reshape([shape[axis] for axis in axes])
 
 
-def test_slices_lie_along_data_by_default():
+def test_axes_inside_slices_and_across_them():
     found = lies(Mesh(), slices(2, 4), "data", "fsdp")
     assert [[device.slice_index for device in row] for row in found] == [[0] * 4, [1] * 4]
-
-
-def test_an_axis_inside_slices_and_across_them():
     section = Mesh(
         ici_data_parallelism=2, ici_fsdp_parallelism=2, dcn_data_parallelism=1,
         dcn_fsdp_parallelism=-1,
@@ -61,21 +54,24 @@ def test_an_axis_inside_slices_and_across_them():
     # Places inside of a slice lie together.
     assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2
     assert len({device.id for device in found.flat}) == 12
+    refused("3 and 4", mesh_sizes, Mesh(), slices(2, 4)[:-1])
 
 
-@pytest.mark.parametrize("asked", [{"dcn_fsdp_parallelism": 3}, {"dcn_data_parallelism": 4}])
-def test_sizes_across_slices_that_do_not_fit(asked):
-    section = Mesh(**asked)
-    with pytest.raises(UserError) as error:
-        mesh_sizes(section, slices(2, 4))
-    fits = dict(re.findall(r"(dcn_\w+)=(-?\d+)", str(error.value).partition("What to do")[2]))
-    sizes = mesh_sizes(Mesh(**{name: int(size) for name, size in fits.items()}), slices(2, 4))
-    assert math.prod(sizes.across) == 2
-
-
-def test_slices_of_different_sizes():
-    with pytest.raises(UserError, match="3 and 4"):
-        mesh_sizes(Mesh(), slices(2, 4)[:-1])
+@pytest.mark.parametrize(
+    ("asked", "number", "found"),
+    [
+        ({"dcn_fsdp_parallelism": 3}, 2, "3"),
+        ({"dcn_data_parallelism": 4}, 2, "4"),
+        ({"ici_fsdp_parallelism": 3, "ici_tensor_parallelism": 5}, 1, "15 .* machine has 8"),
+        ({"ici_expert_parallelism": 4, "ici_tensor_parallelism": 4}, 1, "a multiple of 16 devices"),
+    ],
+)
+def test_sizes_that_do_not_fit(asked, number, found):
+    devices = slices(number, 8 // number)
+    error = refused(found, mesh_sizes, Mesh(**asked), devices)
+    advice = str(error).partition("What to do")[2]
+    fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
+    assert math.prod(mesh_sizes(Mesh(**fits), devices).across) == number
 
 
 def test_processes_stand_for_slices_where_jax_knows_of_none():
@@ -86,8 +82,7 @@ def test_processes_stand_for_slices_where_jax_knows_of_none():
     assert [[device.process_index for device in row] for row in found] == [
         [0, 0, 1, 1], [2, 2, 3, 3]
     ]  # fmt: skip
-    with pytest.raises(UserError, match="dcn_data_parallelism=3"):
-        mesh_sizes(Mesh(dcn_data_parallelism=3), devices)
+    refused("dcn_data_parallelism=3", mesh_sizes, Mesh(dcn_data_parallelism=3), devices)
 
 
 # Rules of a user before those of the base, and rules of which later ones are fallbacks.
@@ -120,29 +115,10 @@ ALL = {"fsdp": 2, "fsdp_transpose": 2, "tensor": 2}
 )
 def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, expected):
     wanted = (tuple(axes.split()) or None for axes in expected)
-    assert spec(names, shape, rules or LOGICAL_AXIS_RULES, **sizes) == PartitionSpec(*wanted)
-
-
-def test_every_name_of_the_models_has_a_rule():
+    rules, mesh = rules or LOGICAL_AXIS_RULES, abstract_mesh(**sizes)
+    assert partition_spec(names, shape, rules, mesh) == PartitionSpec(*wanted)
     with pytest.raises(KeyError, match="no_such_axis"):
-        spec(("no_such_axis",), (8,))
-    known = {name for name, _ in LOGICAL_AXIS_RULES}
-    for family in ("llama2", "gpt2", "gpt_neox", "gpt3", "tokenformer"):
-        config = tiny_config(family, base_num_kv_heads=4, use_qk_norm=True)
-        for info in Model(config.model).parameters.values():
-            assert set(info.logical_axes) <= known
-
-
-def test_constrain_outside_a_mesh_is_the_identity():
-    x = np.ones((2, 3))
-    assert constrain(x, "activation_batch", None) is x
-
-
-def test_a_mesh_that_does_not_match_the_devices():
-    with pytest.raises(UserError) as error:
-        make_mesh(Mesh(ici_fsdp_parallelism=3, ici_tensor_parallelism=5), jax.devices()[:1])
-    for words in ("15", "has 1", "ici_fsdp_parallelism=-1"):
-        assert words in str(error.value)
+        partition_spec(("no_such_axis",), (8,), rules, mesh)
 
 
 def test_a_batch_that_does_not_divide():
@@ -150,8 +126,7 @@ def test_a_batch_that_does_not_divide():
     assert layout.share_of_batch() == (0, 1)
     assert rows_of_batch(Batch(per_device_batch_size=4), layout) == 4
     assert rows_of_batch(Batch(per_device_batch_size=4), layout, per_device=2) == 2
-    with pytest.raises(UserError, match=r"per_device_batch_size=2\.5"):
-        rows_of_batch(Batch(per_device_batch_size=2.5), layout)
+    refused(r"per_device_batch_size=2\.5", rows_of_batch, Batch(per_device_batch_size=2.5), layout)
 
 
 @pytest.mark.parametrize(
@@ -178,35 +153,24 @@ def test_the_rows_that_a_process_reads(held, shares):
 
 def tpu_slice(kind, *shape):
     """Devices of a TPU slice, with the coordinates that jax arranges them by."""
-    return [
-        device(
-            index, platform="tpu", device_kind=kind, core_on_chip=0, coords=coords[::-1],
-            slice_index=0,
-        )
-        for index, coords in enumerate(np.ndindex(*shape[::-1]))
-    ]  # fmt: skip
+    facts = {"platform": "tpu", "device_kind": kind, "core_on_chip": 0, "slice_index": 0}
+    places = enumerate(np.ndindex(*shape[::-1]))
+    return [device(index, coords=coords[::-1], **facts) for index, coords in places]
 
 
 TPU_SLICES = [
-    ("TPU v5 lite", (4, 4, 1)),
-    ("TPU v5 lite", (16, 16, 1)),
-    ("TPU v6 lite", (8, 8, 1)),
-    ("TPU v5", (4, 4, 4)),
-    ("TPU v5", (8, 8, 8)),
-    ("TPU v4", (4, 4, 8)),
-]
+    ("TPU v5 lite", (4, 4, 1)), ("TPU v5 lite", (16, 16, 1)), ("TPU v6 lite", (8, 8, 1)),
+    ("TPU v5", (4, 4, 4)), ("TPU v5", (8, 8, 8)), ("TPU v4", (4, 4, 8)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "shape"), TPU_SLICES, ids=str)
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipeline"])
 def test_every_mesh_whose_sizes_multiply_builds(kind, shape, axis):
     devices = tpu_slice(kind, *shape)
-    size = 2
-    while size <= min(len(devices), 64):
-        section = Mesh(**{f"ici_{axis}_parallelism": size})
-        found = arranged(section, devices)
+    for power in range(1, int(math.log2(min(len(devices), 64))) + 1):
+        found = arranged(Mesh(**{f"ici_{axis}_parallelism": 2**power}), devices)
         assert sorted(each.id for each in found.flat) == list(range(len(devices)))
-        size *= 2
     both = Mesh(ici_data_parallelism=2, ici_tensor_parallelism=2, ici_context_parallelism=2)
     assert arranged(both, devices).size == len(devices)
 

@@ -11,14 +11,13 @@ import re
 from pathlib import Path
 
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
 from MaxText.configuration import config_files
-from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.loading import configure
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout
 from MaxText.training import backend_defaults
+from tests.parallelism.test_mesh import abstract_mesh
 
 RECORDED = Path(__file__).parent / "shardings"
 PRESETS = config_files.preset_names(config_files.MODELS)
@@ -34,11 +33,7 @@ OF_EXPERTS = {"fsdp": 4, "expert": 4, "tensor": 4}
 
 def shardings(config, meshes) -> tuple[str, Model]:
     model = Model(backend_defaults.resolve(config.model, "tpu")[0])
-    layouts = []
-    for sizes in meshes:
-        every = dict.fromkeys(MESH_AXES, 1) | sizes
-        mesh = AbstractMesh(tuple(every.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
-        layouts.append(Layout(mesh, config.mesh.logical_axis_rules))
+    layouts = [Layout(abstract_mesh(**sizes), config.mesh.logical_axis_rules) for sizes in meshes]
     described = [layout.describe(model.parameters) for layout in layouts]
     rows: dict[str, list[str]] = {}
     for name, info in model.parameters.items():

@@ -1,10 +1,11 @@
 """Connecting processes, devices that are not there, and how one process of several ends."""
 
+import contextlib
 import os
 import platform
-import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,22 +15,12 @@ from jax.experimental import multihost_utils
 from MaxText.errors import UserError
 from MaxText.parallelism import processes, start_up
 from MaxText.parallelism.start_up import check_alike, connect, find_devices
-from tests.house.sources import REPOSITORY
 from tests.parallelism.child_programs import ended, started
-
-OTHERS = {
-    "JAX_COORDINATOR_ADDRESS": "127.0.0.1:99",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_PROCESS_ID": "1",
-}
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend\nmore")])
 def test_hardware_that_is_not_there(error, monkeypatch):
-    def devices():
-        raise error
-
-    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
     with pytest.raises(UserError, match="hardware=gpu: ") as caught:
         find_devices("gpu")
     assert ("(no backend)" in str(caught.value)) == (str(error) != "")
@@ -51,25 +42,21 @@ LARGE = HEAP | {"glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=107374182
 )
 def test_allocator_setting(library, present, expected, monkeypatch):
     """Old libraries have no large pages; what the user set stays."""
-    started = []
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
-    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(os, "execve", execve := mock.Mock())
     monkeypatch.setenv("GLIBC_TUNABLES", present)
     start_up.restart_with_allocator_setting()
-    if expected is None:
-        assert not started
-        return
-    [(program, _, environment)] = started
-    assert program == sys.executable
-    setting = environment["GLIBC_TUNABLES"].split(":")
-    assert set(setting) == expected
-    assert len(setting) == len(expected)
+    assert execve.called == (expected is not None)
+    if expected:
+        program, _, environment = execve.call_args.args
+        assert program == sys.executable
+        assert sorted(environment["GLIBC_TUNABLES"].split(":")) == sorted(expected)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's")
 def test_large_blocks_are_given_back():
     """Of the process that the program becomes: 1 GiB, touched and freed, does not stay with it."""
-    program = """if True:
+    program = """
         import ctypes, resource, sys
         from MaxText.parallelism import start_up
         start_up.restart_with_allocator_setting()
@@ -88,30 +75,19 @@ def test_large_blocks_are_given_back():
             return used / size, (resident() - before) / size
         print(*used_and_left(60 << 20), *used_and_left(1025 << 20))
     """
-    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    smaller_used, smaller_left, used, left = map(float, done.stdout.split())
-    assert smaller_used > 0.9
-    assert smaller_left > 0.9
-    assert used > 0.9
+    with started(program, environment={"GLIBC_TUNABLES": ""}) as process:
+        _, output = ended(process)
+    *stays, left = map(float, output.split())
+    assert min(stays) > 0.9
     version = tuple(map(int, platform.libc_ver()[1].split(".")[:2]))
     assert (left < 0.1) == (version >= (2, 35))
 
 
 @pytest.fixture
 def initialize(monkeypatch):
-    """Takes the place of jax.distributed.initialize; `calls` has its arguments."""
-    fake = SimpleNamespace(calls=[], error=None)
-
-    def initialize(**arguments):
-        fake.calls.append(arguments)
-        if fake.error is not None:
-            raise fake.error
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    """Takes the place of jax.distributed.initialize, which is told of no others by variables."""
+    fake = mock.Mock()
+    monkeypatch.setattr(jax.distributed, "initialize", fake)
     for name in list(os.environ):
         words = ("JAX_", "SLURM_", "OMPI_", "PMI_", "TPU_", "MEGASCALE_", "NNODES", "NODE_RANK")
         if name.startswith(words):
@@ -121,47 +97,39 @@ def initialize(monkeypatch):
 
 
 @pytest.fixture
+def others(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:99")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+
+
+@pytest.fixture
 def two_processes():
     processes.begin(2)
     yield
     processes.begin(1)
 
 
-def set_others(monkeypatch):
-    for name, value in OTHERS.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_one_process_is_not_connected(initialize, chips):
-    assert connect("auto", 600) == []
-    assert initialize.calls == []
-    assert processes.count() == 1
-
-
-def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, monkeypatch):
-    set_others(monkeypatch)
+def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, others):
     (line,) = connect("cpu", 600)
     assert line.startswith("process 0 of 2 (by JAX_NUM_PROCESSES and JAX_PROCESS_ID)")
     assert "127.0.0.1:99" in line
-    assert initialize.calls == [
-        {
-            "coordinator_address": "127.0.0.1:99",
-            "coordinator_bind_address": "127.0.0.1:99",
-            "num_processes": 2,
-            "process_id": 1,
-            "cluster_detection_method": "deactivate",
-            "initialization_timeout": 3600,
-            # Later than the watchdog, which can say more.
-            "heartbeat_timeout_seconds": 660,
-            "shutdown_timeout_seconds": 600,
-        }
-    ]
+    initialize.assert_called_once_with(
+        coordinator_address="127.0.0.1:99",
+        coordinator_bind_address="127.0.0.1:99",
+        num_processes=2,
+        process_id=1,
+        cluster_detection_method="deactivate",
+        initialization_timeout=3600,
+        # Later than the watchdog, which can say more.
+        heartbeat_timeout_seconds=660,
+        shutdown_timeout_seconds=600,
+    )
     assert processes.count() == 2
 
 
-def test_others_that_do_not_come(initialize, monkeypatch, told):
-    set_others(monkeypatch)
-    initialize.error = RuntimeError("DEADLINE_EXCEEDED: Barrier timed out\nmore")
+def test_others_that_do_not_come(initialize, others, told):
+    initialize.side_effect = RuntimeError("DEADLINE_EXCEEDED: Barrier timed out\nmore")
     with pytest.raises(UserError) as error:
         connect("cpu", 10)
     told(error.value)
@@ -169,11 +137,18 @@ def test_others_that_do_not_come(initialize, monkeypatch, told):
 
 
 def test_a_tpu_without_others_is_one_process(initialize, chips):
+    assert connect("tpu", 600) == []
+    initialize.assert_not_called()
     chips.append("/dev/accel0")
-    initialize.error = ValueError("coordinator_address should be defined.")
+    initialize.side_effect = ValueError("coordinator_address should be defined.")
     (line,) = connect("tpu", 600)
     assert line.startswith("one process: ")
-    assert "coordinator_address" not in initialize.calls[0]
+    assert "coordinator_address" not in initialize.call_args.kwargs
+    assert processes.count() == 1
+
+
+def refused(message):
+    return contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message)
 
 
 @pytest.mark.parametrize(
@@ -186,16 +161,11 @@ def test_a_tpu_without_others_is_one_process(initialize, chips):
     ],
 )
 def test_fewer_devices_than_meant(of_processes, asked, message, monkeypatch, two_processes):
-    devices = [
-        SimpleNamespace(process_index=process, device_kind="chip") for process in of_processes
-    ]
+    devices = [SimpleNamespace(process_index=n, device_kind="chip") for n in of_processes]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setenv(start_up.NUM_DEVICES_VARIABLE, asked)
-    if message is None:
+    with refused(message):
         assert find_devices("auto") == devices
-    else:
-        with pytest.raises(UserError, match=message):
-            find_devices("auto")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +187,8 @@ def test_processes_of_one_run_have_one_configuration(other, message, monkeypatch
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda x: np.stack([x, next(answers)])
     )
-    if message is None:
+    with refused(message):
         check_alike(mine)
-    else:
-        with pytest.raises(UserError, match=message):
-            check_alike(mine)
     processes.begin(1)
     check_alike(other)  # nothing is asked
 
@@ -263,12 +230,6 @@ def test_codes_and_what_is_said(statement, code, said, tmp_path):
     assert output.startswith("printed\n")
     assert said in output
     assert ("waited" in output) == (code == 76)  # for the silence of the dead one
-
-
-def test_a_run_of_one_process_is_left_alone():
-    processes.fail(ValueError("ours"))  # returns
-    processes.leave()
-    assert processes.count() == 1
 
 
 def caused_by(error):

@@ -38,6 +38,11 @@ def left_by(folder, process=0):
     return json.loads((folder / "processes" / f"{process}.json").read_text())
 
 
+def phase_of(folder, process):
+    there = (folder / "processes" / f"{process}.json").exists()
+    return left_by(folder, process)["phase"] if there else None
+
+
 class Clock:
     """Takes the place of the module `time`; threads of watchdogs look at it every period."""
 
@@ -61,27 +66,21 @@ class Clock:
             self._wait_for(watchdogs, dict(self._looks))
 
     def _wait_for(self, watchdogs, before):
-        def have_looked():
-            threads = [thread for thread in self._looks if thread.name == "watchdog"]
-            return watchdogs == sum(
-                not thread.is_alive() or self._looks[thread] >= before.get(thread, 0) + 2
-                for thread in threads
-            )
+        def has_looked(thread):
+            return not thread.is_alive() or self._looks[thread] >= before.get(thread, 0) + 2
 
-        while not have_looked():
+        while sum(has_looked(one) for one in [*self._looks] if one.name == "watchdog") != watchdogs:
             time.sleep(0.001)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+    monkeypatch.setattr(module, "time", Clock())
+    return module.time
 
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Exit codes of watchdogs that would have ended this process."""
     codes = []
     monkeypatch.setattr(module, "os", SimpleNamespace(getpid=os.getpid, _exit=codes.append))
     return codes
@@ -108,9 +107,8 @@ def watching(*arguments):
     ids=["step", "not collective", "longest", "silent", "failed", "stuck", "no file", "start"],
 )
 def test_the_slowest_process_is_named(rows, slowest):
-    assert describe(rows, silent_seconds=10.0).splitlines()[-1].split()[:3] == [
-        "slowest:", "process", f"{slowest},"
-    ]  # fmt: skip
+    last = describe(rows, silent_seconds=10.0).splitlines()[-1]
+    assert last.strip().startswith(f"slowest: process {slowest},")
 
 
 def test_the_table_shows_every_process(told):
@@ -126,11 +124,9 @@ def test_a_process_without_progress_ends_with_stacks(tmp_path):
     with started(STUCK_IN_DATA, str(tmp_path)) as process:
         code, output = ended(process)
     assert code == exit_codes.STUCK
-    assert "process 0 of 2" in output
-    assert "data of step 7 (heartbeat_timeout=0.1)" in output
-    assert "a_read_that_hangs" in output  # its stack
-    left = left_by(tmp_path)
-    assert (left["state"], left["phase"], left["step"]) == ("stuck", "data", 7)
+    for words in ("process 0 of 2", "data of step 7 (heartbeat_timeout=0.1)", "a_read_that_hangs"):
+        assert words in output  # the last in its stack
+    assert left_by(tmp_path).items() >= {"state": "stuck", "phase": "data", "step": 7}.items()
 
 
 @pytest.mark.parametrize(("phase", "longest"), [("data", 0.2), ("compile", 1.2)])
@@ -162,22 +158,15 @@ def test_another_takes_long(rows, expected):
 
 
 def test_a_step_waits_for_a_process_that_compiles(tmp_path, clock, exits):
-    with (
-        watching(tmp_path, 0.2, 1, 2) as other,
-        watching(tmp_path, 0.2, 0, 2) as own,
-    ):
-        other.enter("compile", 7)
+    with watching(tmp_path, 0.2, 1, 2) as other, watching(tmp_path, 0.2, 0, 2) as own:
         own.enter("step", 7)
-        while not all((tmp_path / "processes" / f"{n}.json").exists() for n in range(2)):
-            time.sleep(0.001)
-        while left_by(tmp_path, 1)["phase"] != "compile":
-            time.sleep(0.001)
-        clock.advance(0.8, steps=8, watchdogs=2)
-        assert exits == []
-        other.enter("step", 7)
-        while left_by(tmp_path, 1)["phase"] != "step":
-            time.sleep(0.001)
-        clock.advance(0.1, watchdogs=2)
+        for phase, seconds in (("compile", 0.8), ("step", 0.1)):
+            assert exits == []
+            other.enter(phase, 7)
+            for number, name in ((0, "step"), (1, phase)):
+                while phase_of(tmp_path, number) != name:
+                    time.sleep(0.001)
+            clock.advance(seconds, steps=round(seconds / 0.1), watchdogs=2)
     assert exits == [exit_codes.STUCK]
 
 
@@ -220,18 +209,15 @@ def test_an_exception_is_left_for_the_others(tmp_path):
     assert left_by(tmp_path)["state"] == "failed: ValueError"
     with Watchdog(tmp_path, 5.0, 0, 2) as watchdog:
         watchdog.enter("evaluation", 3)
-    left = left_by(tmp_path)
-    assert (left["process"], left["phase"], left["state"]) == (0, "evaluation", "ended")
+    expected = {"process": 0, "phase": "evaluation", "state": "ended"}
+    assert left_by(tmp_path).items() >= expected.items()
 
 
-def test_a_folder_that_cannot_be_written_holds_up_nobody(tmp_path):
+def test_what_is_not_written_holds_up_nobody(tmp_path):
+    with Watchdog(tmp_path, 5.0) as watchdog:  # of a run of one process
+        assert watchdog.describe_all() == ""
+    assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with Watchdog(tmp_path / "file", 5.0, 0, 2) as watchdog:
         watchdog.enter("step", 1)
         assert "1  has left no file" in watchdog.describe_all()
-
-
-def test_one_process_writes_nothing(tmp_path):
-    with Watchdog(tmp_path, 5.0) as watchdog:
-        assert watchdog.describe_all() == ""
-    assert not list(tmp_path.iterdir())

@@ -1,36 +1,102 @@
 """Programs as several processes of this machine, connected by jax; none outlives a test."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests import programs
 from tests.house.sources import REPOSITORY
 
-LONGEST_SECONDS = 240.0
+LONGEST_SECONDS = 400.0
+# A run of a tiny model.
+CONFIG = """
+base_config: quickstart.yml
+vocab_size: 300
+tokenizer_vocab_size: 300
+base_emb_dim: 16
+base_num_query_heads: 2
+base_num_kv_heads: 2
+head_dim: 8
+base_mlp_dim: 32
+base_num_decoder_layers: 1
+max_target_length: 32
+per_device_batch_size: 2
+step_log_period: 1
+eval_steps: 2
+guard_healthy_steps: 2
+log_config: false
+"""
+
+
+def as_users_do() -> dict[str, str]:
+    """The environment without the flags of the tests' own process."""
+    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("M_")}
+    # Or programs start themselves again.
+    return inherited | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def end(runs: Iterable[subprocess.Popen]) -> None:
-    """Ends runs of launch.py that still go on, with all their processes."""
-    for run in runs:
-        if run.poll() is None:
-            run.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            run.send_signal(signal.SIGTERM)  # kills
-        with run:
-            run.wait(60)
+def rows(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class Launcher:
+    """Starts runs of launch.py with four devices, over as many processes as a test says."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]):
+        self.folder, self.environment, self._started = folder, environment, []
+
+    def start(self, number: int, *arguments: str, options: Sequence[str] = ()):
+        """A run that goes on behind the test's back, and the file of its output."""
+        path = self.folder / f"{len(self._started)}.out"
+        launching = ["local", str(number), f"--devices={4 // number}", "--grace=40",
+                     f"--logs={self.folder}/logs", *options, "--", *arguments]  # fmt: skip
+        with path.open("w") as log:
+            process = programs.start(
+                "launch.py", launching, self.folder, self.environment,
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self._started.append(process)
+        return process, path
+
+    def run(self, number: int, *arguments: str, code: int = 0) -> str:
+        return ended(*self.start(number, *arguments), code)
+
+    def end(self) -> None:
+        """Ends runs that still go on, with all their processes."""
+        for run in self._started:
+            if run.poll() is None:
+                run.send_signal(signal.SIGTERM)
+                time.sleep(0.5)
+                run.send_signal(signal.SIGTERM)  # kills
+            with run:
+                run.wait(60)
+
+
+def ended(process: subprocess.Popen, path: Path, code: int = 0) -> str:
+    """The output of a run, once it has ended with a code."""
+    assert process.wait(LONGEST_SECONDS) == code, path.read_text()
+    return path.read_text()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, path: Path) -> None:
+    end = time.monotonic() + LONGEST_SECONDS
+    while not condition():
+        assert process.poll() is None, path.read_text()
+        assert time.monotonic() < end, path.read_text()
+        time.sleep(0.02)
 
 
 class Group:
@@ -41,83 +107,49 @@ class Group:
         self._outputs = outputs
 
     def output(self, number: int) -> str:
-        """What a process has written so far."""
         return self._outputs[number].read_text()
 
     def wait_for(self, number: int, text: str) -> None:
-        """Waits until a process has written `text`."""
-        end = time.monotonic() + LONGEST_SECONDS
-        while text not in self.output(number):
-            assert self.processes[number].poll() is None, self.output(number)
-            assert time.monotonic() < end, f"{text!r} does not come: {self.output(number)}"
-            time.sleep(0.02)
+        said = lambda: text in self.output(number)  # noqa: E731
+        wait_until(said, self.processes[number], self._outputs[number])
 
     def codes(self) -> list[int]:
-        """Exit codes, once all have ended by themselves."""
         end = time.monotonic() + LONGEST_SECONDS
         return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
 
 
 def variables(launcher: str, number: int, process: int, port: int) -> dict[str, str]:
-    """What a launcher ("jax", "nodes", "slurm" or "mpi") tells one of its processes."""
-    coordinator = {"JAX_COORDINATOR_IP": "127.0.0.1", "JAX_COORDINATOR_PORT": str(port)}
-    if launcher == "slurm":
-        return {
-            "SLURM_JOB_ID": "1",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_NTASKS": str(number),
-            "SLURM_PROCID": str(process),
-            "SLURM_LOCALID": str(process),
-            "SLURM_STEP_TASKS_PER_NODE": str(number),
-            "JAX_COORDINATOR_PORT": str(port),
-        }
-    count, rank = {
-        "jax": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-        "nodes": ("NNODES", "NODE_RANK"),
-        "mpi": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    }[launcher]
-    return {count: str(number), rank: str(process), **coordinator}
+    """What a launcher ("jax", "nodes" or "slurm") tells one of its processes."""
+    told = {
+        "jax": {"JAX_NUM_PROCESSES": number, "JAX_PROCESS_ID": process},
+        "nodes": {"NNODES": number, "NODE_RANK": process},
+        "slurm": {
+            "SLURM_JOB_ID": 1, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": number,
+            "SLURM_PROCID": process, "SLURM_LOCALID": process, "SLURM_STEP_TASKS_PER_NODE": number,
+        },
+    }[launcher]  # fmt: skip
+    told["JAX_COORDINATOR_PORT"] = port
+    if launcher != "slurm":
+        told["JAX_COORDINATOR_IP"] = "127.0.0.1"
+    return {name: str(value) for name, value in told.items()}
 
 
 @contextlib.contextmanager
-def started(
-    command: Sequence[str],
-    folder: Path,
-    number: int = 2,
-    devices: int = 1,
-    launcher: str = "jax",
-) -> Iterator[Group]:
-    """Starts `number` processes of a command, each with `devices` CPU devices.
-
-    Args:
-      command: of Python, without the interpreter.
-      folder: receives <process>.log.
-      launcher: see `variables`.
-    """
-    port = free_port()
-    # The flags of the tests' own process are not these programs'.
-    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("M_")}
-    processes, outputs = [], []
-    folder.mkdir(parents=True, exist_ok=True)
+def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iterator[Group]:
+    """Starts two processes of a command of Python; the folder receives <process>.log."""
+    port, processes, outputs = free_port(), [], []
+    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     try:
-        for process in range(number):
+        for process in range(2):
             outputs.append(folder / f"{process}.log")
-            with outputs[-1].open("w") as output:
+            with outputs[-1].open("w") as log:
+                environment = as_users_do() | one | variables(launcher, 2, process, port)
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, *command],
-                        cwd=REPOSITORY,
-                        env={
-                            **inherited,
-                            "JAX_PLATFORMS": "cpu",
-                            "JAX_NUM_CPU_DEVICES": str(devices),
-                            "GLIBC_TUNABLES": "glibc.malloc.arena_max=1",  # else it starts again
-                            **variables(launcher, number, process, port),
-                        },
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
+                        [sys.executable, *command], cwd=REPOSITORY, env=environment,
+                        stdout=log, stderr=subprocess.STDOUT,
                     )
-                )
+                )  # fmt: skip
         yield Group(processes, outputs)
     finally:
         for process in processes:

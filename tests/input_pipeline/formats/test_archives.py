@@ -20,7 +20,6 @@ CONTENTS = {
     "zwölf/ü.npy": b"y" * 512,
     "../../escape": b"z",
 }
-THREE = {f"{i}.npy": bytes(700) for i in range(3)}
 
 
 def write_tar(path, contents, style):
@@ -48,21 +47,17 @@ def test_members_in_order(tmp_path, style, contents):
 
 def test_truncated_and_damaged_archives(tmp_path):
     path = tmp_path / "x.tar"
-    write_tar(path, THREE, tarfile.USTAR_FORMAT)
-    content = path.read_bytes()
-    for left in range(0, 512 + 3 * (512 + 1024) + 512, 256):
-        path.write_bytes(content[:left])
-        with pytest.raises(BadRecord):
+    write_tar(path, {f"{i}.npy": bytes(700) for i in range(3)}, tarfile.USTAR_FORMAT)
+    content, header = path.read_bytes(), 512 + 512 + 1024
+    for damaged, offset in (
+        *((content[:left], r"\d") for left in range(0, 512 + 3 * (512 + 1024) + 512, 256)),
+        (b"hello" * 200, 0),
+        # A header whose checksum is wrong does not end the archive.
+        (content[: header + 3] + b"~" + content[header + 4 :], header),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(BadRecord, match=rf"x\.tar at byte {offset}"):
             members(open_file(str(path)))
-    path.write_bytes(b"hello" * 200)
-    with pytest.raises(BadRecord, match=r"x\.tar at byte 0"):
-        members(open_file(str(path)))
-    # A header whose checksum is wrong does not end the archive.
-    header = 512 + 512 + 1024
-    path.write_bytes(content[: header + 3] + b"~" + content[header + 4 :])
-    with pytest.raises(BadRecord) as caught:
-        members(open_file(str(path)))
-    assert caught.value.offset == header
 
 
 def test_copy_is_made_once_and_again_after_a_change(tmp_path):

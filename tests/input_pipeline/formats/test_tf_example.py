@@ -104,10 +104,7 @@ def test_lists_that_are_not_packed():
 @pytest.mark.parametrize(
     "record",
     [
-        b"\x0a",
-        b"\x0a\x05abc",
-        b"hello world",
-        b"\xff" * 12,
+        b"\x0a", b"\x0a\x05abc", b"hello world", b"\xff" * 12,
         example(delimited(3, delimited(1, b"\x80"))),
         example(delimited(3, delimited(1, b"\x01\xff"))),
         example(delimited(3, delimited(1, b"\xff" * 10 + b"\x01"))),
@@ -115,7 +112,7 @@ def test_lists_that_are_not_packed():
         delimited(1, delimited(1, delimited(1, b"\xff"))),
     ],
     ids=range(9),
-)
+)  # fmt: skip
 def test_other_bytes(record):
     with pytest.raises(ExampleError):
         tf_example.decode(record)

@@ -38,7 +38,6 @@ def byte_options(source: Path | str, **keys) -> Preparation:
 
 
 def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Manifest:
-    """Prepares a dataset; its manifest."""
     manifest = preparing.prepare(keys, str(folder), show, **more)
     assert manifest is not None
     return manifest
@@ -51,19 +50,9 @@ def split_small(monkeypatch: pytest.MonkeyPatch, unit_bytes: int) -> None:
 
 
 def documents(folder: Path, split: str) -> list[list[int]]:
-    """The ids of each document of a split."""
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return []
     stream = TokenStream(str(folder), manifest, split)
     tokens, ends = stream[:], stream.document_offsets
     return [tokens[ends[i] : ends[i + 1]].tolist() for i in range(len(ends) - 1)]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

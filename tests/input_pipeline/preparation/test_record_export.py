@@ -1,32 +1,32 @@
 """Token records for other programs: contents of the files, and what an export may overwrite."""
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.record_export import LEDGER_NAME, export_records
 from MaxText.input_pipeline.preparation.strided_windows import strided_windows
 from tests.input_pipeline.small_data import (
     EOS,
+    contents,
     numbered_documents,
     random_documents,
     write_data_set,
 )
-
-from .small_corpus import contents
-
-parquet = pytest.importorskip("pyarrow.parquet", reason="extra `data` is not installed")
+from tests.refusals import refused
 
 
 def export(prepared: Path, output: Path, **keys) -> list[str]:
@@ -62,12 +62,8 @@ def ids_of(path: Path, field: str) -> list[list[int]]:
 def test_no_token_is_lost_or_repeated(sizes, num_shards, chunk_length, output_format):
     documents = numbered_documents(sizes)
     stream = np.concatenate(documents).tolist()
-    keys = {
-        "prepare_output_format": output_format,
-        "prepare_num_shards": num_shards,
-        "prepare_chunk_length": chunk_length,
-        "prepare_name": "text8",
-    }
+    keys = {"prepare_output_format": output_format, "prepare_num_shards": num_shards,
+            "prepare_chunk_length": chunk_length, "prepare_name": "text8"}  # fmt: skip
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # most of the time
         prepared = prepared_set(Path(name, "set"), documents)
@@ -80,11 +76,11 @@ def test_no_token_is_lost_or_repeated(sizes, num_shards, chunk_length, output_fo
             assert all(in_files)
             for index, (file, records) in enumerate(zip(files, in_files, strict=True)):
                 # GPT-Neo's reader believes the number in a file's name.
-                assert file.name == (
-                    f"text8_{index:05d}_{len(records)}.tfrecords"
-                    if output_format == "tfrecord"
-                    else f"text8-{index:05d}-of-{len(files):05d}.parquet"
-                )
+                names = {
+                    "tfrecord": f"text8_{index:05d}_{len(records)}.tfrecords",
+                    "parquet": f"text8-{index:05d}-of-{len(files):05d}.parquet",
+                }
+                assert file.name == names[output_format]
             records = [record for file in in_files for record in file]
             if kind == "documents":
                 assert records == [document.tolist() for document in documents]
@@ -140,12 +136,9 @@ def test_more_tokens_than_are_read_at_once(tmp_path):
 
 
 STRIDED = {
-    "prepare_output_format": "parquet",
-    "prepare_record": "strided",
-    "prep_min_length": 2,
-    "prep_max_length": 4,
-    "prep_stride": 3,
-}
+    "prepare_output_format": "parquet", "prepare_record": "strided",
+    "prep_min_length": 2, "prep_max_length": 4, "prep_stride": 3,
+}  # fmt: skip
 
 
 def test_strided_windows_with_mask_and_labels(tmp_path):
@@ -172,30 +165,26 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
 
 
 @given(
-    sizes=st.lists(st.integers(0, 40), max_size=12),
-    first=st.integers(0, 1000),
-    min_length=st.integers(1, 9),
-    more=st.integers(0, 9),
-    stride=st.integers(1, 18),
-)
+    sizes=st.lists(st.integers(0, 40), max_size=12), first=st.integers(0, 1000),
+    min_length=st.integers(1, 9), more=st.integers(0, 9), stride=st.integers(1, 18),
+)  # fmt: skip
 def test_strided_windows_follow_their_definition(sizes, first, min_length, more, stride):
     max_length = min_length + more
     stride = min(stride, max_length)
     offsets = first + np.cumsum([0, *sizes])
-    expected, documents, covered = [], 0, set()
-    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        start, last_stop = begin, begin
-        before = len(expected)
-        while start < end and last_stop < end:
-            last_stop = min(start + max_length + 1, end)
-            if last_stop - start > min_length:
-                expected.append((start, last_stop))
-                covered.update(range(start, last_stop))
-            start += stride
-        documents += len(expected) == before
+    expected, dropped = [], 0
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        starts = range(begin, end, stride)
+        # Up to the first window that reaches the end.
+        starts = starts[: 1 + sum(start + max_length + 1 < end for start in starts)]
+        windows = [(start, min(start + max_length + 1, end)) for start in starts]
+        windows = [(start, stop) for start, stop in windows if stop - start > min_length]
+        expected += windows
+        dropped += not windows
+    covered = {token for window in expected for token in range(*window)}
     found = strided_windows(offsets, min_length, max_length, stride)
     assert list(zip(found.starts_W.tolist(), found.stops_W.tolist(), strict=True)) == expected
-    assert found.dropped_documents == documents
+    assert found.dropped_documents == dropped
     assert found.dropped_tokens + len(covered) == sum(sizes)
 
 
@@ -229,30 +218,24 @@ def test_other_contents_are_not_overwritten(tmp_path, monkeypatch):
         (first, tmp_path / "full" / "thesis.tex", {}, "is a file"),
         (first, tmp_path / "full" / "thesis.tex" / "below", {}, "below"),
     ):
-        with pytest.raises(UserError, match=message):
-            export(prepared, target, **keys)
+        refused(message, export, prepared, target, **keys)
     assert contents(tmp_path) == before
     for damage in (b"", b"{", b'{"schema_version": 1}', b"\xff"):
         (output / LEDGER_NAME).write_bytes(damage)
-        with pytest.raises(UserError, match=LEDGER_NAME):
-            export(first, output)
+        refused(LEDGER_NAME, export, first, output)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"MaxText\[data\]"):
-        export(first, tmp_path / "new", prepare_output_format="parquet")
+    refused(r"MaxText\[data\]", export, first, tmp_path / "new", prepare_output_format="parquet")
 
 
 @pytest.mark.parametrize("cause", ["damaged tokens", "full disk"])
 def test_failures_leave_no_half_file(tmp_path, monkeypatch, cause):
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
-
     write_data_set(tmp_path / "set", {"train": random_documents(0, 20, 30)})
     file = min((tmp_path / "set" / "train").glob("tokens-*"))
     if cause == "full disk":
+        no_space = mock.Mock(side_effect=OSError(28, "No space left on device"))
         monkeypatch.setattr(tfrecord.TFRecordWriter, "write", no_space)
     else:
         file.write_bytes(bytes(reversed(file.read_bytes())))
     message = r"\.tfrecords .*No space" if cause == "full disk" else file.name
-    with pytest.raises(UserError, match=message):
-        export(tmp_path / "set", tmp_path / "out")
+    refused(message, export, tmp_path / "set", tmp_path / "out")
     assert list(contents(tmp_path / "out")) == [LEDGER_NAME]

@@ -2,27 +2,22 @@
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.text_cache import open_text
+from tests.refusals import refused
 
 from .small_corpus import documents
 
 
 def opened(files, tmp_path, lines=None, **keys):
-    keys = {
-        "tokenizer_path": "bytes",
-        "tokenizer_type": "auto",
-        "text_field": "text",
-        "add_bos": False,
-        "add_eos": True,
-    } | keys
-    show = (lambda line: None) if lines is None else lines.append
+    keys = {"tokenizer_path": "bytes", "tokenizer_type": "auto", "text_field": "text",
+            "add_bos": False, "add_eos": True} | keys  # fmt: skip
+    show = [].append if lines is None else lines.append
     return open_text([str(file) for file in files], cache_dir=tmp_path / "cache", show=show, **keys)
 
 
@@ -37,17 +32,9 @@ def files(tmp_path):
 
 
 def test_text_becomes_a_dataset_once(files, tmp_path):
-    folders, lines = [], []
-    threads = [
-        threading.Thread(target=lambda: folders.append(opened(files, tmp_path, lines)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (folder,) = set(folders)
-    assert len(folders) == 3
+    lines = []
+    with ThreadPoolExecutor(3) as threads:
+        (folder,) = set(threads.map(lambda _: opened(files, tmp_path, lines), range(3)))
     assert sum(line.startswith("Wrote") for line in lines) == 1
     assert [path.name for path in (tmp_path / "cache" / "text").iterdir()] == [folder.name]
     manifest = read_manifest(str(folder))
@@ -64,13 +51,10 @@ def test_text_becomes_a_dataset_once(files, tmp_path):
 
 def test_whatever_decides_about_ids_has_its_own_folder(files, tmp_path):
     folders = {
-        opened(files, tmp_path),
-        opened(files[::-1], tmp_path),
-        opened(files[:1], tmp_path),
-        opened(files, tmp_path, add_bos=True),
-        opened(files, tmp_path, add_eos=False),
+        opened(files, tmp_path), opened(files[::-1], tmp_path), opened(files[:1], tmp_path),
+        opened(files, tmp_path, add_bos=True), opened(files, tmp_path, add_eos=False),
         opened(files, tmp_path, text_field="body"),
-    }
+    }  # fmt: skip
     os.utime(files[0], (1, 1))
     folders.add(opened(files, tmp_path))
     assert len(folders) == 7
@@ -82,7 +66,5 @@ def test_remote_and_missing_files_and_no_tokenizer(files, tmp_path):
     keys = {"tokenizer_path": "", "tokenizer_type": "byte"}
     folder = opened(["memory://text_cache/a.jsonl"], tmp_path, **keys)
     assert [bytes(ids[:-1]) for ids in documents(folder, "train")] == [b"far away"]
-    with pytest.raises(UserError, match=r"a\.jsonl .*tokenizer_path"):
-        opened(files[1:], tmp_path, tokenizer_path="")
-    with pytest.raises(UserError, match=r"gone\.jsonl"):
-        opened([tmp_path / "gone.jsonl"], tmp_path)
+    refused(r"a\.jsonl .*tokenizer_path", opened, files[1:], tmp_path, tokenizer_path="")
+    refused(r"gone\.jsonl", opened, [tmp_path / "gone.jsonl"], tmp_path)

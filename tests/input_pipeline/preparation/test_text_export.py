@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.text_export import export_text
 from tests.input_pipeline.preparation.sources.written_corpora import arrow_stream, read_texts, rows
-
-from .small_corpus import contents
+from tests.input_pipeline.small_data import contents
+from tests.refusals import refused
 
 TEXTS = [f"{i} äöü " + random.Random(i).randbytes(i % 37 * 10).hex() for i in range(200)]
 
@@ -31,14 +30,9 @@ def export(source: Path, folder: Path, lines: list[str] | None = None, **keys):
     return export_text(corpus, preparation, folder, [].append if lines is None else lines.append)
 
 
-@pytest.fixture
-def source(tmp_path):
-    write_shards(tmp_path / "source", TEXTS)
-    return tmp_path / "source"
-
-
 @pytest.mark.parametrize(("ending", "num_shards"), [("tfrecord", 8), ("array_record", 0)])
-def test_all_documents_in_order(source, tmp_path, ending, num_shards):
+def test_all_documents_in_order(tmp_path, ending, num_shards):
+    write_shards(source := tmp_path / "source", TEXTS)
     keys = {"prepare_output_format": f"text_{ending}", "prepare_num_shards": num_shards}
     lines = []
     ledger = export(source, tmp_path / "out", lines, **keys)
@@ -49,8 +43,8 @@ def test_all_documents_in_order(source, tmp_path, ending, num_shards):
     assert 8 <= len(held_out) <= 35
     for split, texts in (("train", train), ("validation", held_out)):
         files = [file for file in ledger.files if file.split == split]
-        names = [f"{split}_data_{index:05d}.{ending}" for index in range(len(files))]
-        assert [file.file for file in files] == names
+        for index, file in enumerate(files):
+            assert file.file == f"{split}_data_{index:05d}.{ending}"
         assert sum(file.num_documents for file in files) == len(texts)
         sizes = [file.num_text_bytes for file in files]
         assert sum(sizes) == len("".join(texts).encode())
@@ -77,6 +71,15 @@ def test_records_are_examples_with_the_text(tmp_path):
     assert records == [tf_example.encode({"text": text.encode()}) for text in texts]
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.999999])
+def test_neither_split_is_empty(tmp_path, fraction):
+    for count in (1, 2):
+        source, out = tmp_path / f"{count}.jsonl", tmp_path / f"{count}"
+        source.write_bytes(rows(TEXTS[:count]))
+        export(source, out, validation_fraction=fraction)
+        assert len(list(out.glob("*.tfrecord"))) == count
+
+
 def test_splits_of_the_source_are_kept(tmp_path):
     write_shards(tmp_path / "owt" / "train", TEXTS[:175])
     write_shards(tmp_path / "owt" / "val", TEXTS[175:])
@@ -94,25 +97,20 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     lines = []
     export(path, out, lines)
-    assert len(lines) == 1
-    assert lines[0].startswith("Kept")
+    assert [line.split()[0] for line in lines] == ["Kept"]
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    with pytest.raises(UserError, match="prepare_seed was 0 and is 1"):
-        export(path, out, prepare_seed=1)
-    with pytest.raises(UserError, match=r"no export\.json.* a\.jsonl"):
-        export(path, tmp_path)
-    with pytest.raises(UserError, match=r"prepare_name=\.\./x"):
-        export(path, tmp_path / "b", prepare_name="../x")
+    refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
+    refused(r"no export\.json.* a\.jsonl", export, path, tmp_path)
+    refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
-        with pytest.raises(UserError, match="text "):
-            export(path, out)
+        refused("text ", export, path, out)
     (out / "export.json").write_text("{")
-    with pytest.raises(UserError, match=r"export\.json is damaged"):
-        export(path, out)
+    refused(r"export\.json is damaged", export, path, out)
 
 
-def test_missing_files_are_written_again(source, tmp_path):
+def test_missing_files_are_written_again(tmp_path):
+    write_shards(source := tmp_path / "source", TEXTS)
     export(source, tmp_path / "out", prepare_num_shards=8)
     before = contents(tmp_path / "out")
     (tmp_path / "out" / "train_data_00002.tfrecord").write_bytes(b"short")
@@ -124,8 +122,7 @@ def test_missing_files_are_written_again(source, tmp_path):
 def test_no_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(rows(["", " "]))
-    with pytest.raises(UserError, match=r"a\.jsonl .*\(1 files: 2 empty\)"):
-        export(path, tmp_path / "out")
+    refused(r"a\.jsonl .*\(1 files: 2 empty\)", export, path, tmp_path / "out")
     path.write_bytes(rows(["", "now"]))
     lines = []
     export(path, tmp_path / "out", lines)

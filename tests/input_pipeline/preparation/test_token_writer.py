@@ -49,11 +49,9 @@ def stored_bytes(path):
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     cuts=st.lists(st.integers(0, 12), max_size=4),
-    file_format=st.sampled_from(["array_record", "bin"]),
-    chunk_length=st.integers(1, 7),
-    vocab_size=st.sampled_from([65536, 65537]),
-    first_row=st.sampled_from([0, 2**31]),
-)
+    file_format=st.sampled_from(["array_record", "bin"]), chunk_length=st.integers(1, 7),
+    vocab_size=st.sampled_from([65536, 65537]), first_row=st.sampled_from([0, 2**31]),
+)  # fmt: skip
 def test_files_of_a_split(lengths, cuts, file_format, chunk_length, vocab_size, first_row):
     rng = np.random.default_rng(len(lengths))
     members = [

@@ -1,16 +1,19 @@
 """Work in several processes, and the lock of a dataset in preparation."""
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
 import socket
 import time
+from unittest import mock
 
 import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.preparation import building_lock, work_processes
+from tests.refusals import refused
 
 
 def run(function, shared, jobs, num_processes, advance=lambda done: None):
@@ -35,12 +38,10 @@ def test_every_job_is_done_once(num_processes):
     assert (os.getpid() in {process for _, process in results}) == (num_processes == 1)
     assert run(multiply, 3, [2], 8) == [(6, os.getpid())]  # one job needs no process
     assert run(multiply, 3, [], 8) == []
-    with pytest.raises(UserError, match="below 0"):
-        run(multiply, 3, [1, -1, 2], num_processes)
+    refused("below 0", run, multiply, 3, [1, -1, 2], num_processes)
 
 
 def kill_itself(shared, number, advance):
-    """Ends its process as kill -9 does, perhaps with the lock of the counter."""
     del number
     if shared == "lock held":
         advance.__closure__[0].cell_contents.get_lock().acquire()
@@ -49,13 +50,11 @@ def kill_itself(shared, number, advance):
 
 @pytest.mark.parametrize("shared", ["lock free", "lock held"])
 def test_killed_process_is_reported(shared):
-    with pytest.raises(UserError, match="killed"):
-        run(kill_itself, shared, [0, 1], 2)
+    refused("killed", run, kill_itself, shared, [0, 1], 2)
     assert multiprocessing.active_children() == []
 
 
 def wait_long(shared, number, advance):
-    """Work that goes on when the program is interrupted."""
     del shared, number
     advance(1)
     time.sleep(60)
@@ -78,19 +77,13 @@ def lock(tmp_path):
 
 def test_lock_names_its_holder_and_is_released(lock):
     lock.write_text("{half")  # names nobody
-
-    def fail():
-        with building_lock.hold(lock, pytest.fail):
-            assert json.loads(lock.read_text()) == [socket.gethostname(), os.getpid()]
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        fail()
+    with pytest.raises(KeyError) as caught, building_lock.hold(lock, pytest.fail):
+        raise KeyError(*json.loads(lock.read_text()))
+    assert caught.value.args == (socket.gethostname(), os.getpid())
     assert not lock.exists()
 
 
 def hold_lock(path, pipe):
-    """A process that holds the lock until it is killed."""
     with building_lock.hold(path, print):
         pipe.send("held")
         time.sleep(60)
@@ -104,10 +97,8 @@ def test_lock_of_a_living_and_a_killed_process(lock, monkeypatch, locks):
     process.start()
     assert ours.recv() == "held"
 
-    def no_locks(descriptor, operation):
-        raise OSError(building_lock.errno.ENOLCK, "No locks available")
-
     if not locks:  # on this file system
+        no_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
         monkeypatch.setattr(building_lock.fcntl, "flock", no_locks)
     lines = []
 

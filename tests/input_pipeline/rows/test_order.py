@@ -24,8 +24,7 @@ def test_the_order_of_a_seed_stays_what_it_is():
     # Another version of Grain must not change it: a run would go on with other windows.
     expected = [5, 4, 0, 2, 6, 8, 3, 7, 1, 9, 1, 4, 0, 6, 5, 8, 2, 9, 3, 7]
     assert shuffled(10, 7)[np.arange(20)].tolist() == expected
-    far = shuffled(10**9, 7)[10**12 + np.arange(3)]
-    assert far.tolist() == [366132735, 681748578, 327301016]
+    assert shuffled(10**9, 7)[10**12 + np.arange(3)].tolist() == [366132735, 681748578, 327301016]
 
 
 def test_each_epoch_of_each_seed_is_another_permutation():
@@ -95,12 +94,9 @@ def test_first_window_of_each_document():
 
 def test_ramp_up_reads_its_samples_in_equal_shares():
     section = Batch(
-        per_device_batch_size=8,
-        enable_rampup_batch_size=True,
-        per_device_batch_size_start=2,
-        per_device_batch_size_increment=2,
-        global_rampup_samples=300,
-    )
+        per_device_batch_size=8, enable_rampup_batch_size=True, per_device_batch_size_start=2,
+        per_device_batch_size_increment=2, global_rampup_samples=300,
+    )  # fmt: skip
     plan = plan_batches(section, 64, lambda size: int(size * 2))
     # 100 samples each by 4, 8 and 12: 25, 13 and 9 steps.
     assert plan.stages == (

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.rows import packing
 from MaxText.input_pipeline.rows.mixture import draws
 from MaxText.input_pipeline.rows.packing import PackedDocuments, pack_group_rows
@@ -21,13 +20,12 @@ from MaxText.input_pipeline.rows.windows import (
 from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder
 from MaxText.input_pipeline.streams.token_data import TokenData
 from tests.input_pipeline.small_data import numbered_documents, random_documents
+from tests.refusals import refused
 
 PAD = 0
 
 
 class InMemory:
-    """A stream of known documents."""
-
     def __init__(self, documents):
         self._tokens = np.concatenate([*documents, np.zeros(0, int)]).astype(np.int32)
         self.document_offsets = np.cumsum([0, *map(len, documents)])
@@ -86,9 +84,9 @@ def test_each_segment_is_a_part_of_one_document(tmp_path_factory, sizes, kind, s
     windows.has_documents = True
     rows = read(windows)
     last = {int(document[-1]) for document in documents if document.size}
+    names = ("tokens", "targets", "weights", "segments", "positions")
     for row in range(len(windows)):
-        tokens, targets, weights = (rows[name][row] for name in ("tokens", "targets", "weights"))
-        segments, positions = rows["segments"][row], rows["positions"][row]
+        tokens, targets, weights, segments, positions = (rows[name][row] for name in names)
         used = np.count_nonzero(segments)
         assert segments[:used].tolist() == sorted(segments[:used])
         # Padding follows; it counts nowhere.
@@ -183,8 +181,7 @@ def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
     np.testing.assert_array_equal(tokens(first), expected)
     assert sorted((tmp_path / "cache").iterdir()) == folders
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"data_cache_dir=.*file"):
-        tokens(first, "file")
+    refused(r"data_cache_dir=.*file", tokens, first, "file")
 
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
@@ -207,8 +204,7 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
     # 22 tokens, rows of 8 + 1: begin at 0..13.
     counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
     assert counts.size == 14
-    chi_squared = ((counts - 1000) ** 2 / 1000).sum()
-    assert chi_squared < 34.5  # 13 degrees of freedom, p = 0.001
+    assert ((counts - 1000) ** 2 / 1000).sum() < 34.5  # 13 degrees of freedom, p = 0.001
     # Too little text for a whole window: all of it, padded.
     assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
     fixed = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=False)

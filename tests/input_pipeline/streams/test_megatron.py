@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder, document_range
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
+from tests.refusals import refused
 
 
 def defined_samples(documents, length, seed, num_samples):
@@ -61,11 +61,9 @@ def test_division_of_the_documents(split, total, expected):
 
 def test_mistakes():
     for split in ("", "a,b", "0,0,0", "-1,2,3"):
-        with pytest.raises(UserError, match=f"^'{split}' "):
-            document_range(split, 0, 10)
+        refused(f"^'{split}' ", document_range, split, 0, 10)
     for offsets in ([0], [0, 0], [0, 1], [0, 4]):
-        with pytest.raises(UserError, match=f"{offsets[-1]} .* 5"):
-            GptNeoxOrder(np.array(offsets), 4, 0)
+        refused(f"{offsets[-1]} .* 5", GptNeoxOrder, np.array(offsets), 4, 0)
 
 
 @pytest.mark.parametrize("name", ["corpus", "corpus.bin", "corpus.idx", ""])
@@ -99,14 +97,10 @@ def test_rows_of_a_shuffled_data_set_in_parts(tmp_path):
 def test_an_incomplete_data_set_is_refused(tmp_path):
     token_files.write_megatron(tmp_path / "a", documents(0, [9]))
     (tmp_path / "a.bin").write_bytes(b"12")
-    with pytest.raises(UserError, match=r"a\.bin .*2 bytes.* 9 tokens .*18"):
-        open_data(tmp_path, tmp_path)
+    refused(r"a\.bin .*2 bytes.* 9 tokens .*18", open_data, tmp_path, tmp_path)
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(UserError, match=r"a\.idx"):
-        open_data(tmp_path, tmp_path)
+    refused(r"a\.idx", open_data, tmp_path, tmp_path)
     (tmp_path / "b.bin").write_bytes(b"12")
-    with pytest.raises(UserError, match=r"b\.idx"):
-        open_data(tmp_path / "b.bin", tmp_path)
+    refused(r"b\.idx", open_data, tmp_path / "b.bin", tmp_path)
     token_files.write_megatron(tmp_path / "c", documents(0, [9]))
-    with pytest.raises(UserError, match="2 Megatron"):
-        open_data(tmp_path, tmp_path)
+    refused("2 Megatron", open_data, tmp_path, tmp_path)

@@ -5,61 +5,50 @@ import gzip
 import os
 
 import numpy as np
+import pyarrow
 import pytest
-from array_record.python import array_record_module
+from pyarrow import parquet
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.preparation import text_cache
+from MaxText.input_pipeline.formats.tfrecord import frame
 from MaxText.input_pipeline.streams.record_index import is_rows
-from tests.input_pipeline.small_data import write_data_set
+from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.streams import token_files
 from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
+from tests.refusals import refused
 
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens a location with the keys that a test sets."""
     return lambda location, **keys: open_data(location, tmp_path / "cache", **keys)
 
 
 def write_compressed_tfrecord(path, ids):
-    plain = path.with_suffix("")
-    token_files.write_tfrecord(plain, ids)
-    path.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
-    plain.unlink()
+    token_files.write_tfrecord(path, ids)
+    path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
 
 
-WRITERS = {
-    "b.tfrecord.gz": write_compressed_tfrecord,
-    "a.tfrecord": token_files.write_tfrecord,
-    "pile.tfrecord.b500": token_files.write_tfrecord,
-    "owt_3_100.tfrecords": token_files.write_tfrecord,
-    "c4-train.tfrecord-00000-of-00001": token_files.write_tfrecord,
-    "a.array_record": token_files.write_array_record,
-    "c4.arrayrecord-00000-of-00001": token_files.write_array_record,
-    "a.parquet": token_files.write_parquet,
-    "wikitext.train-00000-of-00001": token_files.write_parquet,
-    "data-00000-of-00001.arrow": token_files.write_arrow,
-    "shard-000000.tar": token_files.write_tar,
-    "shard-000000.tar.gz": token_files.write_tar,
-    "shard.tgz": token_files.write_tar,
-    "nameless": token_files.write_tfrecord,
-    "nameless2": token_files.write_array_record,
-    "nameless3": token_files.write_arrow,
-    "nameless4": token_files.write_tar,
-}
+NAMES = {
+    token_files.write_tfrecord: "a.tfrecord pile.tfrecord.b500 owt_3_100.tfrecords nameless"
+                                " c4-train.tfrecord-00000-of-00001",
+    write_compressed_tfrecord: "b.tfrecord.gz",
+    token_files.write_array_record: "a.array_record c4.arrayrecord-00000-of-00001 nameless2",
+    token_files.write_parquet: "a.parquet wikitext.train-00000-of-00001",
+    token_files.write_arrow: "data-00000-of-00001.arrow nameless3",
+    token_files.write_tar: "shard-000000.tar shard-000000.tar.gz shard.tgz nameless4",
+}  # fmt: skip
+WRITERS = {name: write for write, names in NAMES.items() for name in names.split()}
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_format_is_told_by_name_or_content(tmp_path, opened, name):
-    prints = []
+    ids, prints = documents(0, [3, 14, 15]), []
     for folder in ("d", "e"):
         (tmp_path / folder).mkdir()
-        WRITERS[name](tmp_path / folder / name, documents(0, [3, 14, 15]))
+        WRITERS[name](tmp_path / folder / name, ids)
         data = opened(tmp_path / folder / name)
-        assert tokens_of(data) == np.concatenate(documents(0, [3, 14, 15])).tolist()
+        assert tokens_of(data) == np.concatenate(ids).tolist()
         assert data.stream.document_offsets.tolist() == [0, 3, 17, 32]
         assert (data.rows, data.labels, data.file_of_document) == (False, None, None)
         prints.append(data.fingerprint)
@@ -94,14 +83,13 @@ def test_the_order_of_the_pile_is_that_of_its_steps(tmp_path, opened):
     data = opened(tmp_path)
     assert tokens_of(data)[::4] == sorted(steps)
     assert data.rows
-    assert data.file_of_document is not None
-    assert data.file_of_document.tolist() == [0, 2, 4, 6, 8, 10]
+    assert [*data.file_of_document] == [0, 2, 4, 6, 8, 10]
 
 
 def test_the_split_is_in_names_of_files_or_folders(tmp_path, opened):
     folder = tmp_path / "validated_corpus"  # contains "valid" too, which must not count
     folder.mkdir()
-    for name, value in [("train_0", 1), ("train_1", 2), ("valid_0", 3)]:
+    for value, name in enumerate(("train_0", "train_1", "valid_0"), 1):
         token_files.write_tfrecord(folder / f"{name}.tfrecord", [np.array([value])])
     evaluation = {"for_training": False, "split": "valid"}
     assert tokens_of(opened(folder, eval_split="valid")) == [1, 2]
@@ -109,16 +97,13 @@ def test_the_split_is_in_names_of_files_or_folders(tmp_path, opened):
     # What grain_eval_files names is for evaluation whatever it is called.
     data = opened(folder / "train_1.tfrecord", key="grain_eval_files", **evaluation)
     assert tokens_of(data) == [2]
-    for split, value in [("train", 1), ("validation", 2)]:
+    for value, split in enumerate(("train", "validation"), 1):
         (tmp_path / "d" / split).mkdir(parents=True)
-        path = tmp_path / "d" / split / "data-00000-of-00001.arrow"
-        token_files.write_arrow(path, [np.array([value])])
+        token_files.write_arrow(tmp_path / "d" / split / "data-0.arrow", [np.array([value])])
     assert tokens_of(opened(tmp_path / "d")) == [1]
     assert tokens_of(opened(tmp_path / "d", split="validation", for_training=False)) == [2]
-    with pytest.raises(UserError, match="eval_split=test"):
-        opened(folder, split="test", for_training=False)
-    with pytest.raises(UserError, match="eval_split=train"):
-        opened(folder.rename(tmp_path / "x") / "t*", eval_split="train")
+    refused("eval_split=test", opened, folder, split="test", for_training=False)
+    refused("eval_split=train", opened, folder.rename(tmp_path / "x") / "t*", eval_split="train")
 
 
 @pytest.mark.parametrize(
@@ -135,18 +120,13 @@ def test_what_counts_as_rows(sizes, rows):
 
 def test_the_field_of_the_ids(tmp_path, opened):
     path = tmp_path / "x.tfrecord"
-    with TFRecordWriter(path) as writer:
-        writer.write(tf_example.encode({"text": [1, 2], "other": [3]}))
+    path.write_bytes(frame(tf_example.encode({"text": [1, 2], "other": [3]})))
     assert tokens_of(opened(path)) == [1, 2]
     assert tokens_of(opened(path, tokens_field="other")) == [3]
-    with pytest.raises(UserError, match=r"nothing .*other .*text"):
-        opened(path, tokens_field="nothing")
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    refused(r"nothing .*other .*text", opened, path, tokens_field="nothing")
     content = pyarrow.table({"input_ids": [[0.5]], "number": [1]})
     parquet.write_table(content, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"input_ids \(list<.*double>\), number"):
-        opened(tmp_path / "x.parquet")
+    refused(r"input_ids \(list<.*double>\), number", opened, tmp_path / "x.parquet")
 
 
 def test_an_id_at_the_end_of_each_record(tmp_path, opened):
@@ -159,77 +139,41 @@ def test_an_id_at_the_end_of_each_record(tmp_path, opened):
     assert plain.fingerprint != data.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["tfrecord", "array_record", "plain", "parquet", "jsonl"])
-def test_text_is_handed_to_the_tokenizer(tmp_path, opened, monkeypatch, kind):
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need it")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / ("x.array_record" if kind == "plain" else f"x.{kind}")
+@pytest.mark.parametrize(
+    "name", ["x.tfrecord", "x.array_record", "plain.array_record", "x.parquet", "x.jsonl"]
+)
+def test_text_is_tokenized(tmp_path, opened, name):
+    path = tmp_path / name
     record = tf_example.encode({"content": "zwölf"})
-    if kind == "tfrecord":
-        with TFRecordWriter(path) as writer:
-            writer.write(record)
-    elif kind == "parquet":
+    if name.endswith("tfrecord"):
+        path.write_bytes(frame(record))
+    elif name.endswith("parquet"):
         parquet.write_table(pyarrow.table({"content": ["zwölf"]}), path)
-    elif kind == "jsonl":
-        path.write_text('{"content": "x"}\n')
+    elif name.endswith("jsonl"):
+        path.write_text('{"content": "zwölf"}\n')
     else:
-        writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-        writer.write("zwölf".encode() if kind == "plain" else record)
-        writer.close()
-    with pytest.raises(UserError, match=rf"{path.name} .*tokenizer_path"):
-        opened(path, text_field="content")
-    asked = {}
-
-    def open_text(files, *, show, **keys):
-        asked.update(keys, files=files)
-        raise UserError("far enough")
-
-    monkeypatch.setattr(text_cache, "open_text", open_text)
-    with pytest.raises(UserError, match="far enough"):
-        opened(path, text_field="content", tokenizer_path="byte", add_eos=False)
-    assert asked == {
-        "files": [str(path)],
-        "tokenizer_path": "byte",
-        "tokenizer_type": "auto",
-        "text_field": "content",
-        "add_bos": False,
-        "add_eos": False,
-        "cache_dir": tmp_path / "cache",
-    }
+        token_files.write_records(path, ["zwölf".encode() if name.startswith("plain") else record])
+    refused(rf"{path.name} .*tokenizer_path", opened, path, text_field="content")
+    keys = {"text_field": "content", "tokenizer_path": "byte", "add_bos": True, "add_eos": False}
+    assert tokens_of(opened(path, **keys)) == [257, *"zwölf".encode()]
 
 
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"x.pt": b"abc"}, r"x\.pt"),
-        ({"x.tfrecord": b""}, "1 tfrecord"),
+        ({"x.pt": b"abc"}, r"x\.pt"), ({"x.tfrecord": b""}, "1 tfrecord"),
         ({"x.tfrecord": b"", "y.parquet": b""}, "1 tfrecord .*, 1 parquet .* grain_file_type"),
         ({"x.tfrecord": b"hello world, no CRC"}, r"x\.tfrecord.*TFRecord"),
         ({"x.array_record": b"hello world"}, r"x\.array_record.*ArrayRecord"),
-        ({"x.parquet": b"hello world"}, r"x\.parquet.*table"),
-        ({"x.parquet": b"PAR1PAR1"}, r"x\.parquet.*table"),
-        ({"x.arrow": b""}, r"x\.arrow.*table"),
-        ({"x.tar": b""}, r"x\.tar.*archive"),
-        ({"x.tar.gz": b""}, r"x\.tar.*archive"),
+        ({"x.parquet": b"PAR1PAR1"}, r"x\.parquet.*table"), ({"x.arrow": b""}, r"x\.arrow.*table"),
+        ({"x.tar": b""}, r"x\.tar.*archive"), ({"x.tar.gz": b""}, r"x\.tar.*archive"),
     ],
-)
+)  # fmt: skip
 def test_files_without_tokens_are_refused(tmp_path, opened, files, named):
     (tmp_path / "d").mkdir()
     for name, content in files.items():
         (tmp_path / "d" / name).write_bytes(content)
-    with pytest.raises(UserError, match=named):
-        opened(tmp_path / "d")
-
-
-def denying(function, *names):
-    """`function` as for a user who may not read these; chmod does not stop root."""
-
-    def denied(path, *arguments, **keys):
-        if str(path).endswith(names):
-            raise PermissionError(13, "Permission denied", str(path))
-        return function(path, *arguments, **keys)
-
-    return denied
+    refused(named, opened, tmp_path / "d")
 
 
 @pytest.mark.parametrize("name", ["a.array_record", "a.parquet", "b.tfrecord.gz", "shard.tgz"])
@@ -237,26 +181,21 @@ def test_files_without_permission_are_named(tmp_path, opened, monkeypatch, name)
     WRITERS[name](tmp_path / name, [np.array([1, 2])])
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "open", denying(builtins.open, name))
-        with pytest.raises(UserError, match=rf"{name}.* \(Permission denied\)"):
-            opened(tmp_path / name)
+        refused(rf"{name}.* \(Permission denied\)", opened, tmp_path / name)
     monkeypatch.setattr(os, "stat", denying(os.stat, "manifest.json", name))
     for location in (tmp_path, tmp_path / name):
-        with pytest.raises(UserError, match=rf"dataset_path={location} .*\(Permission denied\)"):
-            opened(location)
+        refused(rf"dataset_path={location} .*\(Permission denied\)", opened, location)
 
 
 @pytest.mark.parametrize(
     ("name", "asked", "found"),
     [
         ("a.tfrecord", "parquet", "grain_file_type=tfrecord"),
-        ("a.tfrecord", "arrayrecord", "tfrecord"),
-        ("a.tfrecord", "megatron", "tfrecord"),
-        ("a.array_record", "webdataset", "arrayrecord"),
-        ("a.parquet", "tfrecord", "parquet"),
-        ("shard-000000.tar", "arrow", "webdataset"),
-        ("text", "parquet", ""),
+        ("a.tfrecord", "arrayrecord", "tfrecord"), ("a.tfrecord", "megatron", "tfrecord"),
+        ("a.array_record", "webdataset", "arrayrecord"), ("a.parquet", "tfrecord", "parquet"),
+        ("shard-000000.tar", "arrow", "webdataset"), ("text", "parquet", ""),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_grain_file_type_is_refused(tmp_path, opened, name, asked, found):
     writers = {**WRITERS, "text": lambda path, ids: path.write_text("some words")}
     writers[name](tmp_path / name, [np.array([1, 2])])
@@ -265,11 +204,12 @@ def test_a_wrong_grain_file_type_is_refused(tmp_path, opened, name, asked, found
 
 
 def test_grain_file_type_overrules_names(tmp_path, opened):
-    path = tmp_path / "x.parquet"
-    token_files.write_tfrecord(path, [np.array([1, 2])])
-    assert tokens_of(opened(path, grain_file_type="tfrecord")) == [1, 2]
-    token_files.write_arrow(tmp_path / "x.arrow", [np.array([1, 2])])
-    assert tokens_of(opened(tmp_path / "x.arrow", grain_file_type="parquet")) == [1, 2]
+    for write, name, kind in (
+        (token_files.write_tfrecord, "x.parquet", "tfrecord"),
+        (token_files.write_arrow, "x.arrow", "parquet"),
+    ):
+        write(tmp_path / name, [np.array([1, 2])])
+        assert tokens_of(opened(tmp_path / name, grain_file_type=kind)) == [1, 2]
 
 
 @pytest.mark.parametrize(

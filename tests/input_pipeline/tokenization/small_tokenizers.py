@@ -32,7 +32,8 @@ def byte_pairs(seed: int, count: int = 12_000) -> tokenizers.Tokenizer:
     """A BPE of bytes and random pairs of bytes: wherever a word ends differently, so do its ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     draw = random.Random(seed)
-    everyday = sorted({c for c, _ in _byte_characters(" \n\t\r'aAbstSxe019.,<|>/")})
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    everyday = sorted({level.pre_tokenize_str(c)[0][0] for c in " \n\t\r'aAbstSxe019.,<|>/"})
     merges: dict[tuple[str, str], None] = {(a, b): None for a in everyday for b in alphabet}
     while len(merges) < count:
         merges[draw.choice(alphabet), draw.choice(alphabet)] = None
@@ -47,18 +48,10 @@ def byte_pairs(seed: int, count: int = 12_000) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _byte_characters(text: str) -> list[tuple[str, int]]:
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return [(level.pre_tokenize_str(character)[0][0], ord(character)) for character in text]
-
-
 def split_by(pattern: str, behavior: str = "isolated", invert: bool = False):
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior, invert=invert),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior, invert=invert)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, level])
 
 
 def gpt2() -> tokenizers.Tokenizer:
@@ -111,11 +104,7 @@ def gpt4o() -> tokenizers.Tokenizer:
 
 
 STRUCTURES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "llama3": llama3,
-    "qwen2": qwen2,
-    "gpt4o": gpt4o,
+    make.__name__: make for make in (gpt2, gpt_neox, llama3, qwen2, gpt4o)
 }
 
 
@@ -124,7 +113,6 @@ def loaded(tokenizer: tokenizers.Tokenizer, **settings) -> HuggingFaceTokenizer:
 
 
 def write(tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict | None = None) -> Path:
-    """Writes a folder with tokenizer.json and, where given, tokenizer_config.json."""
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     if settings is not None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from MaxText.input_pipeline.tokenization import hugging_face, word_patterns
@@ -45,11 +44,9 @@ def test_same_ids_on_any_text(by_structure, name, text):
 def test_same_ids_around_every_character(by_structure, name):
     # All of the first blocks and strides through the planes that meet all blocks of 64.
     points = [*range(0x600), *range(0x600, 0x33500, 61), *range(0xE0000, 0x110000, 9973)]
-    points = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
-    some = [
-        "".join(f"a{c}1{c} {c}b '{c}\u0301{c}\n  {c}" for c in points[i : i + 300])
-        for i in range(0, len(points), 300)
-    ]
+    some = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
+    some = [f"a{c}1{c} {c}b '{c}\u0301{c}\n  {c}" for c in some]
+    some = ["".join(some[i : i + 300]) for i in range(0, len(some), 300)]
     assert_same_ids(by_structure[name], [*some, *SAMPLE, ""])
 
 
@@ -109,29 +106,23 @@ def with_merges(rules, words=(), ignore_merges=False):
 
 @pytest.fixture(scope="module")
 def base():
-    """tokenizer.json of a BPE of few merges."""
     return with_merges([("a", "b"), ("b", "c"), ("\u0120", "a"), ("1", "2")]).to_str()
 
 
 @pytest.mark.parametrize(
     ("changes", "used"),
     [
-        ({}, True),
-        ({"pre_tokenizer": {"add_prefix_space": True}}, False),
-        ({"pre_tokenizer": {"use_regex": False}}, False),
-        ({"model": {"dropout": 0.1}}, False),
-        ({"model": {"byte_fallback": True}}, False),
-        ({"normalizer": {"type": "NFC"}}, True),
+        ({}, True), ({"pre_tokenizer": {"add_prefix_space": True}}, False),
+        ({"pre_tokenizer": {"use_regex": False}}, False), ({"model": {"dropout": 0.1}}, False),
+        ({"model": {"byte_fallback": True}}, False), ({"normalizer": {"type": "NFC"}}, True),
         ({"normalizer": {"type": "NFKC"}}, False),
     ],
-)
+)  # fmt: skip
 def test_engine_with_other_parts(base, changes, used):
-    whole = {
-        name: {**(value or {}), **changes.get(name, {})} or None
-        for name, value in json.loads(base).items()
-        if name in ("model", "pre_tokenizer", "normalizer")
-    }
-    changed = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **whole}))
+    whole = json.loads(base)
+    for part, values in changes.items():
+        whole[part] = {**(whole[part] or {}), **values}
+    changed = tokenizers.Tokenizer.from_str(json.dumps(whole))
     assert (fast_encoder(changed) is not None) == used
 
 
@@ -229,9 +220,3 @@ def test_normal_form_of_every_character():
     for point in points:
         for text in (f"a{chr(point)}\u0323\u0301e\u0301", f"a\u0301{chr(point)}"):
             assert normal_form(text) == NFC.normalize_str(text), hex(point)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.text(st.characters(min_codepoint=0x300, max_codepoint=0x1FFF), max_size=12))
-def test_normal_form_of_any_text(text):
-    assert normal_form(text) == NFC.normalize_str(text)

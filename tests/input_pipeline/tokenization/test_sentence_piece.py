@@ -5,11 +5,10 @@ import json
 import sys
 
 import pytest
+import sentencepiece
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-
-sentencepiece = pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
+from tests.refusals import refused
 
 
 def train(path, **options):
@@ -30,13 +29,8 @@ def model(tmp_path_factory):
 
 
 TEXTS = [
-    "the quick fox",
-    "  two  spaces\n",
-    "漢字 🙂 é\x00",
-    "",
-    "</s><s><unk>[MASK]<0x41>",
-    "a" * 5000,
-]
+    "the quick fox", "  two  spaces\n", "漢字 🙂 é\x00", "", "</s><s><unk>[MASK]<0x41>", "a" * 5000,
+]  # fmt: skip
 
 
 def test_ids_are_the_librarys(model):
@@ -68,14 +62,11 @@ def test_control_ids_by_settings(tmp_path):
     assert (entry.eos_id, entry.pad_id, entry.bos_id) == (3, 4, None)
     # Text can spell a user-defined symbol.
     train(tmp_path / "spiece.model", user_defined_symbols="<stop>")
-    with pytest.raises(UserError, match=r"'<stop>'.* 3"):
-        load_tokenizer(str(tmp_path))
+    refused(r"'<stop>'.* 3", load_tokenizer, str(tmp_path))
 
 
 def test_damaged_or_missing(model, tmp_path, monkeypatch):
     (tmp_path / "bad.model").write_bytes(b"\x00garbage")
-    with pytest.raises(UserError, match=r"bad\.model"):
-        load_tokenizer(str(tmp_path / "bad.model"))
+    refused(r"bad\.model", load_tokenizer, str(tmp_path / "bad.model"))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"MaxText\[data\]"):
-        load_tokenizer(str(model))
+    refused(r"MaxText\[data\]", load_tokenizer, str(model))

@@ -8,10 +8,10 @@ import tiktoken
 from hypothesis import HealthCheck, given, settings
 from tiktoken_ext import openai_public
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.input_pipeline.tokenization.word_patterns import LLAMA3_WORDS
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
+from tests.refusals import refused
 
 BYTES = [bytes([byte]) for byte in range(256)]
 
@@ -59,8 +59,7 @@ def test_ids_are_those_of_tiktoken(published, text):
 
 def test_llama_3(tmp_path):
     tokens = [*BYTES, *(bytes([a, b, c]) for a in range(2) for b in range(250) for c in range(256))]
-    path = write(tmp_path / "tokenizer.model", tokens[:128_000])
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(write(tmp_path / "tokenizer.model", tokens[:128_000])))
     assert tokenizer.engine == "tiktoken"
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.bos_id, entry.eos_id) == (128_256, 128_000, 128_001)
@@ -92,8 +91,7 @@ def test_words_and_control_tokens_by_settings(tmp_path):
 
 
 def test_long_run_of_white_space(tmp_path):
-    path = write(tmp_path / "gpt2.tiktoken")
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = load_tokenizer(str(write(tmp_path / "gpt2.tiktoken")))
     longer, short = " \n" * 150_000 + "the 's", " \n" * 20 + "the 's"
     (ids,), (few,) = tokenizer.encode([longer]), tokenizer.encode([short])
     assert tokenizer.decode(ids.tolist()) == longer
@@ -103,19 +101,15 @@ def test_long_run_of_white_space(tmp_path):
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (b"YQ== 0\nYQ==\n", "line 2"),
-        (b"YQ== 0\n!!== 1\n", "line 2"),
-        (b"YQ== 0\nYQ== 1\n", "line 2.*b'a'"),
-        (b"YQ== 0\nYg== 0\n", "one rank"),
-        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"),
-        (b"YQ== 99999999999\n", "rank"),
+        (b"YQ== 0\nYQ==\n", "line 2"), (b"YQ== 0\n!!== 1\n", "line 2"),
+        (b"YQ== 0\nYQ== 1\n", "line 2.*b'a'"), (b"YQ== 0\nYg== 0\n", "one rank"),
+        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"), (b"YQ== 99999999999\n", "rank"),
     ],
-)
+)  # fmt: skip
 def test_damaged_files(tmp_path, contents, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_bytes(contents)
-    with pytest.raises(UserError, match=rf"gpt2\.tiktoken.*{message}"):
-        load_tokenizer(str(path))
+    refused(rf"gpt2\.tiktoken.*{message}", load_tokenizer, str(path))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +124,4 @@ def test_damaged_files(tmp_path, contents, message):
     ],
 )
 def test_impossible_settings(tmp_path, config, message):
-    path = write(tmp_path / "own.tiktoken", **config)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(path))
+    refused(message, load_tokenizer, str(write(tmp_path / "own.tiktoken", **config)))

@@ -9,19 +9,17 @@ import lzma
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow
 import zstandard
-from array_record.python import (
-    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
-)
 from pyarrow import parquet
 
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.corpus import Document
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from tests.input_pipeline.streams.token_files import write_records
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": functools.partial(gzip.compress, mtime=0),  # or names of tests would hold the time
@@ -34,37 +32,31 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 def read_documents(
     source: object, text_field: str = "text", unit_bytes: int = 2**26
 ) -> tuple[list[Document], Counter[str]]:
-    """All documents of a corpus, and what was left out."""
     skipped: Counter[str] = Counter()
     corpus = open_corpus(str(source), text_field, unit_bytes)
     return [document for unit in corpus.units for document in unit.documents(skipped)], skipped
 
 
 def read_texts(source: object, text_field: str = "text", unit_bytes: int = 2**26) -> list[str]:
-    """Texts of all documents of a corpus."""
     return [document.text for document in read_documents(source, text_field, unit_bytes)[0]]
 
 
 def rows(texts: Sequence[str], text_field: str = "text") -> bytes:
-    """One JSON object per line."""
     lines = (json.dumps({"id": i, text_field: text}) + "\n" for i, text in enumerate(texts))
     return "".join(lines).encode()
 
 
 def frames(texts: Sequence[str]) -> bytes:
     """Rows as zstd frames one after the other, as writers that are closed and opened again do."""
-    contents = [zstandard.compress(rows([text])) for text in texts]
-    return b"".join(contents) or zstandard.compress(b"")
+    return b"".join(zstandard.compress(rows([text])) for text in texts) or zstandard.compress(b"")
 
 
 def counted(texts: Sequence[str]) -> bytes:
-    """Each text behind its length in 16 digits."""
     encoded = [text.encode() for text in texts]
     return b"".join(b"%016d" % len(text) + text for text in encoded)
 
 
 def tar(members: Sequence[tuple[str, bytes]], mode: str = "w") -> bytes:
-    """A tar archive; `mode` adds a compression."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode=mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
         folder = tarfile.TarInfo("folder")
@@ -83,7 +75,6 @@ def members_of(texts: Sequence[str]) -> list[tuple[str, bytes]]:
 
 
 def zipped(texts: Sequence[str]) -> bytes:
-    """A zip archive with one member per text."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members_of(texts):
@@ -101,13 +92,7 @@ def openwebtext(texts: Sequence[str]) -> bytes:
     return tar(inner, "w:xz")
 
 
-def rows_in_tar(texts: Sequence[str]) -> bytes:
-    """A tar archive of compressed rows, with and without their endings."""
-    return tar([("a.jsonl.zst", frames(texts[:3])), ("no_ending", frames(texts[3:]))])
-
-
 def table(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> pyarrow.Table:
-    """A column of numbers and one of texts."""
     column = pyarrow.array(list(texts), kind or pyarrow.string())
     return pyarrow.table({"number": pyarrow.array(range(len(texts))), "text": column})
 
@@ -122,72 +107,72 @@ def parquet_file(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> 
 def arrow_stream(
     texts: Sequence[str], kind: pyarrow.DataType | None = None, new=pyarrow.ipc.new_stream
 ) -> bytes:
-    """An arrow stream, or file, in batches of 2."""
     content, data = io.BytesIO(), table(texts, kind)
     with new(content, data.schema) as writer:
         writer.write_table(data, max_chunksize=2)
     return content.getvalue()
 
 
-def write_array_record(path: Path, records: Iterable[bytes]) -> None:
-    """An ArrayRecord file."""
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
-def _write_tfrecord(path: Path, texts: Sequence[str]) -> None:
-    with tfrecord.TFRecordWriter(path) as writer:
-        for text in texts:
-            writer.write(tf_example.encode({"text": text, "id": [3]}))
-
-
-def _bytes_writer(content: Callable[[Sequence[str]], bytes]) -> Callable:
-    return lambda path, texts: path.write_bytes(content(texts))
-
-
 def _packed(content: Callable[[Sequence[str]], bytes], compression: str) -> Callable:
-    return _bytes_writer(lambda texts: COMPRESS[compression](content(texts)))
+    return lambda texts: COMPRESS[compression](content(texts))
 
 
 def _strings(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
-WRITERS: dict[str, Callable[[Path, Sequence[str]], object]] = {
-    ".jsonl": _bytes_writer(rows),
-    ".json": _bytes_writer(rows),
-    "_list.json": _bytes_writer(lambda texts: json.dumps(texts).encode()),
-    "_objects.json": _bytes_writer(
-        lambda texts: json.dumps([{"text": text, "meta": {}} for text in texts], indent=1).encode()
-    ),
-    "_strings.jsonl": _bytes_writer(_strings),
+def _objects(texts: Sequence[str]) -> bytes:
+    return json.dumps([{"text": text, "meta": {}} for text in texts], indent=1).encode()
+
+
+# Ending of a file -> its contents.
+_CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
+    ".jsonl": rows,
+    ".json": rows,
+    "_list.json": lambda texts: json.dumps(texts).encode(),
+    "_objects.json": _objects,
+    "_strings.jsonl": _strings,
     ".jsonl.gz": _packed(rows, "gz"),
-    ".jsonl.zst": _bytes_writer(frames),
+    ".jsonl.zst": frames,
     ".jsonl.xz": _packed(rows, "xz"),
     ".jsonl.bz2": _packed(rows, "bz2"),
     ".json.gz": _packed(_strings, "gz"),
     ".json.zst": _packed(lambda texts: json.dumps(texts).encode(), "zst"),
     ".dat.zst": _packed(counted, "zst"),
-    ".tar": _bytes_writer(lambda texts: tar(members_of(texts))),
-    ".tar.gz": _bytes_writer(lambda texts: tar(members_of(texts), "w:gz")),
-    ".tgz": _bytes_writer(lambda texts: tar(members_of(texts), "w:gz")),
+    ".tar": lambda texts: tar(members_of(texts)),
+    ".tar.gz": lambda texts: tar(members_of(texts), "w:gz"),
+    ".tgz": lambda texts: tar(members_of(texts), "w:gz"),
     ".tar.zst": _packed(lambda texts: tar(members_of(texts)), "zst"),
-    ".tar.bz2": _bytes_writer(lambda texts: tar(members_of(texts), "w:bz2")),
-    ".jsonl.zst.tar": _bytes_writer(rows_in_tar),
-    "openwebtext.tar.xz": _bytes_writer(openwebtext),
-    "urlsf_subset00-3_data.xz": _bytes_writer(lambda texts: tar(members_of(texts), "w:xz")),
-    ".zip": _bytes_writer(zipped),
-    "_zips.tar": _bytes_writer(lambda texts: tar([("a.zip", zipped(texts))])),
-    ".parquet": _bytes_writer(parquet_file),
-    ".arrow": _bytes_writer(arrow_stream),
-    "_file.arrow": _bytes_writer(lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file)),
-    "_text.array_record": lambda path, texts: write_array_record(path, map(str.encode, texts)),
-    "_example.array_record": lambda path, texts: write_array_record(
-        path, [tf_example.encode({"id": [7], "text": text}) for text in texts]
+    ".tar.bz2": lambda texts: tar(members_of(texts), "w:bz2"),
+    ".jsonl.zst.tar": lambda texts: tar(
+        [("a.jsonl.zst", frames(texts[:3])), ("no_ending", frames(texts[3:]))]
     ),
-    ".tfrecord": _write_tfrecord,
-    ".tfrecord-00000-of-00001": _write_tfrecord,
+    "openwebtext.tar.xz": openwebtext,
+    "urlsf_subset00-3_data.xz": lambda texts: tar(members_of(texts), "w:xz"),
+    ".zip": zipped,
+    "_zips.tar": lambda texts: tar([("a.zip", zipped(texts))]),
+    ".parquet": parquet_file,
+    ".arrow": arrow_stream,
+    "_file.arrow": lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file),
+    **dict.fromkeys(
+        (".tfrecord", ".tfrecord-00000-of-00001"),
+        lambda texts: b"".join(map(tfrecord.frame, _examples(texts))),
+    ),
 }
-"""Ending of a file -> how texts are written into it."""
+_RECORDS = {
+    "_text.array_record": lambda texts: map(str.encode, texts),
+    "_example.array_record": lambda texts: _examples(texts),
+}
+ENDINGS = (*_CONTENTS, *_RECORDS)
+
+
+def _examples(texts: Sequence[str]) -> list[bytes]:
+    return [tf_example.encode({"id": [3], "text": text}) for text in texts]
+
+
+def write(ending: str, path: Path, texts: Sequence[str]) -> None:
+    """Writes a file in the format that its ending stands for."""
+    if ending in _RECORDS:
+        write_records(path, _RECORDS[ending](texts))
+    else:
+        path.write_bytes(_CONTENTS[ending](texts))
