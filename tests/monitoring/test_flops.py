@@ -215,7 +215,7 @@ def test_a_part_without_a_row_is_counted_under_its_own_name():
 
 def test_line_of_maxtext(told):
     flops = {"feed-forward": 8e9, "attention scores": 1e9, "sums over depth": 1e9}
-    parts = tuple(Part(name, 1, number, number) for name, number in flops.items())
+    parts = tuple(Part(n, 1, x, x, between_tokens="scores" in n) for n, x in flops.items())
     counts = [FlopCount(sequence_length=8, parts=of, recomputed=0.0) for of in (parts[:2], parts)]
     told("\n".join(count.line(1000) for count in counts))
 
