@@ -3,8 +3,6 @@
 import re
 from typing import Any, Self
 
-from pydantic_core import core_schema
-
 from MaxText.configuration import values
 
 _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
@@ -14,10 +12,6 @@ class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
     """Pairs of a letter and the keys that layers of this letter have other values of."""
 
     __slots__ = ()
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return core_schema.no_info_plain_validator_function(cls.of)
 
     @classmethod
     def of(cls, value: Any) -> Self:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import PlainValidator
+
 from MaxText.configuration.keys import Section, key
 from MaxText.configuration.layer_kinds import LayerKinds
 from MaxText.configuration.registry import Name
@@ -51,7 +53,7 @@ class Block(Section):
         'A letter of layer_kinds for each layer: a cycle that is repeated ("GGG*"), or a prefix, a '
         'cycle and a suffix ("DD(EE*)D"). Empty: all layers are alike.',
     )
-    layer_kinds: LayerKinds = key(
+    layer_kinds: Annotated[LayerKinds, PlainValidator(LayerKinds.of)] = key(
         LayerKinds(),
         "What the letters of layer_pattern stand for: {letter: {key: value}}, with any keys of a "
         'layer\'s parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}.',
