@@ -1,6 +1,5 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
-import math
 from typing import Literal
 
 from MaxText.configuration.dense_connections_section import DenseConnections
@@ -265,8 +264,8 @@ class Memory(Section):
     scan_layers: Literal["auto"] | bool = key(
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn "
-        "on devices without a kernel for its sums; else scanned.",
+        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn; "
+        "else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
@@ -293,7 +292,7 @@ class Pipeline(Section):
     num_layers_per_pipeline_stage: int = key(
         -1,
         "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
-        "leaves, and if that is -1, too, one pattern of kinds and of dense connections.",
+        "leaves, and if that is -1, too, one pattern of kinds.",
         ge=-1,
     )
 
@@ -346,12 +345,6 @@ class Model(Section):
         raise AssertionError("there are no layers")
 
     @property
-    def layer_period(self) -> int:
-        """Layers after which kinds of attention and places of dense connections both repeat."""
-        dense = self.dense_connections
-        return math.lcm(self.attention_period, dense.dense_period if dense.dense_conn else 1)
-
-    @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
         routing = self.mixture_of_experts
@@ -389,7 +382,7 @@ class Model(Section):
         unlike = self._unfit_for_stages()
         if unlike:
             raise ValueError(f"{unlike}\n{NO_STAGES}")
-        period, per_stage = self.layer_period, asked.num_layers_per_pipeline_stage
+        period, per_stage = self.attention_period, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
@@ -404,8 +397,8 @@ class Model(Section):
         if per_stage % period:
             raise ValueError(
                 f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are no multiple of "
-                f"the {period} after which kinds of attention and dense connections repeat: all "
-                f"stages run the same program\n" + self._fitting_stages(num_stages)
+                f"the {period} after which kinds of attention repeat: all stages run the same "
+                f"program\n" + self._fitting_stages(num_stages)
             )
         microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
@@ -421,34 +414,32 @@ class Model(Section):
         """Why layers cannot be cut into stages at all; empty if they can."""
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to cut into stages"
+        if self.dense_connections.dense_conn:
+            return "dense_conn=true: each layer reads the outputs of all stages before its own"
         if not self.layers_are_alike:
             return (
                 "layers have weights of different shapes (dynamic_mlp_dim, experts or attention "
                 "in some layers only), so that stages cannot run one program"
             )
-        refused = self.dense_connections.scan_refused(self.shape.dimensions.num_layers)
-        return f"stages walk their layers in a scan: {refused}" if refused else ""
+        return ""
 
     def _fitting_stages(self, num_stages: int) -> str:
         """What to set instead, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
-        if rest == 0 and per_repeat % self.layer_period == 0:
+        if rest == 0 and per_repeat % self.attention_period == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
         return NO_STAGES
 
     @property
     def scan_refused(self) -> str | None:
         """Why no scan can walk the layers; None where one can."""
-        dense = self.dense_connections
+        if self.dense_connections.dense_conn:
+            return "with dense_conn=true each layer reads another number of outputs"
         if self.layers_are_alike:
-            if dense.dense_conn and self.block.share_parameters:
-                return "one layer for all depths is written out with dense_conn=true"
-            return dense.scan_refused(self.shape.dimensions.num_layers)
+            return None
         if self.feed_forward.dynamic_mlp_dim:
             return "with dynamic_mlp_dim=true no two layers have the same width"
         if self.mixture_of_experts.moe_layers is not None:
             return "moe_layers gives some layers experts and others none"
-        if dense.mixes_attention_inputs and dense.dense_first_norms == "one":
-            return "with dense_first_norms=one the first layer has fewer norms"
         found = ", ".join(sorted(set(self.attention_kinds)))
         return f"layers of kinds {found} have different parameters"

@@ -3,10 +3,12 @@
 A new part adds a row to ARCHITECTURES, a pair of options that makes no sense one to REFUSED.
 """
 
+import contextlib
 import itertools
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import pytest
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch
+from MaxText.layers import depth_mixing
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import count_flops
 from MaxText.training.objective import loss_sums, num_tokens
@@ -39,8 +42,7 @@ BIASES = {"qkv_bias": True, "proj_bias": True, "ffn_bias": True}
 TWO_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 HEAD_QK = {"head_qk": True, "head_qk_dim": 4, "num_vocab_tiling": 3}
 SGU = {"static_sgu": True, "static_sgu_kernel": 3}
-# einsum is the form whose sums the traced program shows as products.
-MUDD = UNROLLED | {"mlp_dim_multiple": 4, "dense_mixing": "einsum"}
+MUDD = UNROLLED | {"mlp_dim_multiple": 4, "dense_mixing": "sum"}
 DROPS = {"dropout_rate": 0.2, "drop_path": 0.1}
 
 
@@ -93,7 +95,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [1], "normalization_type": "scale_norm_centered"},
     ),
     "muddformer": ("muddformer", MUDD),
-    "denseformer, experts": ("denseformer", {"num_experts": 4, "dense_mixing": "sum"}),
+    "denseformer, experts": ("denseformer", UNROLLED | {"num_experts": 4, "dense_mixing": "sum"}),
 }
 # Their parts are above, or have golden tests; with the slow tests.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,6 +155,19 @@ def decoded(decoder, tokens_BT):
     return prompt, jnp.moveaxis(steps, 0, 1)
 
 
+@contextlib.contextmanager
+def sums_as_products():
+    """Sums over depth that a traced program shows as products, forward as they are backward."""
+
+    def product(weights_BTCS, sources, scales_SD):
+        states_SBTD = jnp.stack(depth_mixing._floats(sources, scales_SD))
+        sums_CBTD = jnp.einsum("btcs,sbtd->cbtd", weights_BTCS, states_SBTD, precision="highest")
+        return list(sums_CBTD.astype(sources[0].dtype))
+
+    with mock.patch.object(depth_mixing, "_sum", product):
+        yield
+
+
 def products(jaxpr) -> int:
     """Operations of all products of matrices in a traced program, loops as often as they run."""
     total = 0
@@ -189,14 +204,15 @@ class Architecture:
     def __init__(self, decoder_block: str, keys: dict[str, Any]):
         self.decoder_block, self.keys = decoder_block, SIZES | keys
         config = self.config()
-        alike, scans = config.model.layers_are_alike, config.model.memory.scan_layers
-        other = self.config(scan_layers=alike and not scans, remat_policy="full")
+        can_scan, scans = config.model.scan_refused is None, config.model.memory.scan_layers
+        other = self.config(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, rows=2, documents=True)
         # Keys of a kind that compiles fast.
         self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
 
-        traced = jax.jit(self.program).trace(self.models[0].abstract)
+        with sums_as_products():
+            traced = jax.jit(self.program).trace(self.models[0].abstract)
         run = traced.lower().compile()
         self.products = [
             products(equation.params["jaxpr"].jaxpr)
@@ -277,9 +293,7 @@ def products_equal_the_formula(found):
     for ours, model in zip(found.products, found.models, strict=True):
         count = count_flops(model, LENGTH)
         assert sum(part.parameters for part in count.parts) == model.num_parameters
-        dense = model.section.dense_connections
-        if not dense.dense_conn or dense.dense_mixing == "einsum":
-            assert ours == count.executed_per_token * found.batch.tokens_BT.size
+        assert ours == count.executed_per_token * found.batch.tokens_BT.size
 
 
 def bfloat16_stays(found):
@@ -351,7 +365,7 @@ OPTIONS: list[list[dict[str, Any]]] = [
         TWO_EXPERTS | {"moe_layers": [1], "mlp_activations": ["gelu"]},
     ],
     [{}, {"num_mem_kv": 2}, SGU],
-    [{}, {"share_parameters": True}, {"dense_conn": True}],
+    [{}, {"share_parameters": True}, UNROLLED | {"dense_conn": True}],
     [{}, UNROLLED | {"remat_policy": "full"}],
     [{}, {"logits_via_embedding": True, "final_norm": False}, HEAD_QK],
     [{}, {"base_num_kv_heads": 2, "use_qk_norm": True}, BIASES | {"base_num_kv_heads": 1}],

@@ -14,7 +14,7 @@ from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
 from MaxText.monitoring.flops import FlopCount, Part, count_flops, keys_by_rule, keys_multiplied
 from MaxText.training.objective import loss_sums
-from tests.layers.test_conformance import products
+from tests.layers.test_conformance import products, sums_as_products
 from tests.small_models import random_batch, tiny_config
 
 # So wide that what is no product is a few percent of XLA's count.
@@ -44,7 +44,7 @@ SMALL = {
     "scan_layers": False,
     "attention": "dot_product",
 }
-EINSUM = MUDD | FULL | {"dense_mixing": "einsum", "mlp_dim_multiple": 16}
+DENSE = MUDD | FULL | {"dense_mixing": "sum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
 # Beside the rows of the conformance suite: what is counted in a way of its own.
 TRACED = {
@@ -58,11 +58,11 @@ TRACED = {
     "experts in one layer": {"num_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}
     | {"capacity_factor": 1.5, "eval_capacity_factor": 1.5, "moe_group_size": 8}
     | FULL,
-    "pre- and post-norm": EINSUM | {"decoder_block": "muddformer_prepost"},
-    "two ways of the last two outputs": EINSUM
+    "pre- and post-norm": DENSE | {"decoder_block": "muddformer_prepost"},
+    "two ways of the last two outputs": DENSE
     | {"dense_ways": ["q", "v"], "dense_static": False}
     | {"dense_sources": "window", "dense_window": 2},
-    "depth sums after every second layer, slots": EINSUM
+    "depth sums after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }
 
@@ -82,7 +82,8 @@ def loss_and_gradients(case):
 def traced_products(case):
     """(count, operations of the traced program, tokens)."""
     count, function, arguments, tokens = loss_and_gradients(case)
-    return count, products(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
+    with sums_as_products():
+        return count, products(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
 
 
 @pytest.mark.parametrize("name", COMPILED)
