@@ -153,7 +153,8 @@ class Subject:
         fall = 0.003  # so short a step that the loss falls by what the gradient says
         moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
         fell = float(loss - run(moved)[0][0][0]) / fall
-        return Ran(losses, logits, *(decoded or (None, None)), fell)
+        prompt, steps = decoded or (None, None)
+        return Ran(losses, logits, prompt, steps, fell)
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
         """The loss of a batch."""
@@ -359,11 +360,11 @@ def _scan_and_remat(subject: Subject) -> str | None:
 
 
 def _flops(subject: Subject) -> str | None:
+    if subject.config.model.dense_connections.dense_conn:
+        return None  # their sums are no products in the traced program
     for ours, model in zip(subject.operations, subject.models, strict=True):
-        count, dense = count_flops(model, LENGTH), model.section.dense_connections
-        if dense.dense_conn and dense.dense_mixing != "einsum":
-            continue  # their sums are no products in the traced program
-        formula = (count.executed_per_token or 0.0) * subject.batch.tokens_BT.size
+        formula = count_flops(model, LENGTH).executed_per_token or 0.0
+        formula *= subject.batch.tokens_BT.size
         if abs(formula - ours) > 0.01 * ours:
             return f"by formula {formula:,.0f} operations, in the program {ours:,}"
     return None

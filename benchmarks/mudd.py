@@ -3,19 +3,19 @@
     python benchmarks/mudd.py                              train steps on this machine, in turn
     python benchmarks/mudd.py --shape wide --rounds 15 --keys attention=blocked remat_policy=minimal
     python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4       compiled only
-    python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --rows "kernel, scan" "2x2, scan"
+    python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4 --rows kernel --keys \
+        decoder_block=muddformer use_qk_norm=false
 
 Rows: the Transformer with its layers written out and in a scan; dense connections on all four ways
-with each form of `dense_mixing`, written out and, with the kernel, in a scan; and every second sum
-over every second output (2x2), made again in the backward pass or kept for it. Rows are compared
-with the Transformer written out, or with the scanned one where all of them are scans. The block is
+with each form of `dense_mixing`; and every second sum over every second output (2x2), made again in
+the backward pass or kept for it. Rows are compared with the Transformer written out. The block is
 the same everywhere, so that differences are those of the connections.
 
 With --topology steps are compiled for one chip of a TPU that need not be there, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
 figures are the compiler's own, of one chip: it takes a kernel's bytes from the kernel's own
-declaration, and may count the body of a loop once (`of_all_turns`). Ratios of step time are medians
-over rounds, so that drifts of the machine's speed cancel.
+declaration. It counts the body of a loop once, so bytes of a scan are not shown. Ratios of step
+time are medians over rounds, so that drifts of the machine's speed cancel.
 
 The count is what sums cannot do without one by one: each reads its sources once forward, once to be
 computed again, once for the gradient of its weights, and reads and writes their gradients once.
@@ -23,8 +23,6 @@ computed again, once for the gradient of its weights, and reads and writes their
 """
 
 import argparse
-import contextlib
-import functools
 import os
 import pathlib
 import sys
@@ -57,19 +55,15 @@ SHAPES = {
     "405m": Shape(24, 1024, 64, 2816, 50432, 2048, 8),
     "1.4b": Shape(24, 2048, 128, 5504, 50432, 2048, 8),
 }
-DENSE = {"dense_conn": True}
-WRITTEN_OUT = DENSE | {"scan_layers": False}
+WRITTEN_OUT = {"dense_conn": True, "scan_layers": False}
 SPARSE = {"dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2}
 ROWS: dict[str, dict[str, Any]] = {
-    "Transformer": {"scan_layers": False},
-    "Transformer, scan": {"scan_layers": True},
+    "Transformer": {"dense_conn": False, "scan_layers": False},
+    "Transformer, scan": {"dense_conn": False, "scan_layers": True},
     "sum": WRITTEN_OUT | {"dense_mixing": "sum"},
-    "einsum": WRITTEN_OUT | {"dense_mixing": "einsum"},
     "kernel": WRITTEN_OUT | {"dense_mixing": "kernel"},
     "2x2": WRITTEN_OUT | SPARSE,
     "2x2, kept": WRITTEN_OUT | SPARSE | {"dense_kept_sums": 100},
-    "kernel, scan": DENSE | {"dense_mixing": "kernel", "scan_layers": True},
-    "2x2, scan": DENSE | SPARSE | {"dense_mixing": "kernel", "scan_layers": True},
 }
 
 
@@ -116,38 +110,6 @@ def keys_of(shape: Shape, row: dict[str, Any], options: argparse.Namespace) -> d
     }
 
 
-@contextlib.contextmanager
-def turns_in_a_body(number: int):
-    """Scans that are traced inside do so many turns in one."""
-    import jax
-
-    scan = jax.lax.scan
-    jax.lax.scan = functools.partial(scan, unroll=number)
-    try:
-        yield
-    finally:
-        jax.lax.scan = scan
-
-
-def of_all_turns(compile_step: Any, costs: dict[str, float], turns: int) -> dict[str, float]:
-    """The compiler's figures of a scanned step.
-
-    It counts the body of some loops once, and of others, which it unrolls by two, every turn. So
-    those of the first kind get two turns in the body as well, and what four turns have more is
-    taken for each two.
-    """
-
-    def costs_with(number: int) -> dict[str, float]:
-        with turns_in_a_body(number):
-            return dict(compile_step().cost_analysis())
-
-    two = costs_with(2)
-    if two["bytes accessed"] < 1.1 * costs["bytes accessed"]:
-        return costs
-    four = costs_with(4)
-    return {name: x + (turns // 2 - 1) * (four.get(name, 0.0) - x) for name, x in two.items()}
-
-
 def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, devices) -> Compiled:
     """Compiles a row's step for `devices`, and draws its state where they are real."""
     import jax
@@ -176,21 +138,15 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     state = layout.abstract_state(initialize, model.parameters)
     batch = batch_shapes(shape.batch * len(devices), shape.length, with_documents=False)
 
-    def compile_step():
-        return layout.compile_step(
-            make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
-            state,
-            layout.abstract_batch(batch),
-        )[0]
-
     began = time.process_time()
-    step = compile_step()
+    step = layout.compile_step(
+        make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0),
+        state,
+        layout.abstract_batch(batch),
+    )[0]
     seconds = time.process_time() - began
     program: Any = step
     costs = dict(program.cost_analysis())
-    if section.memory.scan_layers and options.topology is not None:
-        period = section.dense_connections.dense_period if "dense_conn" in row else 1
-        costs = of_all_turns(compile_step, costs, shape.num_layers // period)
     dense = section.dense_connections
     num_reads = sum(
         len(dense.sources(depth))
@@ -259,9 +215,10 @@ def show(rows: dict[str, Compiled], times: dict[str, tuple[float, float]]) -> No
             f"{row.temporaries / 1e9:.3f}",
             f"{row.seconds:.1f}",
         ]
-        if "scan" in name and times:
+        if "scan" in name:
             # The compiler counts the body of a loop once.
-            cells = ["" if place in (2, 3) else cell for place, cell in enumerate(cells)]
+            unknown = (2, 3) if times else (0, 1, 2, 3)
+            cells = ["" if place in unknown else cell for place, cell in enumerate(cells)]
         print(layout.format(name, *cells))
 
 
@@ -326,8 +283,7 @@ def main() -> None:
         name for name, row in ROWS.items()
         if not (row.get("dense_mixing") == "kernel" and devices[0].platform == "cpu")
     ]  # fmt: skip
-    plain = "Transformer, scan" if all("scan" in name for name in names) else "Transformer"
-    names = [plain, *(name for name in names if name != plain)]
+    names = ["Transformer", *(name for name in names if name != "Transformer")]
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"{options.shape}: {shape}, {where}, {options.keys}")
     rows = {}

@@ -28,12 +28,6 @@ class Shape(NamedTuple):
     keys: str
 
 
-_OF_LAYERS = (
-    "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
-    "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers={} vocab_size=2048 "
-    "max_target_length=2048 per_device_batch_size=8 remat_policy=full "
-    "attention=dot_product scan_layers={} {}"
-)
 SHAPES = (
     Shape("gpt2-124m, full", "v5p:2x2x1", 4,
           "model_name=gpt2-124m per_device_batch_size=8 remat_policy=full attention=blocked"),
@@ -77,9 +71,10 @@ SHAPES = (
           "remat_policy=save_out_proj ici_data_parallelism=2 ici_fsdp_parallelism=2 "
           "attention=dot_product"),
     Shape("5 layers written out, dense connections, kernel", "v5p:2x2x1", 1,
-          _OF_LAYERS.format(5, "false", "dense_conn=true dense_mixing=kernel")),
-    Shape("24 layers scanned, dense connections", "v5p:2x2x1", 1,
-          _OF_LAYERS.format(24, "true", "dense_conn=true dense_mixing=kernel")),
+          "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
+          "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
+          "max_target_length=2048 per_device_batch_size=8 remat_policy=full attention=dot_product "
+          "scan_layers=false dense_conn=true dense_mixing=kernel"),
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class DenseConnections(Section):
         "one (the released models) or one each (MUDDFormer's JAX code), as in later layers.",
         only_if=_DENSE,
     )
-    dense_mixing: Literal["auto", "sum", "einsum", "kernel"] = key(
+    dense_mixing: Literal["auto", "sum", "kernel"] = key(
         "auto", "How the sums are computed. No effect on the result.", only_if=_DENSE
     )
     dense_kept_sums: int = key(
@@ -117,20 +117,6 @@ class DenseConnections(Section):
     def adds(self) -> bool:
         """Whether sums are added to the last output instead of standing for it."""
         return self.mudd_prenorm or self.mudd_postnorm != "none"
-
-    def scan_refused(self, num_layers: int) -> str | None:
-        """Why no scan can walk alike layers with these connections; None where one can."""
-        if not self.dense_conn:
-            return None
-        if self.mudd_prenorm:
-            return "sums over normalised outputs (mudd_prenorm=true) are written out"
-        if self.dense_kept_sums:
-            return "in a scan no sums are kept for the backward pass (dense_kept_sums)"
-        if self.dense_after_layers is not None:
-            return "layers with a sum follow no pattern (dense_after_layers)"
-        if num_layers % self.dense_period or num_layers == self.dense_period:
-            return f"{num_layers} layers are not twice or more dense_period={self.dense_period}"
-        return None
 
     def stands_after(self, depth: int) -> bool:
         """Whether there is a sum after `depth` layers."""

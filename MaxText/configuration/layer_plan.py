@@ -56,11 +56,13 @@ class LayerPlan(NamedTuple):
 def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     """The plan with the fewest different layers to compile.
 
+    A cycle is worth its own arrays where it at least halves them; otherwise nothing repeats.
+
     Args:
       kinds: one value per layer; equal ones are interchangeable.
     """
     num_layers = len(kinds)
-    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers
+    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers // 2 + 1
     for cycle in range(1, min(num_layers // 2, _LONGEST_CYCLE) + 1):
         if cycle >= fewest:
             break

@@ -1,6 +1,5 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
-import math
 from typing import Any, Literal, NamedTuple
 
 from MaxText.configuration import layer_kinds
@@ -271,8 +270,8 @@ class Memory(Section):
     scan_layers: Literal["auto"] | bool = key(
         "auto",
         "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn "
-        "on devices without a kernel for its sums; else scanned.",
+        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn; "
+        "else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
@@ -299,7 +298,7 @@ class Pipeline(Section):
     num_layers_per_pipeline_stage: int = key(
         -1,
         "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
-        "leaves, and if that is -1, too, one pattern of kinds and of dense connections.",
+        "leaves, and if that is -1, too, one pattern of kinds.",
         ge=-1,
     )
 
@@ -395,8 +394,9 @@ class Model(Section):
 
     @property
     def layer_plan(self) -> LayerPlan:
-        """Which layers repeat; a single layer that all share is the cycle of a plan, too."""
-        return plan_layers(self.layer_overrides)
+        """Which layers repeat; none do with dense connections, which are never scanned."""
+        kinds = self.layer_overrides
+        return plan_layers(range(len(kinds)) if self.dense_connections.dense_conn else kinds)
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -430,7 +430,7 @@ class Model(Section):
         unlike = self._unfit_for_stages()
         if unlike:
             raise ValueError(f"{unlike}\n{NO_STAGES}")
-        period, per_stage = self._stage_period, asked.num_layers_per_pipeline_stage
+        period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
@@ -445,8 +445,8 @@ class Model(Section):
         if per_stage % period:
             raise ValueError(
                 f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are no multiple of "
-                f"the {period} after which kinds of attention and dense connections repeat: all "
-                f"stages run the same program\n" + self._fitting_stages(num_stages)
+                f"the {period} after which kinds of attention repeat: all stages run the same "
+                f"program\n" + self._fitting_stages(num_stages)
             )
         microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
@@ -458,39 +458,29 @@ class Model(Section):
             )
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
-    @property
-    def _stage_period(self) -> int:
-        """Layers after which mixers and places of dense connections both repeat."""
-        dense = self.dense_connections
-        return math.lcm(self.layer_plan.cycle, dense.dense_period if dense.dense_conn else 1)
-
     def _unfit_for_stages(self) -> str:
         """Why layers cannot be cut into stages at all; empty if they can."""
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to cut into stages"
+        if self.dense_connections.dense_conn:
+            return "dense_conn=true: each layer reads the outputs of all stages before its own"
         if not self.layer_plan.is_whole:
             return "layers are no repeats of one pattern, so that stages cannot run one program"
-        refused = self.scan_refused
-        return f"stages walk their layers in a scan: {refused}" if refused else ""
+        return ""
 
     def _fitting_stages(self, num_stages: int) -> str:
         """What to set instead, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
-        if rest == 0 and per_repeat % self._stage_period == 0:
+        if rest == 0 and per_repeat % self.layer_plan.cycle == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
         return NO_STAGES
 
     @property
     def scan_refused(self) -> str | None:
         """Why no scan can walk the layers; None where one can."""
-        dense, plan = self.dense_connections, self.layer_plan
-        if not dense.dense_conn:
-            return None
-        if self.block.share_parameters:
-            return "one layer for all depths is unrolled with dense_conn=true"
-        if not plan.is_whole:
-            return "with dense_conn=true layers have to repeat from the first one on"
-        return dense.scan_refused(plan.num_layers)
+        if self.dense_connections.dense_conn:
+            return "with dense_conn=true each layer reads another number of outputs"
+        return None
 
 
 class Layer(NamedTuple):

@@ -5,7 +5,6 @@ Legend: B sequences, T tokens, R turned dimensions of a head.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -86,17 +85,3 @@ class Context:
     def key_for(self, place: int) -> jax.Array | None:
         """The random key of one place within a layer; places are numbered by the caller."""
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, place)
-
-    def arrays_apart(self) -> tuple[dict[str, Any], "Context"]:
-        """The arrays of this context, and it without them; `with_arrays` joins both again."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arrays = {
-            name: value
-            for name, value in values.items()
-            if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-        }
-        return arrays, dataclasses.replace(self, **dict.fromkeys(arrays))
-
-    def with_arrays(self, arrays: dict[str, Any]) -> "Context":
-        """Inverse of `arrays_apart`."""
-        return dataclasses.replace(self, **arrays)

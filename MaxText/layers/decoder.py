@@ -22,10 +22,8 @@ from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import AxialEmbedding, Embedding
 from MaxText.layers.head_qk import HeadQK, Pointers
-from MaxText.layers.history import walk_with_history
 from MaxText.layers.normalization import normalization
 from MaxText.layers.pipeline import pipelined
-from MaxText.layers.pipelined_history import pipelined_with_history
 from MaxText.layers.rotary import rotary_table
 from MaxText.layers.stack import (
     LayersOutput,
@@ -33,7 +31,6 @@ from MaxText.layers.stack import (
     apply_unrolled,
     rematerialized,
     stack,
-    weights_of,
 )
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
@@ -155,9 +152,8 @@ class Decoder(nnx.Module):
         if num_stages == 1 and memory.scan_layers is not True:
             output = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(self._last(output, memory.remat_policy)), output.scalars
-        if isinstance(self.connections, DenseConnections):
-            x_BTD, scalars = self._with_history(x_BTD, context, self.connections)
-        elif num_stages > 1:
+        assert isinstance(self.connections, ResidualStream), "dense connections are unrolled"
+        if num_stages > 1:
             x_BTD, scalars = pipelined(
                 self.layers,
                 self.blueprint,
@@ -261,34 +257,6 @@ class Decoder(nnx.Module):
             policy=policy,
             states=states,
             in_turn=self.section.dense_connections.dense_conn,
-        )
-
-    def _with_history(
-        self, x_BTD: jax.Array, context: Context, connections: DenseConnections
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """All layers in a scan or on stages, each with its sums, and the sum after the last one."""
-        arrays, without = context.arrays_apart()
-        graphdefs = self.blueprint.cycle_graphdefs
-
-        def apply(layer: Block, inputs: Inputs, index: jax.Array, place: int, arrays: Any):
-            layer = nnx.merge(graphdefs[place % len(graphdefs)], weights_of(layer))
-            return layer(inputs, without.with_arrays(arrays).for_layer(index))[:2]
-
-        num_stages, policy = num_stages_in_force(), self.section.memory.remat_policy
-        period = self.blueprint.plan.cycle
-        if num_stages == 1:
-            return walk_with_history(
-                self.layers, connections, x_BTD, apply, arrays, period=period, policy=policy
-            )
-        return pipelined_with_history(
-            self.layers,
-            connections,
-            x_BTD,
-            apply,
-            context,
-            schedule=self.section.pipeline_schedule(num_stages),
-            period=period,
-            policy=policy,
         )
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:

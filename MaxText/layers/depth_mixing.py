@@ -25,8 +25,7 @@ from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force,
 KERNEL_TOKENS = 16
 
 
-# Largest power of two that has to divide emb_dim for the kernels.
-KERNEL_WIDTHS = {"tpu": 128, "gpu": 64}
+KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
 
 
 class ChipMemory(NamedTuple):
@@ -52,9 +51,8 @@ def chip_memory(device_kind: str) -> ChipMemory:
 
 
 def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
-    """What a tile of a scan's kernel takes on the chip for each token."""
-    # Sources, gradients before and after, two buffers each; for each way a sum and a gradient in
-    # two buffers and a float32 array, which is as much or less; and weights, in registers of 128.
+    """What a tile of a kernel takes on the chip for each token, at most."""
+    # Sources, gradients before and after, two buffers each; for each way as much; and weights.
     return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
 
@@ -66,11 +64,12 @@ def kernel_refused(
     Args:
       of_token: `bytes_of_token` of the largest sum.
     """
-    divisor = KERNEL_WIDTHS[backend]
-    if emb_dim % divisor:
-        return f"emb_dim {emb_dim} is no multiple of {divisor}"
+    if backend != "tpu":
+        return "the kernel is one for TPU"
+    if emb_dim % KERNEL_WIDTH:
+        return f"emb_dim {emb_dim} is no multiple of {KERNEL_WIDTH}"
     needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind).most
-    if backend == "tpu" and needed > most:
+    if needed > most:
         return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
     return None
 
@@ -133,7 +132,7 @@ def normalizes(form: str, state_BTD: jax.Array) -> bool:
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
     whole = dims == state_BTD.shape[2]
     # Tiles have to be full, as gradients of norms are sums over tokens.
-    return form == "kernel" and _target() != "gpu" and batch * length % KERNEL_TOKENS == 0 and whole
+    return form == "kernel" and batch * length % KERNEL_TOKENS == 0 and whole
 
 
 class Mixed(NamedTuple):
@@ -166,8 +165,8 @@ def mix(
     Args:
       weights_BTCS: float32; B and T may be 1, for weights that are the same everywhere.
       sources: x_BTD each. With scales they have to come from `to_be_scaled`.
-      form: "sum" adds one source after another, and so does "auto"; "einsum" stacks them for one
-        product; "kernel" is one Pallas kernel, interpreted on CPU. No effect on the result.
+      form: "sum" adds one source after another, and so does "auto"; "kernel" is one Pallas kernel,
+        interpreted on CPU. No effect on the result.
       scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
       norms: of sums, where `normalizes` says so.
       factors_MD: float32, of these norms.
@@ -214,9 +213,8 @@ def _mix(form, norms, chain, weights_BTCS, sources, scales_SD, factors_MD, left)
     del left
     if form != "kernel":
         assert not norms.ways
-        make = _einsum if form == "einsum" else _sum
         # Without a barrier the compiler makes a sum again inside each operation that reads it.
-        return jax.lax.optimization_barrier(make(weights_BTCS, sources, scales_SD)), sources, None
+        return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources, None
     sums = _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD)
     if not chain.num_later_ways:
         return sums, sources, None
@@ -260,8 +258,7 @@ def _mix_backward(form, norms, chain, kept, gradients):
             left = Left(of_sums, weights_BTCS[..., :num_left])
         return of_weights_BTCS, [*passed_on, *new], None, of_factors_MD, left
     accumulated = None if _all_zero(accumulated) else list(map(_array, accumulated))
-    one_by_one = _product_gradients if platform() == "cpu" else _sum_gradients
-    differentiate = _einsum_gradients if form == "einsum" else one_by_one
+    differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
     of_sums = jax.lax.optimization_barrier(of_sums)
     found = differentiate(weights_BTCS, sources, scales_SD, of_sums, accumulated)
     return *found, None, None, None
@@ -338,22 +335,6 @@ def _total(terms) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
-def _einsum(weights_BTCS, sources, scales_SD):
-    stacked_SBTD = jnp.stack(_floats(sources, scales_SD))
-    sums_CBTD = _product("btcs,sbtd->cbtd", weights_BTCS, stacked_SBTD)
-    return list(sums_CBTD.astype(sources[0].dtype))
-
-
-def _einsum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
-    stacked_SBTD = jnp.stack(_floats(sources, scales_SD))
-    of_sums_CBTD = jnp.stack(_floats(of_sums))
-    of_weights_BTCS = _product("cbtd,sbtd->btcs", of_sums_CBTD, stacked_SBTD)
-    new_SBTD = _product("btcs,cbtd->sbtd", weights_BTCS, of_sums_CBTD)
-    if accumulated is not None:
-        new_SBTD = new_SBTD + jnp.stack(_floats(accumulated))
-    return of_weights_BTCS, list(new_SBTD.astype(sources[0].dtype))
-
-
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     # Pallas takes a second to import.
     from MaxText.layers import mixing_kernel
@@ -420,9 +401,8 @@ def _kernel_gradients(
     )
 
 
-def _target() -> Literal["tpu", "gpu", "interpret"]:
-    backend = platform()
-    return "tpu" if backend == "tpu" else "interpret" if backend == "cpu" else "gpu"
+def _target() -> Literal["tpu", "interpret"]:
+    return "tpu" if platform() == "tpu" else "interpret"
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weighted sums over depth as one Pallas kernel each way, for TPU (Mosaic) and GPU (Triton).
+"""Weighted sums over depth as one Pallas kernel each way, for TPU (Mosaic).
 
 The sources stay the arrays that they are: a kernel has one operand for each, so nothing is stacked.
 One program owns a few tokens with all their dimensions. It reads each source once for all ways, and
@@ -15,15 +15,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from MaxText.layers.depth_mixing import NO_NORMS, Norms, chip_memory
 from MaxText.parallelism.constraints import device_kind
 
-Target = Literal["tpu", "gpu", "interpret"]
+Target = Literal["tpu", "interpret"]
 
 TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
-MAX_ROWS = {"tpu": 128, "gpu": 8, "interpret": 16}
-MAX_CHUNK = {"tpu": 512, "gpu": 256, "interpret": 256}  # dimensions that are in registers at once
+MAX_ROWS = {"tpu": 128, "interpret": 16}
+MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions that are in registers at once
 
 
 def forward(
@@ -210,15 +211,10 @@ def _call(
         }
 
     options: dict[str, Any] = {}
-    # Each module takes a second to import.
     if norms.ways:
-        from jax.experimental.pallas import tpu as pltpu
-
         shape = (len(norms.ways), rows, emb_dim)
         options["scratch_shapes"] = [pltpu.VMEM(shape, jnp.float32)]
     if target == "tpu":
-        from jax.experimental.pallas import tpu as pltpu
-
         needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
@@ -226,10 +222,6 @@ def _call(
                 chip_memory(device_kind()).limit, max(16 * 2**20, needed + 8 * 2**20)
             ),
         )
-    elif target == "gpu":
-        from jax.experimental.pallas import triton as pltriton
-
-        options["compiler_params"] = pltriton.CompilerParams(num_warps=4, num_stages=2)
     return pl.pallas_call(
         functools.partial(body, _chunk(emb_dim, MAX_CHUNK[target]), target),
         grid=(tiles,),
@@ -315,18 +307,6 @@ class Tile(NamedTuple):
         totals = jax.lax.fori_loop(0, self.shape[1] // self.chunk, add, zeros)
         return [jnp.sum(total, axis=1) for total in totals]
 
-    def weight(self, ref, token, k: int) -> jax.Array:
-        """[tokens, 1] of one weight of each token."""
-        # Mosaic cuts a column out of memory, Triton loads a vector of addresses.
-        return ref[token, pl.ds(k, 1)] if self.target == "tpu" else ref[token, k][:, None]
-
-    def put_weight(self, ref, token, k: int, values: jax.Array) -> None:
-        """Inverse of `weight`, from values [tokens]."""
-        if self.target == "tpu":
-            ref[token, pl.ds(k, 1)] = values[:, None]
-        else:
-            ref[token, k] = values
-
     def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
         """[tokens, 1] of each normalised way, from sums of squares."""
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
@@ -400,7 +380,7 @@ def _sums(tile: Tile, given, ways: Sequence[int], token, columns) -> list[jax.Ar
     for s in range(num_sources):
         x = _source(given, s, token, columns)
         for place, c in enumerate(ways):
-            product = tile.weight(given["weights"], token, c * num_sources + s) * x
+            product = given["weights"][token, pl.ds(c * num_sources + s, 1)] * x
             totals[place] = product if totals[place] is None else totals[place] + product
     return totals
 
@@ -467,9 +447,9 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
             makes = s >= num_left
             weights, later_weights = [], []
             if makes:
-                weights = [tile.weight(given["weights"], token, k) for k in places]
+                weights = [given["weights"][token, pl.ds(k, 1)] for k in places]
                 later_weights = [
-                    tile.weight(given["later_weights"], token, e * num_sources + s)
+                    given["later_weights"][token, pl.ds(e * num_sources + s, 1)]
                     for e in range(len(later_sums))
                 ]
 
@@ -489,6 +469,6 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
                 return [g * x for g in ways]
 
             for k, total in zip(places, tile.sums(products, len(places)), strict=True):
-                tile.put_weight(results["of_weights"], token, k, total)
+                results["of_weights"][token, pl.ds(k, 1)] = total[:, None]
 
     tile.for_tokens(at_tokens)

@@ -8,8 +8,7 @@ Counted is what a device receives:
     weights that an axis copies     gradients added up, 2 times their bytes
     weights of a pipeline's stages  gathered, and gradients scattered, in every turn that uses them;
                                     between stages where they have several runs of layers
-    stage                           a hidden state of a microbatch in every turn, with dense
-                                    connections those of all other stages' runs, forward and
+    stage                           a hidden state of a microbatch in every turn, forward and
                                     backward; all rows from the last stage to the head and back
     tensor                          sums of hidden states after products that contract what it
                                     splits, forward and backward, and those computed again; 2 times
@@ -158,9 +157,7 @@ def _handed_on(program: Program) -> float:
     if schedule is None:
         return 0.0
     turns = schedule.num_turns / schedule.num_microbatches
-    # With dense connections, all that other stages have made since a microbatch was here last.
-    states = program.states_of_others // schedule.num_repeats or 1
-    return 2 * (turns * states + 1) * program.state_bytes
+    return 2 * (turns + 1) * program.state_bytes
 
 
 def _rows(program: Program) -> float:

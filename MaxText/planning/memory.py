@@ -42,8 +42,6 @@ class Memory:
         included. Between its loops are the weights of scanned layers in the format of products:
         the compiler converts all of them before the first loop, and that loop hands them on to the
         backward pass.
-      of_other_stages: hidden states of layers on other stages of a pipeline that those of this one
-        read, and the gradients of these states.
       update: what the optimizer's update works with besides gradients.
     """
 
@@ -53,7 +51,6 @@ class Memory:
     batch: float
     gradients: float
     need: Need
-    of_other_stages: float
     update: float
 
     @property
@@ -70,7 +67,7 @@ class Memory:
     def temporaries(self) -> float:
         """What the step needs besides what it is given."""
         sums = self.gradients - self.parameters  # of several microbatches
-        passes = self.need.size + self.of_other_stages + sums
+        passes = self.need.size + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
@@ -92,7 +89,6 @@ def memory_of(program: Program) -> Memory:
         batch=12.0 * program.local_rows * program.num_microbatches * program.length,
         gradients=gradients,
         need=memory_need(trace(program), kept, _converted(program)),
-        of_other_stages=2 * program.states_of_others * program.state_bytes,
         update=_update_need(program),
     )
 

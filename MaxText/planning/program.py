@@ -127,14 +127,6 @@ class Program:
         return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
-    def states_of_others(self) -> int:
-        """Hidden states that a stage with dense connections has of layers on other stages."""
-        if self.schedule is None or not self.model.section.dense_connections.dense_conn:
-            return 0
-        per_stage = self.schedule.num_repeats * self.schedule.layers_per_stage
-        return (self.schedule.num_stages - 1) * per_stage
-
-    @property
     def bubble(self) -> float:
         """Share of the time in which a stage has nothing to do."""
         return 0.0 if self.schedule is None else self.schedule.bubble
@@ -268,11 +260,6 @@ def _local(section: ModelSection, layout: Layout) -> ModelSection:
             for place in places
         }
     )
-    local = section.model_copy(
+    return section.model_copy(
         update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
     )
-    if local.memory.scan_layers is True and local.scan_refused is not None:
-        # The layers of one stage can be too few for the pattern of dense connections.
-        memory = local.memory.model_copy(update={"scan_layers": False})
-        local = local.model_copy(update={"memory": memory})
-    return local

@@ -67,10 +67,6 @@ def _memory(plan: Plan) -> str:
         ("gradients", memory.gradients, "exact; where activations peak they are not all there"),
         ("layers' weights, converted", memory.need.between, "for products"),
         ("kept and worked on, outside of layers", memory.need.outside, _largest(memory.need.alive)),
-        *(
-            [("hidden states of other stages", memory.of_other_stages, "and their gradients")]
-            * (memory.of_other_stages > 0)
-        ),
         ("of one layer's pass", memory.need.in_loops, _largest(memory.need.in_body)),
     ]
     if memory.update:

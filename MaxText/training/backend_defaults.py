@@ -43,8 +43,6 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
         scanned, reason = False, section.scan_refused
     elif not section.layer_plan.repeats:
         scanned, reason = False, "no layers repeat"
-    elif dense.dense_conn and not on_cpu and (backend != "tpu" or mixing != "kernel"):
-        scanned, reason = False, "without a kernel a scan writes its sums once for each source"
     elif on_cpu and few:
         scanned, reason = False, "few small layers run faster written out on CPU"
     else:
@@ -108,8 +106,6 @@ def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> 
         return asked, "asked for"
     if on_cpu:
         return "sum", "fastest on CPU"
-    if asked == "auto" and backend == "gpu":
-        return "sum", "the kernel's speed is not known on GPU, and it takes long to compile"
     dimensions = section.shape.dimensions
     depths = range(1, dimensions.num_layers + 1)
     most_sources = max(

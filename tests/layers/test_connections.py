@@ -225,6 +225,33 @@ def test_sums_that_are_made_again(kept, again):
     assert operations(traced.jaxpr, "pallas_call") == 3 + again + 3
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"base_num_decoder_layers": 4, "dense_ways": ["k", "r"], "dense_kept_sums": 1},
+        {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sources": "dilated"},
+    ],
+    ids=str,
+)
+def test_a_model_by_kernel_is_that_by_sums(keys):
+    """Rows of 16 tokens, so that kernels do the layers' norms and leave gradients to each other."""
+    given = {"base_num_decoder_layers": 3, "remat_policy": "full", "max_target_length": 16} | keys
+    given |= {"dense_conn": True}
+    model, run = built("llama2", given | {"dense_mixing": "sum"})
+    parameters = jax.jit(model.initialize)(jax.random.key(3))
+    numbers = np.random.default_rng(0)
+    moved = jax.tree.map(lambda x: x + 0.03 * numbers.normal(size=x.shape).astype("f"), parameters)
+    logits, gradients = run(moved)
+    by_kernel, found = built("llama2", given | {"dense_mixing": "kernel"})[1](moved)
+    np.testing.assert_allclose(by_kernel, logits, atol=1e-5)
+    found = named(found)
+    for name, gradient in named(gradients).items():
+        largest = np.abs(gradient).max()
+        np.testing.assert_allclose(
+            found[name] / largest, gradient / largest, atol=2e-5, err_msg=name
+        )
+
+
 @pytest.mark.parametrize("policy", ["full", "minimal"])
 def test_the_product_that_weights_come_from_is_not_made_again(policy):
     @functools.partial(rematerialized, policy=policy, in_scan=False)

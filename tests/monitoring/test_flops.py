@@ -17,6 +17,7 @@ from MaxText.monitoring.cost import MFU_RULE, model_cost
 from MaxText.monitoring.flops import FlopCount, Part, count_flops
 from MaxText.monitoring.tables import parameter_table
 from MaxText.training.objective import loss_sums
+from tests.layers.test_conformance import sums_as_products
 from tests.small_models import random_batch, tiny_config, trainer
 
 WIDE = {
@@ -34,7 +35,7 @@ COMPILED = {
     "experts": EXPERTS | {"base_num_kv_heads": 2},
     "depth sums one by one": MUDD | {"dense_mixing": "sum"},
 }
-EINSUM = MUDD | FULL | {"dense_mixing": "einsum", "mlp_dim_multiple": 16}
+DENSE = MUDD | FULL | {"dense_mixing": "sum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
 MANY = EXPERTS | SGU | {"head_qk": True}
 # Beside the rows of the conformance suite: what is counted in a way of its own.
@@ -47,11 +48,11 @@ TRACED = {
     "rezero, parallel": {"use_rezero": True, "block_arrangement": "parallel"} | FULL,
     "static SGU, rezero": SGU | FULL | {"decoder_block": "gpt_neo", "use_rezero": True},
     "experts in one layer": EXPERTS | FULL | {"moe_layers": [1], "moe_group_size": 8},
-    "pre- and post-norm": EINSUM | {"decoder_block": "muddformer_prepost"},
-    "two ways of the last two outputs": EINSUM
+    "pre- and post-norm": DENSE | {"decoder_block": "muddformer_prepost"},
+    "two ways of the last two outputs": DENSE
     | {"dense_ways": ["q", "v"], "dense_static": False}
     | {"dense_sources": "window", "dense_window": 2},
-    "depth sums after every second layer, slots": EINSUM
+    "depth sums after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }
 
@@ -71,7 +72,8 @@ def loss_and_gradients(case):
 def traced_products(case):
     """(count, operations of the traced program, tokens)."""
     count, function, arguments, tokens = loss_and_gradients(case)
-    return count, products(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
+    with sums_as_products():
+        return count, products(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -63,12 +63,12 @@ CASES = {
         {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 2, "ici_tensor_parallelism": 2},
     ),
     "hidden states divided": (
-        MUDD | {"family": "muddpythia", "dense_mixing": "einsum"},
+        MUDD | {"family": "muddpythia"},
         {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2,
          "logical_axis_rules": [["activation_embed", ["tensor"]]]},
     ),
     "kernel of connections": (
-        {"dense_conn": True, "dense_mixing": "kernel", "weight_init": "fan_in", "noise": 0.02},
+        DENSE | {"dense_conn": True, "dense_mixing": "kernel"},
         MIXED,
     ),
     "experts": (PLACES, EXPERT),
