@@ -1,6 +1,7 @@
 """The Python interface: `import MaxText as mt`. docs/python.md shows it on one page."""
 
 import dataclasses
+import fnmatch
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -180,6 +181,12 @@ class Run:
         Returns:
           [T, V], or [B, T, V] for [B, T].
         """
+        batch, num_rows, is_single = self._batch_of(text_or_ids)
+        logits = np.asarray(self._logits(self.params, batch))
+        return logits[0] if is_single else logits[:num_rows]
+
+    def _batch_of(self, text_or_ids: Any) -> tuple[Batch, int, bool]:
+        """A batch on the devices, its rows that count, and whether one sequence was given."""
         if isinstance(text_or_ids, str):
             text_or_ids = self.tokenizer.encode(text_or_ids)
         ids = np.asarray(text_or_ids, np.int32)
@@ -190,9 +197,43 @@ class Run:
         rows = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
         padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], rows - len(ids_BT), axis=0)])
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
-        logits = np.asarray(self._logits(self.params, self.trained.layout.place(batch, rows)))
-        logits = logits[: len(ids_BT)]
-        return logits[0] if ids.ndim == 1 else logits
+        return self.trained.layout.place(batch, rows), len(ids_BT), ids.ndim == 1
+
+    def forward(
+        self, text_or_ids: Any, capture: Sequence[str] = ()
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Returns the logits, and intermediate values by their path in the model.
+
+        Layers are unrolled and attention is computed in one block for it.
+
+        Args:
+          text_or_ids: as of `logits`.
+          capture: paths, with * as in file names: "layers/*/self_attention/probabilities" [B, N, T,
+            T], ".../query_proj" [B, T, N, H], ".../context", ".../out_proj" [B, T, D],
+            "layers/3/mlp/mlpwo" [B, T, D], "layers/*/output" [B, T, D], the residual stream.
+
+        Raises:
+          ValueError: a path matches nothing; the message lists those of the first layer.
+        """
+        from MaxText.layers.capture import capturing
+
+        batch, num_rows, is_single = self._batch_of(text_or_ids)
+        model = self._model_to_look_into
+        paths: list[str] = []
+
+        def run(params: Any, batch: Batch) -> Any:
+            with capturing(capture) as captured:
+                logits = model.merge(params)(batch)
+            paths[:] = captured.paths
+            return logits, captured.values
+
+        logits, values = self.trained.layout.jit(run)(self.params, batch)
+        for pattern in capture:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                known = ", ".join(path for path in paths if path.startswith("layers/0/"))
+                raise ValueError(f"capture: nothing matches {pattern!r}; there are {known}")
+        rows = 0 if is_single else slice(num_rows)
+        return np.asarray(logits)[rows], {name: np.asarray(x)[rows] for name, x in values.items()}
 
     def loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over the targets of batches, in nats per token.
@@ -258,6 +299,16 @@ class Run:
     def _logits(self) -> Callable[..., Any]:
         model = self.trained.model
         return self.trained.layout.jit(lambda params, batch: model.merge(params)(batch))
+
+    @functools.cached_property
+    def _model_to_look_into(self) -> Any:
+        """The model with unrolled layers, nothing recomputed and attention in one block."""
+        from MaxText.layers.model import Model
+
+        section = self.trained.model.section
+        memory = section.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})
+        attention = section.attention.model_copy(update={"attention": "dot_product"})
+        return Model(section.model_copy(update={"memory": memory, "attention": attention}))
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:

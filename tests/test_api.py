@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import MaxText as mt
+from tests.house.sources import REPOSITORY
 
 TINY = {
     "base_emb_dim": 16,
@@ -94,3 +95,37 @@ def test_a_folder_that_is_no_run(tmp_path):
             function(tmp_path)
     with pytest.raises(AttributeError):
         mt.no_such_name  # noqa: B018
+
+
+def test_intermediate_values(run):
+    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    paths = ["layers/*/self_attention/probabilities", "layers/1/mlp/mlpwo", "layers/*/output"]
+    logits, values = run.forward(ids, capture=paths)
+    np.testing.assert_allclose(logits, run.logits(ids), atol=1e-5)
+    assert {name: x.shape for name, x in values.items()} == {
+        "layers/0/self_attention/probabilities": (2, 2, 4, 4),
+        "layers/0/output": (2, 4, 16),
+        "layers/1/self_attention/probabilities": (2, 2, 4, 4),
+        "layers/1/mlp/mlpwo": (2, 4, 16),
+        "layers/1/output": (2, 4, 16),
+    }
+    probabilities = values["layers/1/self_attention/probabilities"]
+    np.testing.assert_allclose(probabilities.sum(-1), 1, atol=1e-6)
+    assert not np.triu(probabilities, 1).any()
+    one, of_one = run.forward(ids[1], capture=["layers/1/output"])
+    np.testing.assert_allclose(one, logits[1], atol=1e-5)
+    np.testing.assert_allclose(of_one["layers/1/output"], values["layers/1/output"][1], atol=1e-5)
+    with pytest.raises(ValueError, match="layers/0/self_attention/query_proj"):
+        run.forward(ids, capture=["layers/*/attention/weights"])
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebook]'")
+    nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebook]'")
+    notebook = nbformat.read(REPOSITORY / "docs" / "probe_a_run.ipynb", as_version=4)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
@@ -20,6 +19,7 @@ from MaxText.layers.attention_core import (
 )
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.building import Building
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.flash_attention import TILE, flash_attention, serves
 from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
@@ -121,9 +121,9 @@ class Attention(Mixer):
 
     def _run(self, inputs: Any, context: Context, state: State | None) -> tuple[jax.Array, Any]:
         q_BTD, k_BTD, v_BTD = inputs
-        q_BTNH = checkpoint_name(self.query(q_BTD), "query_proj")
-        k_BTKH = checkpoint_name(self.key(k_BTD), "key_proj")
-        v_BTKH = checkpoint_name(self.value(v_BTD), "value_proj")
+        q_BTNH = tag(self.query(q_BTD), "query_proj")
+        k_BTKH = tag(self.key(k_BTD), "key_proj")
+        v_BTKH = tag(self.value(v_BTD), "value_proj")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None and self.has_positions:
@@ -132,7 +132,7 @@ class Attention(Mixer):
         k_BTKH, v_BTKH = constrain(k_BTKH, *OF_KEYS), constrain(v_BTKH, *OF_KEYS)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
         o_BTNH = constrain(o_BTNH, *OF_QUERIES)
-        return checkpoint_name(self.out(o_BTNH), "out_proj"), state
+        return tag(self.out(o_BTNH), "out_proj"), state
 
     def _core(
         self,
@@ -227,4 +227,4 @@ class LocalAttention(Attention):
 
 def named(o_BTNH: jax.Array) -> jax.Array:
     """With the name that policies of rematerialisation know; kernels name what they keep."""
-    return checkpoint_name(o_BTNH, "context")
+    return tag(o_BTNH, "context")

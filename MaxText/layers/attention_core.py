@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
 
 # Unrolled query blocks cost compile time; past this many they grow instead.
@@ -327,6 +328,8 @@ def _attend(
     if keys.ndim == 3:
         mask_BKRS = mask_BKRS[0]
     probabilities = jax.nn.softmax(jnp.where(mask_BKRS, scores_BKRS, -jnp.inf), axis=-1)
+    if capture.is_on():
+        capture.record(probabilities.reshape(batch, num_heads, length, -1), "probabilities")
     probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(values.dtype)
     o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=scoring.precision)
     o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)

@@ -11,6 +11,7 @@ from flax import nnx
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import lookup
 from MaxText.layers.building import Building
+from MaxText.layers.capture import scope
 from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
@@ -83,17 +84,19 @@ class Block(nnx.Module):
         """The mixer's output, its scalars and its decode state."""
         mixer = self.self_attention
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
-        if state is not None:
-            out, state = mixer.decode_step(x_BTD, state, context)
-            return out, {}, state
-        if context.capacity is not None:
-            out, state = mixer.prefill(x_BTD, context)
-            return out, {}, state
-        return *mixer(x_BTD, context), None
+        with scope("self_attention"):
+            if state is not None:
+                out, state = mixer.decode_step(x_BTD, state, context)
+                return out, {}, state
+            if context.capacity is not None:
+                out, state = mixer.prefill(x_BTD, context)
+                return out, {}, state
+            return *mixer(x_BTD, context), None
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """The feed-forward of the normed stream, and its scalars."""
-        return self.mlp(self.pre_mlp_layer_norm(x_BTD), context)
+        with scope("mlp"):
+            return self.mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
         """What a branch adds to the residual stream, after dropout and drop path."""

@@ -18,6 +18,7 @@ from MaxText.layers import alibi
 from MaxText.layers.arrangements import block_of
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
+from MaxText.layers.capture import record, scope
 from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
@@ -254,7 +255,9 @@ class Decoder(nnx.Module):
             # Inputs are made where the layer is, so that its backward pass makes them again
             # instead of keeping them.
             inputs, sources = self.connections(index, sources, layer.norms_of_ways)
-            y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
+            with scope(f"layers/{index}"):
+                y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
+                record(y_BTD, "output")
             return (*sources, Source(y_BTD)), scalars, state
 
         return apply_unrolled(

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
 from MaxText.configuration.model_sections import Layer
@@ -19,6 +18,7 @@ from MaxText.layers.activations import (
     rrelu,
 )
 from MaxText.layers.building import Building
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.mixture_of_experts import MixtureOfExperts
@@ -72,12 +72,12 @@ class MLP(FeedForward):
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
-            branch = checkpoint_name(getattr(self, name)(x_BTD), "mlpwi")
+            branch = tag(getattr(self, name)(x_BTD), "mlpwi")
             branch = self._activated(name, activation, branch, context)
             h_BTF = branch if h_BTF is None else h_BTF * branch
         assert h_BTF is not None
         h_BTF = constrain(h_BTF, "activation_batch", "activation_length", "activation_mlp")
-        return checkpoint_name(self.wo(h_BTF), "mlpwo"), {}
+        return tag(self.wo(h_BTF), "mlpwo"), {}
 
     def _activated(self, name: str, activation: str, x: jax.Array, context: Context) -> jax.Array:
         """`x` of the kernel `name` after its activation."""

@@ -9,12 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from MaxText.configuration.layer_sections import MixtureOfExperts as MoESection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.weights import Initializer, weight
@@ -217,11 +217,10 @@ class MixtureOfExperts(nnx.Module):
             spec, *operands, precision=experts.precision
         )
         branches = [
-            checkpoint_name(einsum("gecd,edf->gecf", filled, kernel), "mlpwi")
-            for kernel in experts.inputs()
+            tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()
         ]
         hidden = constrain(experts.gated(branches), *by_expert[:3], "activation_mlp")
-        out = checkpoint_name(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
+        out = tag(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
         out = constrain(constrain(out, *by_expert), *by_group)
         out = out.reshape(num_groups, num_experts * capacity, width)
 
@@ -249,8 +248,8 @@ class MixtureOfExperts(nnx.Module):
             product = lambda a, b: jax.lax.ragged_dot(  # noqa: E731
                 a, b, sizes, precision=experts.precision
             )
-            branches = [checkpoint_name(product(rows, kernel), "mlpwi") for kernel in wi]
-            out = checkpoint_name(product(experts.gated(branches), wo), "mlpwo")
+            branches = [tag(product(rows, kernel), "mlpwi") for kernel in wi]
+            out = tag(product(experts.gated(branches), wo), "mlpwo")
             if tensor_axes:
                 out = jax.lax.psum(out, tensor_axes)
             weights = (gates * kept).reshape(-1)[order]

@@ -21,9 +21,12 @@ from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import register
 from MaxText.layers.building import Building as Init
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 
-__all__ = ["FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Scalars", "register"]
+__all__ = [
+    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Scalars", "register", "tag",
+]  # fmt: skip
 
 Scalars = dict[str, jax.Array]  # to be summed over layers
 
@@ -47,9 +50,8 @@ class Flops(NamedTuple):
 class Part(nnx.Module):
     """A part of a layer.
 
-    Remat policies keep intermediate values that have one of their names
-    (jax.ad_checkpoint.checkpoint_name): query_proj, key_proj, value_proj, context and out_proj of a
-    mixer, mlpwi and mlpwo of a feed-forward.
+    Remat policies keep intermediate values that `tag` gives one of their names: query_proj,
+    key_proj, value_proj, context and out_proj of a mixer, mlpwi and mlpwo of a feed-forward.
 
     Attributes:
       logical_axes: logical axis -> mesh axes, for axes of weights or activations that

@@ -13,13 +13,13 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.building import Building
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.part import FeedForward, Scalars
@@ -138,7 +138,7 @@ class Pattention(nnx.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """From [B, T, inputs] to [B, T, outputs]."""
-        scores = checkpoint_name(self.keys(x), self.scores_name)
+        scores = tag(self.keys(x), self.scores_name)
         scores = constrain(scores, "activation_batch", "activation_length", "activation_slots")
         return self.values(self.theta(scores))
 
@@ -203,7 +203,7 @@ class PattentionFeedForward(FeedForward, Pattention):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
-        return checkpoint_name(self.attend(x_BTD), "mlpwo"), {}
+        return tag(self.attend(x_BTD), "mlpwo"), {}
 
 
 def projection(
