@@ -69,13 +69,11 @@ class Block(Section):
         "residuals) instead of one each.",
         only_if={"block_arrangement": ["parallel"]},
     )
-    normalization_type: Literal["rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"] = (
-        key(
-            "rms_norm",
-            "Norm before each part. scale_norm: g x / |x|, one g for all dimensions (Nguyen and "
-            "Salazar 2019). scale_norm_centered: LayerNorm with one scale and no bias, GPT-Neo's "
-            "scalenorm.",
-        )
+    normalization_type: Annotated[str, Name("norm")] = key(
+        "rms_norm",
+        "Norm before each part. scale_norm: g x / |x|, one g for all dimensions (Nguyen and "
+        "Salazar 2019). scale_norm_centered: LayerNorm with one scale and no bias, GPT-Neo's "
+        "scalenorm.",
     )
     normalization_bias: bool = key(
         True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}

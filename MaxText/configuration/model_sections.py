@@ -1,6 +1,6 @@
 """Keys that choose and size the model. Each class is handed to the part of the model it names."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.configuration import layer_kinds
 from MaxText.configuration.dense_connections_section import DenseConnections
@@ -18,7 +18,7 @@ from MaxText.configuration.layer_sections import (
     Position,
 )
 from MaxText.configuration.pipeline_schedule import PipelineSchedule
-from MaxText.configuration.registry import Parts
+from MaxText.configuration.registry import Name, Parts
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -108,9 +108,7 @@ class Head(Section):
         only_if={"logits_via_embedding": [False]},
     )
     final_norm: bool = key(True, "A norm after the last layer.")
-    final_normalization_type: Literal[
-        "auto", "rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"
-    ] = key(
+    final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
         "auto",
         "The norm after the last layer; auto: that of the blocks, normalization_type.",
         only_if={"final_norm": [True]},

@@ -20,6 +20,7 @@ from MaxText.configuration.keys import Section
 KINDS = {
     "mixer": "mixer",
     "feed_forward": "feed_forward_type",
+    "norm": "normalization_type",
     "projection": "attention_projections",
     "optimizer": "opt_type",
 }
@@ -65,16 +66,16 @@ class Registration:
 
 
 class Name:
-    """Marks a text key whose choices are the registered parts of a kind."""
+    """Marks a text key whose choices are the registered parts of a kind, and `others`."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, *others: str):
         assert kind in KINDS
-        self.kind = kind
+        self.kind, self.others = kind, others
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Names that are registered at the moment."""
-        return tuple(name for kind, name in _all() if kind == self.kind)
+        return (*self.others, *(name for kind, name in _all() if kind == self.kind))
 
 
 _registered: dict[tuple[str, str], Registration] = {}

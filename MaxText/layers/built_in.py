@@ -16,6 +16,9 @@ for _name, _target, _help in (
 ):
     register("projection", _name, target=f"MaxText.layers.{_target}", help=_help)
 
+for _name in ("rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"):
+    register("norm", _name, target=f"MaxText.layers.normalization:{_name}")
+
 for _name, _target, _help in (
     ("mlp", "feed_forward:MLP", "An MLP, plain or gated, or experts of them."),
     ("pattention", "pattention:PattentionFeedForward", "Pattention over slots (TokenFormer)."),

@@ -7,6 +7,7 @@ parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_ma
 parameters has factor 1 and no bias.
 """
 
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.layer_sections import Block
+from MaxText.configuration.registry import lookup
 from MaxText.layers.building import Building
 from MaxText.layers.weights import constant, ones, weight, zeros
 
@@ -148,13 +150,29 @@ def normalization(
       parametric: whether it has weights.
       kind: another normalization_type than that of the section.
     """
-    size, epsilon = building.dimensions.emb_dim, section.normalization_layer_epsilon
-    kind = kind or section.normalization_type
-    if kind == "rms_norm":
-        return RMSNorm(size, epsilon, building, rngs, parametric=parametric)
-    if kind != "layer_norm":
-        centered = kind == "scale_norm_centered"
-        return ScaleNorm(size, epsilon, building, rngs, centered=centered, parametric=parametric)
-    return LayerNorm(
-        size, epsilon, section.normalization_bias, building, rngs, parametric=parametric
-    )
+    make = lookup("norm", kind or section.normalization_type)
+    return make(section, building, rngs, parametric=parametric)
+
+
+def rms_norm(section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    """RMSNorm over the residual stream."""
+    epsilon = section.normalization_layer_epsilon
+    return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
+
+
+def layer_norm(section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    """LayerNorm over the residual stream."""
+    size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
+    has_bias = section.normalization_bias
+    return LayerNorm(size, epsilon, has_bias, init, rngs, parametric=parametric)
+
+
+def scale_norm(
+    section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool, centered: bool = False
+) -> nnx.Module:
+    """ScaleNorm over the residual stream."""
+    size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
+    return ScaleNorm(size, epsilon, init, rngs, centered=centered, parametric=parametric)
+
+
+scale_norm_centered = functools.partial(scale_norm, centered=True)
