@@ -4,13 +4,13 @@ from typing import Any
 
 from MaxText.configuration import values
 from MaxText.configuration.problems import nearest
+from MaxText.configuration.registry import registrations
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
 # Outermost first: those with the most communication lie among neighbours.
 MESH_AXES = ("data", "stage", "fsdp", "fsdp_transpose", "context", "expert", "tensor")
 # ici: inside a slice; dcn: across slices.
 NETWORKS = ("ici", "dcn")
-LOGICAL_NAMES = tuple(dict.fromkeys(name for name, _ in LOGICAL_AXIS_RULES))
 KNOWN = f"axes are {', '.join(MESH_AXES)}"
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -38,8 +38,9 @@ def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
     if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
         raise values.WrongValue(f"{values.show(item)} is not a pair [name, axes]")
     name, given = str(item[0]), item[1]
-    if name not in LOGICAL_NAMES:
-        close = nearest(name, LOGICAL_NAMES) or LOGICAL_NAMES
+    known_names = tuple(dict.fromkeys(name for name, _ in default_rules()))
+    if name not in known_names:
+        close = nearest(name, known_names) or known_names
         raise values.WrongValue(f"unknown logical name {name!r}; nearest: {', '.join(close)}")
     if values.is_null(given) or given == "":
         given = []
@@ -57,6 +58,15 @@ def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
     if len(set(axes)) != len(axes):
         raise values.WrongValue(f"{name}: a mesh axis is named twice in {values.show(axes)}")
     return name, tuple(str(axis) for axis in axes)
+
+
+def default_rules() -> Rules:
+    """The rules of the schema, and those for axes that registered parts declare."""
+    of_parts: dict[str, tuple[str, ...]] = {}
+    for part in registrations():
+        if not part.is_built_in:
+            of_parts |= getattr(part.target, "logical_axes", {})
+    return merge(LOGICAL_AXIS_RULES, tuple(of_parts.items()))
 
 
 def merge(base: Rules, given: Rules) -> Rules:

@@ -28,7 +28,6 @@ from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
 from MaxText.configuration.problems import ConfigurationError, Problem, nearest
 from MaxText.configuration.rules import RULES
 from MaxText.configuration.schema import Config
-from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
 
 # Layers that a user writes for this run.
 _DELIBERATE = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
@@ -148,7 +147,7 @@ def _winners(
         kept.append(setting)
     if not typed["override_logical_axis_rules"]:
         typed["logical_axis_rules"] = axis_rules.merge(
-            LOGICAL_AXIS_RULES, typed["logical_axis_rules"]
+            axis_rules.default_rules(), typed["logical_axis_rules"]
         )
     return typed, origins, kept, wrong
 

@@ -5,6 +5,7 @@
 
 import itertools
 import os
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,14 @@ _calls = itertools.count()
 class RunningMean(Mixer):
     """The mean over the tokens so far of a document."""
 
+    logical_axes: ClassVar = {"mean": ("tensor",)}
+
     def __init__(self, config, init, rngs):
         D = init.dimensions.emb_dim
-        axes = ("embed", "no_such_axis" if FAULT == "unknown axis" else "mlp")
+        axes = ("embed", "no_such_axis" if FAULT == "unknown axis" else "mean")
         draw = init.initializers
         self.into = Dense((D,), (D,), axes, draw.kernel, init, rngs)
-        self.out = Dense((D,), (D,), ("mlp", "embed"), draw.output, init, rngs)
+        self.out = Dense((D,), (D,), ("mean", "embed"), draw.output, init, rngs)
         start = 1.0
         if FAULT == "random initialization":
             start = np.random.default_rng().normal()
