@@ -26,6 +26,7 @@ from MaxText.checkpointing.matching import (
     path_name,
 )
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
+from MaxText.configuration.catalogue import build
 from MaxText.errors import UserError
 
 _GUARD = "guard"
@@ -120,14 +121,16 @@ def check_params(
     tree, described = _verified_description(stored)
     found = {"params": tree["params"]} if "params" in tree else {}
     hint = ConfigHint(described.metadata.get("config"), config_flat)
-    wanted = _as_stored(found, {"params": abstract_params})
+    wanted = _as_stored(found, {"params": abstract_params}, config_flat)
     _check(stored, found, wanted, hint, lambda line: None)
 
 
-def _as_stored(tree: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def _as_stored(
+    tree: dict[str, Any], wanted: dict[str, Any], config_flat: Mapping[str, Any]
+) -> dict[str, Any]:
     """What to ask a checkpoint for, which may be of a version that stacked fewer layers."""
     if is_unstacked(tree.get("params", {}), wanted["params"]):
-        return unstack(wanted)
+        return unstack(wanted, build(dict(config_flat)).model.layer_plan)
     return wanted
 
 
@@ -140,10 +143,12 @@ def _read(
     show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Compares what is stored with what is wanted, and reads it."""
-    asked = _as_stored(tree, wanted)
+    asked = _as_stored(tree, wanted, hint.current)
     casts = _check(stored, tree, asked, hint, show)
     arrays = _read_arrays(stored, asked, casts, described.checksums, show)
-    return arrays if asked is wanted else stack(arrays, wanted)
+    if asked is wanted:
+        return arrays
+    return stack(arrays, wanted, build(dict(hint.current)).model.layer_plan)
 
 
 def _verified_description(stored: layout.Stored) -> tuple[dict[str, Any], Description]:

@@ -1,5 +1,6 @@
 """Which layers repeat: a prefix, a cycle of layers that is repeated, and a suffix."""
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -7,19 +8,24 @@ _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 
 
 class LayerPlan(NamedTuple):
-    """Layers `prefix` to `prefix + repeats * cycle` are `cycle` different ones, `repeats` times.
+    """Layers `prefix` to `prefix + repeats * cycle` are the same cycle, `repeats` times.
 
     Attributes:
       num_layers: of the model.
       prefix: layers before the cycle.
-      cycle: layers of the cycle; 0 where nothing repeats.
+      runs: the cycle as runs of like layers, how long each is: (3, 1) is GGG*; () if none repeats.
       repeats: how often the cycle comes; 0 or at least 2.
     """
 
     num_layers: int
     prefix: int
-    cycle: int
+    runs: tuple[int, ...]
     repeats: int
+
+    @property
+    def cycle(self) -> int:
+        """Layers of the cycle."""
+        return sum(self.runs)
 
     @property
     def end(self) -> int:
@@ -37,11 +43,19 @@ class LayerPlan(NamedTuple):
         yield from range(self.end, self.num_layers)
 
     def cycled(self, index: int) -> tuple[int, int] | None:
-        """(position in the cycle, repeat) of a layer; None for a layer outside."""
+        """(run, place among all repeats of the run) of a layer; None for a layer outside."""
         if not self.prefix <= index < self.end:
             return None
-        repeat, position = divmod(index - self.prefix, self.cycle)
-        return position, repeat
+        repeat, place = divmod(index - self.prefix, self.cycle)
+        for run, length in enumerate(self.runs):
+            if place < length:
+                return run, repeat * length + place
+            place -= length
+        raise AssertionError("runs make up the cycle")
+
+    def layers_of(self, run: int) -> list[int]:
+        """All layers of a run, in their order."""
+        return [i for i in range(self.prefix, self.end) if (self.cycled(i) or (-1,))[0] == run]
 
     def path(self, index: int) -> tuple[str, int | None]:
         """Where a layer's parameters are stored if layers differ in shapes.
@@ -63,8 +77,8 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     """
     num_layers = len(kinds)
     if num_layers > 1 and len(set(kinds)) == 1:
-        return LayerPlan(num_layers, 0, 1, num_layers)
-    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers - 1
+        return LayerPlan(num_layers, 0, (1,), num_layers)
+    best, fewest = LayerPlan(num_layers, num_layers, (), 0), num_layers - 1
     for cycle in range(1, min(num_layers // 2, _LONGEST_CYCLE) + 1):
         if cycle >= fewest:
             break
@@ -75,6 +89,8 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
             repeats = (index - start) // cycle
             compiled = num_layers - repeats * cycle + cycle
             if repeats > 1 and compiled < fewest:
-                best, fewest = LayerPlan(num_layers, start, cycle, repeats), compiled
+                same = itertools.groupby(kinds[start : start + cycle])
+                runs = tuple(len(list(layers)) for _, layers in same)
+                best, fewest = LayerPlan(num_layers, start, runs, repeats), compiled
             start = index - cycle + 1
     return best

@@ -4,6 +4,7 @@ Modules declare the weights; from here on parameters are a plain nested dict of 
 module is merged inside the trace. Host dispatch is that of a dict.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,10 +58,10 @@ class Model:
         path, row = self.blueprint.plan.path(layer)
         return f"layers/{path}/{name}", row
 
-    def placed(self, name: str) -> tuple[str, range | None]:
+    def placed(self, name: str) -> tuple[str, Sequence[int] | None]:
         """The inverse: a parameter's name within its layer, and the layers that its rows hold.
 
-        An array of a single layer has a range of one; one outside of layers has None.
+        One outside of layers has None.
         """
         folder, _, within = name.partition("/")
         plan = self.blueprint.plan
@@ -71,8 +72,8 @@ class Model:
         first, _, within = within.partition("/")
         if first != "cycle":
             return within, range(int(first), int(first) + 1)
-        position, _, within = within.partition("/")
-        return within, range(plan.prefix + int(position), plan.end, plan.cycle)
+        run, _, within = within.partition("/")
+        return within, plan.layers_of(int(run))
 
     def layer_of(self, name: str) -> Layer | None:
         """The first layer that a parameter belongs to; None for one outside of layers."""

@@ -55,9 +55,16 @@ def pipelined(
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
-    is_stacked, cycle = blueprint.is_stacked, blueprint.plan.cycle
-    state = nnx.state(layers if is_stacked else layers["cycle"])
-    weights_SK = by_stage(state, schedule, 1 if is_stacked else cycle)
+    plan, cycle = blueprint.plan, blueprint.plan.cycle
+    if blueprint.is_stacked:
+        weights_SK = by_stage(nnx.state(layers), schedule, per_stage)
+    else:
+        weights_SK = {
+            str(run): by_stage(
+                nnx.state(layers["cycle"][str(run)]), schedule, per_stage // cycle * length
+            )
+            for run, length in enumerate(plan.runs)
+        }
 
     def stage(number: jax.Array, x_bTD: jax.Array, weights_K: Any, turn: jax.Array):
         visit = turn - number
@@ -110,17 +117,15 @@ def pipelined(
     return constrain(joined_rows(y_MbTD), *HIDDEN), jax.tree.map(jnp.sum, scalars)
 
 
-def by_stage(state: Any, schedule: PipelineSchedule, layers_per_row: int = 1) -> dict:
+def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
     """Stacked weights [L, ...] as [S, K, R, ...], each stage's on its devices; R = 1 is left out.
 
-    Where a row stands for several layers, of which others have arrays of their own, L and K count
-    rows.
+    `per_stage` is K, which counts the layers that are stacked here.
 
     With one repeat they lie there already. With several, runs of layers move between stages once
     for the forward and once for the backward pass: checkpoints know layers by their number alone.
     """
-    num_stages, repeats, per_stage, _ = schedule
-    per_stage //= layers_per_row
+    num_stages, repeats = schedule.num_stages, schedule.num_repeats
 
     def arranged(parameter: Any) -> jax.Array:
         leaf, names = parameter.get_value(), parameter.get_metadata()["logical_axes"]

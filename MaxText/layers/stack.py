@@ -1,8 +1,8 @@
 """A stack of layers: how their weights are stored, and how they are applied.
 
 Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension.
-Where shapes differ, layers of a repeated cycle (configuration/layer_plan.py) are stacked by their
-position in it, `layers/cycle/<position>`, and others stored by their number, `layers/<number>`.
+Where shapes differ, those of a run of like layers in a repeated cycle (configuration/layer_plan.py)
+are stacked, `layers/cycle/<run>`, and others stored by their number, `layers/<number>`.
 Checkpoints do not depend on whether layers are scanned or unrolled.
 """
 
@@ -76,10 +76,9 @@ class Blueprint:
     is_stacked: bool
     is_shared: bool
 
-    @property
-    def cycle_graphdefs(self) -> tuple[Any, ...]:
-        """Those of the layers of one cycle."""
-        return self.graphdefs[self.plan.prefix : self.plan.prefix + self.plan.cycle]
+    def run_graphdef(self, run: int) -> Any:
+        """That of the layers of a run."""
+        return self.graphdefs[self.plan.prefix + sum(self.plan.runs[:run])]
 
     def cycle_weights(self, weights: dict) -> Any:
         """The stacked weights of the repeated layers alone, of all layers' weights."""
@@ -102,7 +101,7 @@ class Blueprint:
         """One layer's weights, of layers that differ.
 
         Args:
-          cycles: those of repeated layers by position and repeat.
+          cycles: those of repeated layers by run and place in it.
         """
         place = self.plan.cycled(index)
         return weights[str(index)] if place is None else cycles[str(place[0])][place[1]]
@@ -123,8 +122,8 @@ class Blueprint:
         joined: dict[str, Any] = {str(index): layers[index] for index in plan.singles()}
         if plan.repeats:
             joined["cycle"] = {
-                str(position): stacked(layers[plan.prefix + position : plan.end : plan.cycle])
-                for position in range(plan.cycle)
+                str(run): stacked([layers[index] for index in plan.layers_of(run)])
+                for run in range(len(plan.runs))
             }
         return joined
 
@@ -148,8 +147,10 @@ def stack(
       that differ in shapes, an nnx.Dict as the module's docstring says. And how to use it.
     """
     shapes_only = isinstance(rngs, ShapesOnly)
-    first_of = [plan.prefix + place[0] if (place := plan.cycled(i)) else i
-                for i in range(plan.num_layers)]  # fmt: skip
+    first_of = [
+        plan.prefix + sum(plan.runs[: place[0]]) if (place := plan.cycled(i)) else i
+        for i in range(plan.num_layers)
+    ]
     abstract = {index: make_layer(index, ShapesOnly()) for index in dict.fromkeys(first_of)}
     graphdefs = {index: nnx.graphdef(layer) for index, layer in abstract.items()}
     shapes = [_shapes(layer) for layer in abstract.values()]
@@ -159,15 +160,15 @@ def stack(
     num_stored = 1 if shared else plan.num_layers
     keys = None if shapes_only else jax.random.split(rngs.params(), num_stored)
 
-    def stacked(index: int, chosen: slice) -> Any:
+    def stacked(index: int, chosen: Sequence[int]) -> Any:
         def draw(key: jax.Array) -> dict:
             return nnx.to_pure_dict(nnx.state(make_layer(index, nnx.Rngs(params=key))))
 
         if keys is not None:
             # Drawn by one vmap over keys: one by one, deep models take seconds to compile.
-            values = jax.vmap(draw)(keys[chosen])
+            values = jax.vmap(draw)(keys[jnp.asarray(chosen)])
         else:
-            count = len(range(num_stored)[chosen])
+            count = len(chosen)
             values = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype),
                 nnx.to_pure_dict(nnx.state(abstract[index])),
@@ -179,17 +180,14 @@ def stack(
         return layers
 
     if is_stacked:
-        return stacked(0, slice(None)), blueprint
+        return stacked(0, range(num_stored)), blueprint
     layers = {
         str(i): abstract[i] if keys is None else make_layer(i, nnx.Rngs(params=keys[i]))
         for i in plan.singles()
     }
     if plan.repeats:
-        cycle = (
-            stacked(plan.prefix + position, slice(plan.prefix + position, plan.end, plan.cycle))
-            for position in range(plan.cycle)
-        )
-        layers["cycle"] = nnx.Dict({str(position): each for position, each in enumerate(cycle)})
+        runs = map(plan.layers_of, range(len(plan.runs)))
+        layers["cycle"] = nnx.Dict({str(n): stacked(run[0], run) for n, run in enumerate(runs)})
     return nnx.Dict(layers), blueprint
 
 
@@ -341,47 +339,69 @@ def scan_cycle(
       first: number of the first layer.
       select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
     """
-    cycle, graphdefs = blueprint.plan.cycle, blueprint.cycle_graphdefs
-    is_stacked, is_shared = blueprint.is_stacked, blueprint.is_shared
+    plan, is_shared = blueprint.plan, blueprint.is_shared
+
+    def rows(weights: Any, run: int) -> Any:
+        """The weights of a run's layers, of those of one cycle."""
+        if is_shared or not blueprint.is_stacked:
+            return weights if is_shared else weights[str(run)]
+        start = sum(plan.runs[:run])
+        return jax.tree.map(lambda leaf: leaf[start : start + plan.runs[run]], weights)
+
+    def one_run(x_BTD: jax.Array, weights: Any, run: int, start: Any) -> tuple[jax.Array, Scalars]:
+        graphdef, length = blueprint.run_graphdef(run), plan.runs[run]
+        in_scan = num_repeats > 1 or length > 1  # a loop of one turn is none to the compiler
+
+        def one_layer(x_BTD, weights, index):
+            # In here, as weights cut out before would be kept for the backward pass.
+            own = first_row(rows(weights, run)) if length == 1 else weights
+            own = first_row(own) if is_shared and length > 1 else own
+            return apply(nnx.merge(graphdef, own if select is None else select(own)), x_BTD, index)
+
+        one_layer = rematerialized(one_layer, policy, in_scan=in_scan)
+        if length == 1:
+            return one_layer(x_BTD, weights, start)
+
+        def turn(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, Scalars]:
+            own, place = given
+            y_BTD, scalars = one_layer(x_BTD, weights if is_shared else own, start + place)
+            return token_by_token(y_BTD), scalars
+
+        places = jnp.arange(length)
+        own = None if is_shared else rows(weights, run)
+        x_BTD, scalars = jax.lax.scan(turn, x_BTD, (own, places))
+        return x_BTD, jax.tree.map(jnp.sum, scalars)
 
     def one_cycle(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[Scalars]]:
         weights, start = given
         scalars = []
-        for position, graphdef in enumerate(graphdefs):
-
-            def one_layer(x_BTD, weights, index, position=position, graphdef=graphdef):
-                # In here, as weights cut out before would be kept for the backward pass.
-                if is_stacked:
-                    row = 0 if is_shared else position
-                    own = jax.tree.map(lambda leaf: leaf[row], weights)
-                else:
-                    own = weights[str(position)]
-                if select is not None:
-                    own = select(own)
-                return apply(nnx.merge(graphdef, own), x_BTD, index)
-
-            # A loop of one turn is none to the compiler.
-            one_layer = rematerialized(one_layer, policy, in_scan=num_repeats > 1)
-            x_BTD, found = one_layer(x_BTD, weights, start + position)
+        for run, length in enumerate(plan.runs):
+            x_BTD, found = one_run(x_BTD, weights, run, start)
             x_BTD = token_by_token(x_BTD)
             scalars.append(found)
+            start = start + length
         return x_BTD, scalars
 
-    starts = first + jnp.arange(0, num_repeats * cycle, cycle)
+    starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
     if is_shared:
         x_BTD, scalars = jax.lax.scan(
             lambda x, start: one_cycle(x, (weights, start)), x_BTD, starts
         )
     else:
-        if is_stacked:
-            weights = jax.tree.map(
-                lambda leaf: leaf.reshape(num_repeats, cycle, *leaf.shape[1:]), weights
-            )
-        x_BTD, scalars = jax.lax.scan(one_cycle, x_BTD, (weights, starts))
+        by_cycle = jax.tree.map(
+            lambda leaf: leaf.reshape(num_repeats, leaf.shape[0] // num_repeats, *leaf.shape[1:]),
+            weights,
+        )
+        x_BTD, scalars = jax.lax.scan(one_cycle, x_BTD, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
     return x_BTD, totals
+
+
+def first_row(weights: Any) -> Any:
+    """The first of stacked layers."""
+    return jax.tree.map(lambda leaf: leaf[0], weights)
 
 
 def _add(totals: Scalars, found: Scalars) -> None:

@@ -9,30 +9,29 @@ from tests.checkpointing.growing import program, save, stored_in
 from tests.small_models import tiny_config
 
 
-def one_by_one(tree, prefix, length, repeats):
+def one_by_one(tree, plan):
     """A tree as earlier versions stored it."""
 
     def apart(node):
         if not (isinstance(node, dict) and "layers" in node):
             return node
         layers = dict(node["layers"])
-        cycle = layers.pop("cycle")
-        for index in range(length * repeats):
-            row, position = divmod(index, length)
-            rows = jax.tree.map(lambda leaf: leaf[row], cycle[str(position)])  # noqa: B023
-            layers[str(prefix + index)] = rows
+        for run, stacked in layers.pop("cycle").items():
+            for row, index in enumerate(plan.layers_of(int(run))):
+                layers[str(index)] = jax.tree.map(lambda leaf: leaf[row], stacked)  # noqa: B023
         return node | {"layers": layers}
 
     return jax.tree.map(apart, tree, is_leaf=lambda x: isinstance(x, dict) and "layers" in x)
 
 
 def test_they_load(tmp_path):
-    # A dense layer, twice one with experts and one without, and one with experts.
-    config = tiny_config(base_num_decoder_layers=6, num_experts=2, moe_layers=[2, 4])
-    assert config.model.layer_plan == (6, 1, 2, 2)
+    # Twice a dense layer and two with experts, and a dense one.
+    config = tiny_config(base_num_decoder_layers=7, num_experts=2, moe_layers=[1, 2, 4, 5])
+    plan = config.model.layer_plan
+    assert plan == (7, 0, (1, 2), 2)
     made = program(config)
     state = made.random_state(steps=3)
-    run = save(tmp_path, config, one_by_one(state, 1, 2, 2))
+    run = save(tmp_path, config, one_by_one(state, plan))
     found = read_state(stored_in(run), made.abstract, flat(config), print)
     params = read_params(stored_in(run), made.abstract.params, flat(config), print)
     jax.tree.map(np.testing.assert_array_equal, (found, params), (state, state.params))

@@ -135,14 +135,14 @@ def test_on_tpu_a_scan_hands_states_on_token_by_token(monkeypatch):
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_layers_are_numbered_through_a_pattern(stacked):
-    # A prefix of one layer, twice a cycle of two, a suffix of one.
-    kinds = [0, 1, 2, 1, 2, 3]
+    # A prefix of one layer, twice a cycle of three of two kinds, a suffix of one.
+    kinds = [0, 1, 1, 2, 1, 1, 2, 3]
     layers, blueprint = stack.stack(
         lambda index, rngs: Layer(rngs, D if stacked else D + kinds[index]),
         plan_layers(kinds),
         nnx.Rngs(0),
     )
-    assert (blueprint.plan, blueprint.is_stacked) == ((6, 1, 2, 2), stacked)
+    assert (blueprint.plan, blueprint.is_stacked) == ((8, 1, (2, 1), 2), stacked)
 
     def numbers(apply_layers):
         def apply(layer, x, index):
@@ -177,7 +177,8 @@ def test_a_plan_covers_every_layer_once(prefix, cycle, repeats):
     assert [i for i in range(len(kinds)) if plan.cycled(i) is None] == list(plan.singles())
     for index, kind in enumerate(kinds):
         if (place := plan.cycled(index)) is not None:
-            assert kind == kinds[plan.prefix + place[0]]
+            assert kind == kinds[plan.layers_of(place[0])[0]]
+            assert plan.layers_of(place[0])[place[1]] == index
     assert len({plan.path(index) for index in range(len(kinds))}) == len(kinds)
 
 

@@ -47,6 +47,12 @@ CASES = {
         "ici_expert_parallelism": 2, "dcn_fsdp_parallelism": 2, "dcn_data_parallelism": 1,
         "num_pipeline_repeats": 1,
     }),
+    "a pattern of unlike layers, two repeats": (
+        "llama2",
+        {"base_num_decoder_layers": 12, "layer_pattern": "LLA", "layer_kinds": {
+            "L": {"mixer": "linear_attention"}, "A": {"base_mlp_dim": 48}}},
+        TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
+    ),
     "kernel of attention, sequences split": ("llama2", FLASH, TWO | {
         "ici_data_parallelism": 2, "ici_context_parallelism": 2,
     }),
