@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else exit_codes.USER_MISTAKE
     with command_line.ending_well():
         spec, keys = arguments[0], _keys(arguments[1:])
-        parts = _parts(spec, keys)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
+        parts = _parts(spec, keys)
         broken = [_check(part, keys) for part in parts]
     return int(any(broken))
 

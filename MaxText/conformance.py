@@ -299,7 +299,8 @@ def _causality(subject: Subject) -> str | None:
         if changed[:place].any():
             early = place - int(np.argmax(changed))
             return f"a token changes the output of tokens up to {early} before it"
-        if changed[end:].any():
+        # Sums over a whole sequence may round differently.
+        if np.abs(logits[row] - logits[0])[end:].max(initial=0) > 2e-5:
             return "a token changes the output of another document behind it"
         if not changed[place]:
             return "a token has no effect on its own output"
