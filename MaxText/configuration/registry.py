@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -126,6 +126,8 @@ def register(
 def _check_keys(keys: type[Section], who: str) -> None:
     from MaxText.configuration.catalogue import all_keys
 
+    if not (isinstance(keys, type) and issubclass(keys, Section)):
+        raise RegistrationError(f"{who}: keys has to be a class derived from Section")
     for key, field in keys.model_fields.items():
         facts = field.json_schema_extra
         if not isinstance(facts, dict) or "unit" not in facts:
@@ -173,6 +175,16 @@ def forget(module_file: str) -> None:
         del _registered[key]
     for forget_derived in _changed:
         forget_derived()
+
+
+def keep_only(parts: Iterable[Registration]) -> None:
+    """Takes back what was registered besides these."""
+    kept = {(one.kind, one.name): one for one in parts}
+    if kept != _registered:
+        _registered.clear()
+        _registered.update(kept)
+        for forget_derived in _changed:
+            forget_derived()
 
 
 class Parts(Section):

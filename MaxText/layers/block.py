@@ -17,7 +17,7 @@ from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.feed_forward import MLP
 from MaxText.layers.normalization import normalization
-from MaxText.layers.part import Mixer, Scalars
+from MaxText.layers.part import Mixer, Scalars, checked
 from MaxText.layers.static_sgu import beside_static_sgu
 from MaxText.layers.weights import weight, zeros
 from MaxText.parallelism.constraints import constrain
@@ -131,7 +131,8 @@ class Block(nnx.Module):
             mlp_input = _normed(
                 self.pre_mlp_layer_norm, h_BTD if self.arrangement == "sequential" else x_BTD
             )
-        out, mlp_scalars = self.mlp(mlp_input, context)
+        found = self.mlp(mlp_input, context)
+        out, mlp_scalars = checked(self.mlp, "__call__", found, mlp_input)
         if share != 1.0:
             out = share * out
         y_BTD = constrain(
@@ -150,12 +151,14 @@ class Block(nnx.Module):
         assert mixer is not None
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         if state is not None:
-            out, state = mixer.decode_step(x_BTD, state, context)
+            found = mixer.decode_step(x_BTD, state, context)
+            out, state = checked(mixer, "decode_step", found, normed[0])
             return out, {}, state
         if context.capacity is not None:
-            out, state = mixer.prefill(x_BTD, context)
+            found = mixer.prefill(x_BTD, context)
+            out, state = checked(mixer, "prefill", found, normed[0])
             return out, {}, state
-        return *mixer(x_BTD, context), None
+        return *checked(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
     @property
     def norms_of_ways(self) -> dict[str, nnx.Module]:
