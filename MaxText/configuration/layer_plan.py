@@ -56,13 +56,15 @@ class LayerPlan(NamedTuple):
 def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     """The plan with the fewest different layers to compile.
 
-    A cycle is worth its own arrays where it at least halves them; otherwise nothing repeats.
+    A cycle that spares one layer alone is not worth arrays of its own, unless all layers are alike.
 
     Args:
       kinds: one value per layer; equal ones are interchangeable.
     """
     num_layers = len(kinds)
-    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers // 2 + 1
+    if num_layers > 1 and len(set(kinds)) == 1:
+        return LayerPlan(num_layers, 0, 1, num_layers)
+    best, fewest = LayerPlan(num_layers, num_layers, 0, 0), num_layers - 1
     for cycle in range(1, min(num_layers // 2, _LONGEST_CYCLE) + 1):
         if cycle >= fewest:
             break

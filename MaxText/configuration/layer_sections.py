@@ -212,7 +212,7 @@ class Position(Section):
 class Attention(Section):
     """The attention mixer."""
 
-    attention_projections: Literal["dense", "pattention"] = key(
+    attention_projections: Annotated[str, Name("projection")] = key(
         "dense",
         "What makes queries, keys, values and the output: matrices, or Pattention over slots "
         "(TokenFormer).",

@@ -20,6 +20,7 @@ from MaxText.configuration.keys import Section
 KINDS = {
     "mixer": "mixer",
     "feed_forward": "feed_forward_type",
+    "projection": "attention_projections",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"
@@ -216,7 +217,8 @@ class Parts(Section):
 
     def of(self, target: Any) -> Section | None:
         """The keys of a part by its class or function; None for one without keys of its own."""
-        found = next((one for one in self.with_keys() if one.target is target), None)
+        bases = getattr(target, "__mro__", (target,))
+        found = next((one for one in self.with_keys() if one.target in bases), None)
         return None if found is None else self._of(found)
 
     def with_values(self, values: dict[str, Any]) -> Self:

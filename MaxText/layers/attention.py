@@ -3,48 +3,38 @@
 Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim.
 """
 
-from typing import Any, Self
+import functools
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.configuration.layer_sections import Attention as AttentionSection
-from MaxText.configuration.layer_sections import Dimensions, SlotPlace
-from MaxText.configuration.layer_sections import Pattention as PattentionSection
-from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import lookup
 from MaxText.layers.attention_core import (
-    MAX_BLOCKS,
     Memory,
     Scoring,
     softmax_attention,
-    window_blocks,
 )
+from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.flash_attention import TILE, flash_attention, serves
-from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multiplied
 from MaxText.layers.key_value_cache import KeyValueCache, WindowCache
-from MaxText.layers.linear_attention import (
-    LinearState,
-    bidirectional_linear_attention,
-    causal_linear_attention,
-)
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.part import Flops, Mixer, Scalars
-from MaxText.layers.pattention import PattentionProjection
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import rotate
-from MaxText.layers.weights import Initializer, Shape, weight
+from MaxText.layers.weights import weight
 from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
 
 # Names of the dimensions of queries and of keys and values.
-_OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
-_OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
+OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
 
-State = KeyValueCache | WindowCache | LinearState
+State = KeyValueCache | WindowCache
 
 
 class Attention(Mixer):
@@ -54,50 +44,26 @@ class Attention(Mixer):
     mixer = "attention"
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
-    @classmethod
-    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Self:
-        """Makes the attention of a layer."""
-        section, epsilon = layer.section, layer.section.block.normalization_layer_epsilon
-        rate = section.dropout.rate("attention")
-        made = cls(section.attention, section.pattention, epsilon, rate, init, rngs)
-        made.has_positions = section.position.position_embedding in ("rotary", "alibi")
-        return made
-
-    def __init__(
-        self,
-        section: AttentionSection,
-        slots: PattentionSection,
-        epsilon: float,
-        dropout_rate: float,
-        building: Building,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, model: ModelSection, building: Building, rngs: nnx.Rngs):
+        section = model.attention
         D, N, K, H = building.dimensions[:4]
         init = building.initializers
         self.section = section
-        self.has_positions = True
-        self.dropout_rate = dropout_rate
+        self.has_positions = model.position.position_embedding in ("rotary", "alibi")
+        self.dropout_rate = model.dropout.rate("attention")
         self.max_length = building.dimensions.max_target_length
         self.precision = building.precision
         bias = section.qkv_bias
-
-        def projection(
-            inputs: Shape, outputs: Shape, axes: Axes, init: Initializer, place: SlotPlace,
-            use_bias: bool,
-        ) -> Dense | PattentionProjection:  # fmt: skip
-            if section.attention_projections == "dense":
-                return Dense(inputs, outputs, axes, init, building, rngs, use_bias=use_bias)
-            return PattentionProjection(
-                slots, place, inputs, outputs, building, rngs, use_bias=use_bias
-            )
-
+        projection = functools.partial(
+            lookup("projection", section.attention_projections), model, building, rngs
+        )
         q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
-        self.query = projection((D,), (N, H), q_axes, init.query, "qkv", bias)
-        self.key = projection((D,), (K, H), kv_axes, init.key_value, "qkv", bias)
-        self.value = projection((D,), (K, H), kv_axes, init.key_value, "qkv", bias)
+        self.query = projection("qkv", (D,), (N, H), q_axes, init.query, bias)
+        self.key = projection("qkv", (D,), (K, H), kv_axes, init.key_value, bias)
+        self.value = projection("qkv", (D,), (K, H), kv_axes, init.key_value, bias)
         out_axes = ("q_heads", "kv", "embed")
         self.out = projection(
-            (N, H), (D,), out_axes, init.attention_output, "proj", section.proj_bias
+            "proj", (N, H), (D,), out_axes, init.attention_output, section.proj_bias
         )
         memories = section.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
@@ -109,7 +75,7 @@ class Attention(Mixer):
             else None
             for _ in range(2)
         )  # fmt: skip
-        norm = section.use_qk_norm
+        norm, epsilon = section.use_qk_norm, model.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
 
@@ -162,10 +128,10 @@ class Attention(Mixer):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None and self.has_positions:
             q_BTNH, k_BTKH = rotate(q_BTNH, context.rotary), rotate(k_BTKH, context.rotary)
-        q_BTNH = constrain(q_BTNH, *_OF_QUERIES)
-        k_BTKH, v_BTKH = constrain(k_BTKH, *_OF_KEYS), constrain(v_BTKH, *_OF_KEYS)
+        q_BTNH = constrain(q_BTNH, *OF_QUERIES)
+        k_BTKH, v_BTKH = constrain(k_BTKH, *OF_KEYS), constrain(v_BTKH, *OF_KEYS)
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = constrain(o_BTNH, *_OF_QUERIES)
+        o_BTNH = constrain(o_BTNH, *OF_QUERIES)
         return checkpoint_name(self.out(o_BTNH), "out_proj"), state
 
     def _core(
@@ -223,8 +189,8 @@ class Attention(Mixer):
         drops = self.dropout_rate > 0 and key is not None
         blocked = section.attention != "dot_product"
         block_size = section.attention_block_size if blocked else None
-        of_queries = sharding_in_force(_OF_QUERIES, q_BTNH.shape)
-        of_keys = sharding_in_force(_OF_KEYS, k_BTKH.shape)
+        of_queries = sharding_in_force(OF_QUERIES, q_BTNH.shape)
+        of_keys = sharding_in_force(OF_KEYS, k_BTKH.shape)
         parts = 1
         if of_queries is not None and of_keys is not None and split_axes(of_queries, 1):
             if section.context_parallel_strategy == "ring" and not drops:
@@ -234,8 +200,8 @@ class Attention(Mixer):
                     segments_BT=segments_BT, memory=memory, block_size=block_size,
                     balanced=balanced,
                 )  # fmt: skip
-                return _named(o_BTNH)
-            whole = (_OF_KEYS[0], "activation_kv_length", *_OF_KEYS[2:])
+                return named(o_BTNH)
+            whole = (OF_KEYS[0], "activation_kv_length", *OF_KEYS[2:])
             k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
             parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
         if section.attention == "flash" and serves(q_BTNH, of_queries):
@@ -249,7 +215,7 @@ class Attention(Mixer):
             segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
             dropout_rate=self.dropout_rate, dropout_key=key,
         )  # fmt: skip
-        return _named(o_BTNH)
+        return named(o_BTNH)
 
 
 class LocalAttention(Attention):
@@ -259,115 +225,6 @@ class LocalAttention(Attention):
     has_memories = False
 
 
-class LinearAttention(Attention):
-    """Attention whose state does not grow (layers/linear_attention.py)."""
-
-    mixer = "linear_attention"
-    has_memories = False
-
-    @classmethod
-    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """By the rule a token is added to the state, k v^T, and reads it, q S.
-
-        Executed are the chunks' squares and the sum of keys as well.
-        """
-        N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
-        adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
-        if not keys.attention.causal:
-            return {"attention scores": Flops(adds), "attention values": Flops(reads)}
-        chunk = min(keys.attention.linear_attention_chunk, length)
-        filled = -(-length // chunk) * chunk / length
-        square, counts = 2.0 * N * H * chunk, 2.0 * N * H
-        scores, values = filled * (square + counts + adds), filled * (square + reads)
-        # The state after a chunk was kept: adding to it is not done again.
-        again = length > keys.attention.linear_attention_chunk
-        return {
-            "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),
-            "attention values": Flops(reads, values, values if again else 0.0),
-        }
-
-    @classmethod
-    def state_bytes(
-        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        """Float32 sums, and the number of a segment."""
-        K, H = dimensions.num_kv_heads, dimensions.head_dim
-        return 0, 4 * (K * (H * H + H + 1) + 1)
-
-    def _core(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        context: Context,
-        state: State | None,
-    ) -> tuple[jax.Array, LinearState | None]:
-        """Sums of keys and values in place of scores."""
-        section = self.section
-        if not section.causal:
-            o_BTNH = bidirectional_linear_attention(
-                q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
-            )
-            return _named(o_BTNH), None
-        assert state is None or isinstance(state, LinearState)
-        o_BTNH, new_state = causal_linear_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            chunk=section.linear_attention_chunk,
-            epsilon=section.linear_attention_epsilon,
-            state=state,
-            segments_BT=context.segments_BT,
-            lengths_B=context.lengths_B,
-            precision=self.precision,
-        )
-        keeps = state is not None or context.capacity is not None
-        return _named(o_BTNH), new_state if keeps else None
-
-
-def _named(o_BTNH: jax.Array) -> jax.Array:
+def named(o_BTNH: jax.Array) -> jax.Array:
     """With the name that policies of rematerialisation know; kernels name what they keep."""
     return checkpoint_name(o_BTNH, "context")
-
-
-def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Keys that a query counts on average, by the rule of MFU.
-
-    Args:
-      length: T, tokens of a sequence.
-      causal: whether a token sees only earlier ones.
-      window: keys a query may see, itself included; None is all of them.
-    """
-    visible = min(window or length, length)
-    return visible - visible**2 / (2 * length) if causal else float(visible)
-
-
-def keys_multiplied(section: AttentionSection, length: int, mixer: str = "attention") -> float:
-    """Keys that a query is multiplied with on average, those masked afterwards included.
-
-    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
-    not skip. The others take query rows in blocks, each
-    with the keys up to its last row; without a causal mask that is the whole square, too. With a
-    window, blocks are about as long as it is, each with those beside it.
-
-    Args:
-      mixer: attention or local_attention.
-    """
-    if section.attention == "flash" and length % TILE == 0:
-        window = section.sliding_window_size if mixer == "local_attention" else None
-        return flash_keys_multiplied(length, causal=section.causal, window=window)
-    if mixer == "local_attention":
-        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
-        if rows is None:
-            return float(length)
-        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
-    block = query_block(section, length)
-    ends = ((start, min(start + block, length)) for start in range(0, length, block))
-    return sum((end - start) * end for start, end in ends) / length
-
-
-def query_block(section: AttentionSection, length: int) -> int:
-    """Query rows that are multiplied at once, as attention_core.softmax_attention chooses them."""
-    if section.attention == "dot_product" or not section.causal:
-        return length
-    return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

@@ -5,10 +5,16 @@ from MaxText.configuration.registry import register
 for _name, _target, _help in (
     ("attention", "attention:Attention", "Softmax attention to all earlier tokens."),
     ("local_attention", "attention:LocalAttention", "Attention to sliding_window_size tokens."),
-    ("linear_attention", "attention:LinearAttention", "A state of fixed size (GPT-Neo)."),
+    ("linear_attention", "linear_attention:LinearAttention", "A state of fixed size (GPT-Neo)."),
     ("none", "part:Nothing", "No mixer: the layer has a feed-forward alone."),
 ):
     register("mixer", _name, target=f"MaxText.layers.{_target}", help=_help)
+
+for _name, _target, _help in (
+    ("dense", "dense:projection", "A matrix."),
+    ("pattention", "pattention:projection", "Pattention over slots (TokenFormer)."),
+):
+    register("projection", _name, target=f"MaxText.layers.{_target}", help=_help)
 
 for _name, _target, _help in (
     ("mlp", "feed_forward:MLP", "An MLP, plain or gated, or experts of them."),

@@ -3,6 +3,7 @@
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.model_sections import RematPolicy
 from MaxText.input_pipeline.batch import Batch
 from MaxText.layers import alibi
+from MaxText.layers.arrangements import block_of
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
@@ -74,8 +76,14 @@ class Decoder(nnx.Module):
                 num_positions = dimensions.max_target_length
             self.position_embedder = Embedding(num_positions, "position", building, rngs)
         layers = section.layers
+
+        def block(index: int, rngs: nnx.Rngs) -> Block:
+            layer = layers[index]
+            own = dataclasses.replace(building, dimensions=layer.dimensions)
+            return block_of(layer)(layer, own, rngs)
+
         self.layers, self.blueprint = stack(
-            lambda index, rngs: Block(layers[index], building, rngs),
+            block,
             section.layer_plan,
             rngs,
             shared=section.block.share_parameters,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.building import Building
 from MaxText.layers.weights import Initializer, Shape, weight, zeros
 
@@ -50,3 +51,22 @@ class Dense(nnx.Module):
         if self.bias is not None:
             y = y + self.bias[...].astype(dtype)
         return y
+
+
+def projection(
+    model: ModelSection,
+    init: Building,
+    rngs: nnx.Rngs,
+    place: str,
+    inputs: Shape,
+    outputs: Shape,
+    axes: Axes,
+    initializer: Initializer,
+    use_bias: bool,
+) -> Dense:
+    """A projection of attention: a matrix.
+
+    Args:
+      place: "qkv" or "proj".
+    """
+    return Dense(inputs, outputs, axes, initializer, init, rngs, use_bias=use_bias)

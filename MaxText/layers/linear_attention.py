@@ -13,9 +13,16 @@ query heads, H head_dim.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.attention import Attention, named
+from MaxText.layers.context import Context
+from MaxText.layers.part import Flops
 
 _NOTHING = -1e30  # the largest k of no tokens; finite, so that differences are
 _TINY = 1e-37
@@ -240,3 +247,69 @@ def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
     """above / below, 0 where both are; the gradient divides by below twice, which may underflow."""
     size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
     return (above / size) / jnp.maximum(below / size, _TINY)
+
+
+class LinearAttention(Attention):
+    """Attention whose state does not grow (layers/linear_attention.py)."""
+
+    mixer = "linear_attention"
+    has_memories = False
+
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """By the rule a token is added to the state, k v^T, and reads it, q S.
+
+        Executed are the chunks' squares and the sum of keys as well.
+        """
+        N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
+        adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
+        if not keys.attention.causal:
+            return {"attention scores": Flops(adds), "attention values": Flops(reads)}
+        chunk = min(keys.attention.linear_attention_chunk, length)
+        filled = -(-length // chunk) * chunk / length
+        square, counts = 2.0 * N * H * chunk, 2.0 * N * H
+        scores, values = filled * (square + counts + adds), filled * (square + reads)
+        # The state after a chunk was kept: adding to it is not done again.
+        again = length > keys.attention.linear_attention_chunk
+        return {
+            "attention scores": Flops(adds, scores, (scores - filled * adds) if again else 0.0),
+            "attention values": Flops(reads, values, values if again else 0.0),
+        }
+
+    @classmethod
+    def state_bytes(
+        cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Float32 sums, and the number of a segment."""
+        K, H = dimensions.num_kv_heads, dimensions.head_dim
+        return 0, 4 * (K * (H * H + H + 1) + 1)
+
+    def _core(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        context: Context,
+        state: Any,
+    ) -> tuple[jax.Array, LinearState | None]:
+        """Sums of keys and values in place of scores."""
+        section = self.section
+        if not section.causal:
+            o_BTNH = bidirectional_linear_attention(
+                q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
+            )
+            return named(o_BTNH), None
+        assert state is None or isinstance(state, LinearState)
+        o_BTNH, new_state = causal_linear_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            chunk=section.linear_attention_chunk,
+            epsilon=section.linear_attention_epsilon,
+            state=state,
+            segments_BT=context.segments_BT,
+            lengths_B=context.lengths_B,
+            precision=self.precision,
+        )
+        keeps = state is not None or context.capacity is not None
+        return named(o_BTNH), new_state if keeps else None

@@ -18,11 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.building import Building
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Shape, SlotInitializers
+from MaxText.layers.weights import Initializer, Shape, SlotInitializers
 from MaxText.parallelism.constraints import constrain
 
 # Of flax, whose LayerNorm the JAX program uses.
@@ -203,3 +204,20 @@ class PattentionFeedForward(FeedForward, Pattention):
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         return checkpoint_name(self.attend(x_BTD), "mlpwo"), {}
+
+
+def projection(
+    model: ModelSection,
+    init: Building,
+    rngs: nnx.Rngs,
+    place: SlotPlace,
+    inputs: Shape,
+    outputs: Shape,
+    axes: Axes,
+    initializer: Initializer,
+    use_bias: bool,
+) -> PattentionProjection:
+    """A projection of attention: slots, which have initializers and axes of their own."""
+    return PattentionProjection(
+        model.pattention, place, inputs, outputs, init, rngs, use_bias=use_bias
+    )

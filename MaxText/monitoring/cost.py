@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.attention import keys_by_rule, keys_multiplied, query_block
-from MaxText.layers.block import mixer_of
+from MaxText.layers.arrangements import mixer_of
+from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share

@@ -71,8 +71,8 @@ from collections.abc import Iterable
 
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.registry import lookup
-from MaxText.layers.attention import keys_by_rule
-from MaxText.layers.block import mixer_of
+from MaxText.layers.arrangements import mixer_of
+from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from MaxText.layers.attention import keys_multiplied
+from MaxText.layers.attention_flops import keys_multiplied
 from MaxText.layers.flash_attention import splash_operations
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.peak_flops import PeakFlops

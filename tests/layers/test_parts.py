@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from MaxText.configuration.loading import configure
+from MaxText.layers.context import Context
 from MaxText.layers.model import Model
+from MaxText.layers.rotary import rotary_table
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 
@@ -257,3 +260,20 @@ def test_parameter_scale_multiplies_the_parameters():
             for name in ("emb_dim", "num_query_heads", "num_layers")
         )
         assert width * heads * layers == scale
+
+
+def test_a_layer_without_positions():
+    keys = {"base_num_decoder_layers": 2, "layer_pattern": "RN"}
+    kinds = {"R": {}, "N": {"position_embedding": "none"}}
+    model = Model(tiny_config(**keys, layer_kinds=kinds).model)
+    attention = [layer.self_attention for layer in map(
+        nnx.merge, model.blueprint.graphdefs, model.blueprint.layer_weights(
+            jax.tree.map(lambda x: jnp.ones(x.shape), model.abstract["layers"])))]  # fmt: skip
+    x, context = jnp.asarray(hidden_states(1, 8, 32)), Context(rotary=model_rotary(model))
+    turned, plain = (one((x, x, x), context)[0] for one in attention)
+    np.testing.assert_array_equal(plain, attention[0]((x, x, x), Context())[0])
+    assert not np.allclose(turned, plain)
+
+
+def model_rotary(model):
+    return rotary_table(jnp.arange(8)[None], 8, model.section.position)

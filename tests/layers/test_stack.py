@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from MaxText.configuration.layer_plan import plan_layers
 from MaxText.layers import stack
+from MaxText.layers.model import Model
 from MaxText.layers.weights import weight
 from MaxText.parallelism import constraints
+from tests.small_models import random_batch, tiny_config
 
 NUM_LAYERS, D = 3, 4
 
@@ -127,3 +131,78 @@ def test_on_tpu_a_scan_hands_states_on_token_by_token(monkeypatch):
     assert str(traced.jaxpr).count("layout_constraint[") >= 2
     found = traced.lower().compile()(weights, x)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layers_are_numbered_through_a_pattern(stacked):
+    # A prefix of one layer, twice a cycle of two, a suffix of one.
+    kinds = [0, 1, 2, 1, 2, 3]
+    layers, blueprint = stack.stack(
+        lambda index, rngs: Layer(rngs, D if stacked else D + kinds[index]),
+        plan_layers(kinds),
+        nnx.Rngs(0),
+    )
+    assert (blueprint.plan, blueprint.is_stacked) == ((6, 1, 2, 2), stacked)
+
+    def numbers(apply_layers):
+        def apply(layer, x, index):
+            width = layer.unread.shape[0] - D
+            return layer(x) + 10.0 * index * jnp.eye(1, D, 0), {"widths": jnp.float32(width)}
+
+        return apply_layers(apply)
+
+    def scanned(apply):
+        return stack.apply_scanned(layers, blueprint, jnp.zeros((1, 1, D)), apply, "full")
+
+    def unrolled(apply):
+        def one(layer, outputs, index, state):
+            y, scalars = apply(layer, outputs[-1], index)
+            return (y,), scalars, state
+
+        found = stack.apply_unrolled(layers, blueprint, jnp.zeros((1, 1, D)), one)
+        return found.outputs[-1], found.scalars
+
+    (y, scalars), (z, others) = numbers(scanned), numbers(unrolled)
+    np.testing.assert_allclose(y, z, rtol=1e-6)
+    assert scalars["widths"] == others["widths"] == (0 if stacked else sum(kinds))
+    together = blueprint.join(blueprint.layer_weights(stack.weights_of(layers)))
+    jax.tree.map(np.testing.assert_array_equal, together, stack.weights_of(layers))
+
+
+@given(st.text("AB", max_size=4), st.text("ABC", min_size=1, max_size=4), st.integers(1, 5))
+def test_a_plan_covers_every_layer_once(prefix, cycle, repeats):
+    kinds = prefix + cycle * repeats
+    plan = plan_layers(kinds)
+    assert (plan.repeats > 1) == (plan.cycle > 0)
+    assert [i for i in range(len(kinds)) if plan.cycled(i) is None] == list(plan.singles())
+    for index, kind in enumerate(kinds):
+        if (place := plan.cycled(index)) is not None:
+            assert kind == kinds[plan.prefix + place[0]]
+    assert len({plan.path(index) for index in range(len(kinds))}) == len(kinds)
+
+
+def lines_of_program(num_layers, **keys):
+    config = tiny_config(base_num_decoder_layers=num_layers, **keys)
+    model, batch = Model(config.model), random_batch(config, 2)
+
+    def loss(params):
+        return jnp.sum(model.merge(params)(batch) ** 2)
+
+    return jax.jit(jax.grad(loss)).lower(model.abstract).as_text().count("\n")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"layer_pattern": "LLL*", "layer_kinds": {"L": {"mixer": "linear_attention"}, "*": {}}},
+        {
+            "layer_pattern": "DE",
+            "num_experts": 4,
+            "layer_kinds": {"D": {"num_experts": 1}, "E": {}},
+        },
+    ],
+    ids=["hybrid", "experts in every second layer"],
+)
+def test_programs_of_patterns_do_not_grow_with_depth(keys):
+    few, many = (lines_of_program(n, remat_policy="full", **keys) for n in (8, 48))
+    assert many <= 1.1 * few

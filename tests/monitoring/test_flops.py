@@ -10,7 +10,7 @@ import pytest
 from MaxText.configuration.layer_sections import Attention
 from MaxText.configuration.loading import configure
 from MaxText.conformance import products
-from MaxText.layers.attention import keys_by_rule, keys_multiplied
+from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.model import Model
 from MaxText.layers.weights import ParameterInfo
 from MaxText.monitoring.cost import MFU_RULE, model_cost

@@ -1,0 +1,52 @@
+"""How many keys a query is multiplied with: by the rule of the MFU, and by each backend.
+
+Legend: T tokens of a sequence.
+"""
+
+from MaxText.configuration.layer_sections import Attention as AttentionSection
+from MaxText.layers.attention_core import MAX_BLOCKS, window_blocks
+from MaxText.layers.flash_attention import TILE
+from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multiplied
+
+
+def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
+    """Keys that a query counts on average, by the rule of MFU.
+
+    Args:
+      length: T, tokens of a sequence.
+      causal: whether a token sees only earlier ones.
+      window: keys a query may see, itself included; None is all of them.
+    """
+    visible = min(window or length, length)
+    return visible - visible**2 / (2 * length) if causal else float(visible)
+
+
+def keys_multiplied(section: AttentionSection, length: int, mixer: str = "attention") -> float:
+    """Keys that a query is multiplied with on average, those masked afterwards included.
+
+    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
+    not skip. The others take query rows in blocks, each
+    with the keys up to its last row; without a causal mask that is the whole square, too. With a
+    window, blocks are about as long as it is, each with those beside it.
+
+    Args:
+      mixer: attention or local_attention.
+    """
+    if section.attention == "flash" and length % TILE == 0:
+        window = section.sliding_window_size if mixer == "local_attention" else None
+        return flash_keys_multiplied(length, causal=section.causal, window=window)
+    if mixer == "local_attention":
+        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
+        if rows is None:
+            return float(length)
+        return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length
+    block = query_block(section, length)
+    ends = ((start, min(start + block, length)) for start in range(0, length, block))
+    return sum((end - start) * end for start, end in ends) / length
+
+
+def query_block(section: AttentionSection, length: int) -> int:
+    """Query rows that are multiplied at once, as attention_core.softmax_attention chooses them."""
+    if section.attention == "dot_product" or not section.causal:
+        return length
+    return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)
