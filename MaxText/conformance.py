@@ -19,6 +19,7 @@ import numpy as np
 from MaxText.checkpointing.matching import path_name
 from MaxText.configuration.schema import Config
 from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.key_value_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
 from MaxText.monitoring.flops import count_flops
 from MaxText.parallelism.mesh import make_layout
@@ -389,6 +390,19 @@ def _formats(subject: Subject) -> str | None:
         before, after = jax.eval_shape(functools.partial(_states, model), model.abstract)
         if jax.tree.leaves(before) != jax.tree.leaves(after):
             return "the decode state changes its shapes or formats from token to token"
+
+        def states(params: Parameters, capacity: int) -> Any:
+            return _prefill_states(model.merge(params), capacity)
+
+        small, large = (
+            jax.eval_shape(functools.partial(states, capacity=capacity), model.abstract)
+            for capacity in (LENGTH // 2, LENGTH)
+        )
+        grown = jax.eval_shape(lambda states: with_capacity(states, LENGTH), small)
+        if jax.tree.leaves(grown) != jax.tree.leaves(large):
+            return (
+                "an array of the decode state grows with context.capacity outside a KeyValueCache"
+            )
     return None
 
 
@@ -401,10 +415,13 @@ def _bfloat16(subject: Subject) -> str | None:
 
 def _states(model: Model, params: Parameters) -> Any:
     decoder, places = model.merge(params), jnp.full((2, 1), PROMPT)
-    tokens = jnp.zeros((2, PROMPT), int)
-    _, states = decoder.read_prompt(tokens, places[:, 0], LENGTH)
-    _, new = decoder.read_next(tokens[:, :1], places, states)
+    states = _prefill_states(decoder, LENGTH)
+    _, new = decoder.read_next(jnp.zeros((2, 1), int), places, states)
     return states, new
+
+
+def _prefill_states(decoder: Any, capacity: int) -> Any:
+    return decoder.read_prompt(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
 
 
 def _devices(subject: Subject) -> str | None:

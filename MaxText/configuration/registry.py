@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import model_serializer, model_validator
 
 from MaxText.configuration.keys import Section
 
@@ -210,6 +210,10 @@ class Parts(Section):
             assert one.keys is not None
             found.append(one.keys.model_validate(given.get(one.name, {})))
         return {"sections": tuple(found)}
+
+    @model_serializer
+    def _as_by_name(self) -> dict[str, dict[str, Any]]:
+        return {one.name: self._of(one).model_dump() for one in self.with_keys()}
 
     def named(self, name: str) -> Section:
         """The keys of a part by the part's name."""

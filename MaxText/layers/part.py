@@ -101,8 +101,9 @@ class Mixer(Part):
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
         """The output of prompts and the state after each, a tree of arrays.
 
-        `context.lengths_B` are the tokens of each prompt; padding stands behind them. A state that
-        grows has room for `context.capacity` tokens.
+        `context.lengths_B` are the tokens of each prompt; padding stands behind them. What grows
+        with the tokens has room for `context.capacity` and can be enlarged: a KeyValueCache, or
+        another registered dataclass with `capacity` and `with_capacity`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
@@ -130,6 +131,11 @@ class Mixer(Part):
 
 class Nothing(Mixer):
     """No mixer: the layer has a feed-forward alone."""
+
+    @classmethod
+    def decodes(cls) -> bool:
+        """Whether text can be generated with it."""
+        return True
 
 
 class FeedForward(Part):

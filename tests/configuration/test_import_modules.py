@@ -154,6 +154,11 @@ def test_a_file_beside_the_config_is_named_from_the_current_folder(tmp_path):
     assert configure("sub/mine.yml").run.import_modules == ("sub/mine.py",)
 
 
+def test_values_of_its_keys_survive_a_copy_as_json(mine):
+    section = load([mine, "my_width=8"]).config.model
+    assert type(section).model_validate_json(section.model_dump_json()) == section
+
+
 def test_a_file_that_changed_is_imported_again(mine, tmp_path):
     assert load([mine]).config.model.parts.named("mine").my_width == 3
     (tmp_path / "mine.py").write_text(PART.replace("key(3", "key(4"))

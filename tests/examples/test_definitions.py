@@ -135,3 +135,25 @@ def test_differential_attention(keys):
         o = o / np.sqrt(np.mean(o**2) + 1e-5) * scale * (1 - first)
         expected[row, t] += o @ w["out"]["kernel"][head]
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_moving_average():
+    config = tiny_config(
+        base_num_decoder_layers=1, mixer="moving_average", average_tokens=4.0,
+        import_modules=["examples/moving_average.py"],
+    )  # fmt: skip
+    model = Model(config.model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    one = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    mixer = model.merge({**params, "layers": one}).layers.self_attention
+    x = np.random.default_rng(0).normal(size=(B, T, 32)).astype("f")
+    ours, _ = mixer(x, Context(segments_BT=jnp.asarray(DOCUMENTS)))
+
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), one["self_attention"])
+    expected, s = np.zeros(ours.shape), np.zeros((B, 32))
+    for row, t in np.ndindex(B, T):
+        v, g = np.einsum("d,dce->ce", x[row, t], w["into"]["kernel"])
+        s[row] *= DOCUMENTS[row, t] == DOCUMENTS[row, max(t - 1, 0)]
+        s[row] = 0.75 * s[row] + 0.25 * v
+        expected[row, t] = (s[row] * g / (1 + np.exp(-g))) @ w["out"]["kernel"]
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
