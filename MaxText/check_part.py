@@ -27,7 +27,8 @@ usage: check_part.py MODULE[:CLASS] [key=value ...]
 
 Builds a small model with a part, on the CPU, and checks what every part has to do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
-state, FLOPs, bfloat16, 8 simulated devices, resuming (docs/add_an_architecture.md).
+state, FLOPs, bfloat16, 8 simulated devices, resuming. Of an optimizer: its state, its updates,
+8 devices, resuming (docs/add_an_architecture.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -43,7 +44,6 @@ _FLAGS = (
     "--xla_llvm_disable_expensive_passes=true"
 )
 _SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
-_KEY_OF = {"mixer": "mixer", "feed_forward": "feed_forward_type", "optimizer": "opt_type"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else exit_codes.USER_MISTAKE
     with command_line.ending_well():
         spec, keys = arguments[0], _keys(arguments[1:])
-        parts = _parts(spec, keys)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
+        parts = _parts(spec, keys)
         broken = [_check(part, keys) for part in parts]
     return int(any(broken))
 
@@ -93,7 +93,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints what holds and what does not; whether something does not."""
     from MaxText import conformance
 
-    chosen = conformance.SIZES | {_KEY_OF[part.kind]: part.name} | keys
+    chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
     def configured(**more: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
@@ -104,7 +104,9 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     decodes = part.kind != "mixer" or part.target.decodes()
     subject = conformance.Subject(configured, decodes=decodes)
     broken = False
-    for check, problem in conformance.results(subject):
+    is_optimizer = part.kind == "optimizer"
+    checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
+    for check, problem in conformance.results(subject, checks):
         if check.name == "decode state" and not decodes:
             verdict = "not supported: no prefill and decode_step; decode.py will refuse it"
         else:

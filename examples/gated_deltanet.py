@@ -41,8 +41,7 @@ class GatedDeltaNet(Mixer):
         self.conv = weight(rngs, shape, (None, None, *axes[1:]), mean, dtype=dtype)
         self.log_decay = weight(rngs, (N,), axes[1:2], constant(-2.0), dtype=dtype)
         self.norm = RMSNorm(H, 1e-5, init, rngs)
-        axes = ("q_heads", "kv", "embed")
-        self.out = Dense((N, H), (D,), axes, draw.attention_output, init, rngs)
+        self.out = Dense((N, H), (D,), (*axes[1:], "embed"), draw.attention_output, init, rngs)
 
     def __call__(self, x_BTD, context):
         return self.prefill(x_BTD, context)[0], {}
@@ -54,29 +53,25 @@ class GatedDeltaNet(Mixer):
 
     def decode_step(self, x_BTD, state, context):
         (newest, memory), (B, T, _) = state, x_BTD.shape
-        ids_BT = context.segments_BT
-        if ids_BT is None:
-            ids_BT = jnp.ones((B, T), jnp.int32)
-        names = (("query", "query_proj"), ("key", "key_proj"), ("value", "value_proj"))
-        made = [checkpoint_name(getattr(self, part)(x_BTD), name) for part, name in names]
-        x_BS3NH = jnp.concatenate([newest, jnp.stack(made, 2).astype(jnp.float32)], 1)
+        ids_BT = jnp.ones((B, T), int) if context.segments_BT is None else context.segments_BT
+        qkv = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
+        qkv = [*map(checkpoint_name, qkv, ("query_proj", "key_proj", "value_proj"))]
+        x_BS3NH = jnp.concatenate([newest, jnp.stack(qkv, 2).astype(jnp.float32)], 1)
         # A convolution over the newest tokens of the same segment, then q and k of length 1.
-        before = jnp.broadcast_to(ids_BT[:, :1], (B, self.taps - 1))
-        ids_BS, y, taps = jnp.concatenate([before, ids_BT], 1), 0.0, self.conv[...]
+        ids_BS = jnp.pad(ids_BT, ((0, 0), (self.taps - 1, 0)), "edge")
+        y, conv = 0.0, self.conv[...].astype(jnp.float32)
         for tap in range(self.taps):
-            same_BT = ids_BS[:, tap : tap + T] == ids_BT
-            seen = jnp.where(same_BT[:, :, None, None, None], x_BS3NH[:, tap : tap + T], 0)
-            y += seen * taps[tap].astype(jnp.float32)
+            same_BT = (ids_BS[:, tap : tap + T] == ids_BT)[:, :, None, None, None]
+            y += jnp.where(same_BT, x_BS3NH[:, tap : tap + T], 0) * conv[tap]
         q, k, v = jnp.moveaxis(jax.nn.silu(y), 2, 0)
         q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
         rates = self.rates(x_BTD, jnp.float32)
         beta, log_a = jax.nn.sigmoid(rates[..., 0]), jax.nn.softplus(rates[..., 1])
         log_a *= -jnp.exp(self.log_decay[...].astype(jnp.float32))
         lengths_B = jnp.full((B,), T) if context.lengths_B is None else context.lengths_B
-        if context.lengths_B is not None:  # the padding behind a prompt leaves the state as it is
-            is_token = (jnp.arange(T) < lengths_B[:, None])[..., None]
-            beta, log_a = jnp.where(is_token, beta, 0), jnp.where(is_token, log_a, 0)
-        q *= q.shape[-1] ** -0.5
+        is_token = (jnp.arange(T) < lengths_B[:, None])[..., None]  # padding keeps the state
+        beta, log_a = jnp.where(is_token, beta, 0), jnp.where(is_token, log_a, 0)
+        q *= memory.shape[-1] ** -0.5
         o, memory = delta_rule(q, k, v, beta, log_a, ids_BT, memory, self.chunk)
         places = (lengths_B[:, None] + jnp.arange(self.taps - 1))[:, :, None, None, None]
         state = jnp.take_along_axis(x_BS3NH, places, 1), memory
@@ -85,8 +80,7 @@ class GatedDeltaNet(Mixer):
 
     @classmethod
     def flops(cls, keys, dimensions, length):
-        N, H = dimensions.num_query_heads, dimensions.head_dim
-        C = min(keys.gdn_chunk, length)
+        N, H, C = dimensions.num_query_heads, dimensions.head_dim, min(keys.gdn_chunk, length)
         done = N * -(-length // C) * C / length  # in each head, with the tokens that fill a chunk
         executed, again = done * (6 * H * H + 6 * C * H), done * 4 * C * H  # of the solve
         return {"delta rule": Flops(6.0 * N * H * H, executed, again)}
@@ -100,7 +94,7 @@ class GatedDeltaNet(Mixer):
 def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
     """o [B, T, N, H] and the state [B, N, H, H] after the last token; all float32."""
     (B, T), C = ids_BT.shape, min(chunk, ids_BT.shape[1])
-    spare = -T % C
+    spare = -T % C  # fills the last chunk
 
     def chunks(x, mode="constant"):  # [B, T, ...] -> [chunks, B, ..., C or C, H]
         x = jnp.pad(x, [(0, 0), (0, spare), *[(0, 0)] * (x.ndim - 2)], mode)
@@ -123,5 +117,4 @@ def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
 
     given = (*map(chunks, (q, k, v, beta, log_a)), chunks(ids_BT, "edge"))
     (memory, _), o = jax.lax.scan(one, (memory, ids_BT[:, 0]), given)
-    o = jnp.moveaxis(jnp.swapaxes(o, 2, 3), 0, 1).reshape(B, T + spare, *v.shape[2:])
-    return o[:, :T], memory
+    return o.transpose(1, 0, 3, 2, 4).reshape(B, -1, *v.shape[2:])[:, :T], memory

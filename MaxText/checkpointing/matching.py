@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from MaxText.configuration import import_modules
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.saved import differences
 from MaxText.configuration.schema import SCHEMA_VERSION
@@ -171,8 +172,10 @@ def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str
       config_flat: the resolved configuration by key.
       params: parameters or their shapes.
     """
+    modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     return {
         "schema_version": SCHEMA_VERSION,
+        **({import_modules.METADATA: modules} if modules else {}),
         "config": json.loads(json.dumps(dict(config_flat), default=str)),
         "parameter_hash": parameter_hash(params),
         "num_parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)),

@@ -15,6 +15,7 @@ from MaxText.checkpointing.growth.record import Record
 from MaxText.checkpointing.growth.settling import Growth, Settled
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.rewinds import Rewind
+from MaxText.configuration import import_modules
 from MaxText.configuration.saved import differences
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
@@ -99,6 +100,8 @@ def restore_or_initialize(
         start = Start(initialize(), 0, None, "scratch", "scratch")
         return start._replace(rewinds=checkpoints.rewinds())
     show(f"Restored {start.source} in {time.perf_counter() - began:.1f} s")
+    for warning in import_modules.changes(start.metadata):
+        show(warning)
     stored = start.metadata.get("config")
     changes = differences(stored, config_flat) if stored else {}
     if changes:

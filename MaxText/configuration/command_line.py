@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from MaxText import early_signals, exit_codes
-from MaxText.configuration import maxtext_report, saved, values
+from MaxText.configuration import import_modules, maxtext_report, saved, values
 from MaxText.configuration.catalogue import Key, all_keys, by_section
 from MaxText.configuration.config_files import FileProblem
 from MaxText.configuration.layering import Layer, Setting
@@ -114,6 +114,9 @@ def ending_well(stopped: str = "") -> Iterator[None]:
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     """Text that an option asks for; empty without option. Takes the option out of `remaining`."""
+    with contextlib.suppress(UserError):  # the configuration's own mistakes are told later
+        rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
+        import_modules.gather(rest, {}, os.environ)  # its parts have keys
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
             name = _operand(remaining, index)

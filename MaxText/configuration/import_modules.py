@@ -7,6 +7,7 @@ file they passed, and never because a checkpoint or a data set names it.
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from MaxText.configuration import config_files, registry, values
-from MaxText.configuration.layering import Layer, Setting
-from MaxText.configuration.problems import Problem
+from MaxText.configuration import config_files, layering, registry, values
+from MaxText.configuration.layering import Gathered, OwnConfiguration, Setting
+from MaxText.configuration.problems import ConfigurationError, Problem
 
 KEY = "import_modules"
 # In a checkpoint's metadata: {module: SHA-256 of its source}.
@@ -26,24 +27,52 @@ _hashes: dict[str, str] = {}  # by name as the user wrote it
 _files: dict[Path, tuple[str, ModuleType]] = {}  # path -> (SHA-256, module)
 
 
-def import_named(settings: Sequence[Setting]) -> list[Problem]:
-    """Imports what the winning setting of `import_modules` names; modules already there stay.
+def gather(
+    arguments: Sequence[str],
+    overrides: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    own: OwnConfiguration | None = None,
+) -> Gathered:
+    """layering.gather, after the modules that the settings name were imported.
 
-    Returns:
-      One problem for each module that cannot be imported.
+    Modules that were imported before and have not changed stay.
+
+    Raises:
+      ConfigurationError: modules that cannot be imported.
     """
-    setting = next((one for one in reversed(settings) if one.name == KEY), None)
+    gathered = layering.gather(arguments, overrides, environment, own)
+    setting = gathered.last(KEY)
     if setting is None:
-        return []
+        return gathered
     try:
-        names = values.convert(as_list(setting.value), tuple[str, ...])
+        names = names_in(setting)
     except values.WrongValue:
-        return []  # said where all types are checked
-    if setting.origin.layer is Layer.SAVED_CONFIG and setting.origin.file is None:
-        missing = [name for name in names if name not in _hashes]
-        return [_not_named(missing, setting.place)] if missing else []
+        return gathered  # said where all types are checked
+    if problems := [problem for name in names if (problem := _import(name, setting.place))]:
+        raise ConfigurationError(problems)
+    # Environment variables of the new keys count now.
+    return layering.gather(arguments, overrides, environment, own)
+
+
+def names_in(setting: Setting) -> tuple[str, ...]:
+    """The modules that a setting of `import_modules` names; files from the current folder.
+
+    Raises:
+      values.WrongValue: it is no list of names.
+    """
     beside = setting.origin.file.parent if setting.origin.file else None
-    return [problem for name in names if (problem := _import(name, setting.place, beside))]
+    names = values.convert(as_list(setting.value), tuple[str, ...])
+    return tuple(_from_here(name, beside) if name.endswith(".py") else name for name in names)
+
+
+def _from_here(name: str, beside: Path | None) -> str:
+    given = Path(name).expanduser()
+    for folder in [Path.cwd(), *([beside] if beside else []), config_files.REPOSITORY]:
+        if (folder / given).is_file():
+            path = (folder / given).resolve()
+            inside = path.is_relative_to(Path.cwd())
+            return str(path.relative_to(Path.cwd()) if inside else path)
+    return name
 
 
 def as_list(value: Any) -> Any:
@@ -51,40 +80,50 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) and value and not values.is_null(value) else value
 
 
-def _not_named(names: Sequence[str], place: str) -> Problem:
-    return Problem(
-        f"{KEY}: the model has parts of {', '.join(names)}, and code runs only if you name it",
-        (place,),
-        (("add", f"{KEY}=[{','.join(names)}], if you trust that code"),),
-    )
+def check_named(config_flat: Mapping[str, Any], place: str) -> None:
+    """Whether the user has named the modules that a checkpoint's configuration needs.
+
+    Args:
+      config_flat: the configuration that the checkpoint recorded.
+      place: of the checkpoint.
+
+    Raises:
+      ConfigurationError: some are not imported.
+    """
+    named = {Path(name).name for name in _hashes}
+    missing = [name for name in config_flat.get(KEY) or () if Path(name).name not in named]
+    if missing:
+        what = f"{KEY}: the model has parts of {', '.join(missing)}"
+        add = f"{KEY}=[{','.join(missing)}]: code runs only if you name it"
+        raise ConfigurationError([Problem(what, (place,), (("add", add),))])
 
 
-def _import(name: str, place: str, beside: Path | None) -> Problem | None:
+def _import(name: str, place: str) -> Problem | None:
+    before = registry.registrations()
     try:
-        _hashes[name] = _import_file(name, beside) if name.endswith(".py") else _import_module(name)
-    except config_files.FileProblem as error:
-        return Problem(f"{KEY}: {error}", (place,))
-    except Exception as error:  # a module of the user's can raise anything
-        where = _last_line(error)
-        what = str(error) if isinstance(error, registry.RegistrationError) else _named(error)
-        return Problem(f"{KEY}: {name} cannot be imported: {what}", (place, *where))
+        _hashes[name] = _import_file(name) if name.endswith(".py") else _import_module(name)
+    except (Exception, SystemExit) as error:  # a module of the user's can raise anything
+        registry.keep_only(before)
+        if isinstance(error, FileNotFoundError) and error.filename == name:
+            where = "neither in the current folder nor in that of the config file"
+            return Problem(f"{KEY}: there is no file {name}, {where}", (place,))
+        if isinstance(error, registry.RegistrationError):
+            return Problem(f"{KEY}: {name}: {error}", (place,))
+        what, *_ = str(error).strip().splitlines() or [""]
+        facts = tuple(("raised", line) for line in _last_line(error))
+        what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+        return Problem(f"{KEY}: {name} cannot be imported: {what}", (place,), facts)
     return None
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _last_line(error: Exception) -> tuple[str, ...]:
-    """The last line outside of this package where an error was raised."""
-    if isinstance(error, registry.RegistrationError):
-        return ()
+def _last_line(error: BaseException) -> tuple[str, ...]:
+    """The last line of the user's own code where an error was raised."""
     if isinstance(error, SyntaxError) and error.filename:
-        return (f"{error.filename}:{error.lineno}",)
-    package = str(Path(__file__).resolve().parents[1])
+        return (f"{config_files.display(Path(error.filename))}:{error.lineno}",)
+    others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((package, "<")) and "importlib" not in frame.filename:
-            return (f"{frame.filename}:{frame.lineno}",)
+        if not frame.filename.startswith(others):
+            return (f"{config_files.display(Path(frame.filename))}:{frame.lineno}",)
     return ()
 
 
@@ -100,8 +139,10 @@ def _import_module(name: str) -> str:
     return _sha256(Path(module.__file__)) if module.__file__ else ""
 
 
-def _import_file(name: str, beside: Path | None) -> str:
-    path = _find(name, beside)
+def _import_file(name: str) -> str:
+    if not Path(name).is_file():
+        raise FileNotFoundError(0, "no file", name)
+    path = Path(name).resolve()
     digest = _sha256(path)
     if path in _files and _files[path][0] == digest:
         return digest
@@ -111,26 +152,10 @@ def _import_file(name: str, beside: Path | None) -> str:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        registry.forget(str(path))
-        raise
+    _files.pop(path, None)
+    spec.loader.exec_module(module)
     _files[path] = (digest, module)
     return digest
-
-
-def _find(name: str, beside: Path | None) -> Path:
-    given = Path(name).expanduser()
-    folders = [Path.cwd(), *([beside] if beside else []), config_files.REPOSITORY]
-    for folder in folders:
-        if (folder / given).is_file():
-            return (folder / given).resolve()
-    raise config_files.FileProblem(
-        Problem(
-            f"there is no file {name}, neither in the current folder nor in that of the config file"
-        )
-    )
 
 
 def _sha256(path: Path) -> str:
@@ -144,9 +169,10 @@ def imported(names: Sequence[str]) -> dict[str, str]:
 
 def changes(metadata: Mapping[str, Any]) -> list[str]:
     """One warning for each module whose source is another than when a checkpoint was saved."""
+    now = {Path(name).name: digest for name, digest in _hashes.items()}
     recorded = metadata.get(METADATA) or {}
     return [
         f"warning: {name} has changed since the checkpoint was saved"
         for name, digest in recorded.items()
-        if _hashes.get(name, digest) != digest
+        if now.get(Path(name).name, digest) != digest
     ]

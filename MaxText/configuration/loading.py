@@ -74,7 +74,7 @@ def load(
     Raises:
       ConfigurationError: a UserError that lists every problem.
     """
-    gathered = layering.gather(arguments, {}, os.environ, own)
+    gathered = import_modules.gather(arguments, {}, os.environ, own)
     if for_compare:
         gathered.for_compare = {}
     return _resolve(gathered, program)
@@ -91,12 +91,12 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
       ConfigurationError: a UserError that lists every problem.
     """
     arguments = [] if config_file is None else [str(config_file)]
-    return _resolve(layering.gather(arguments, overrides, os.environ), None).config
+    return _resolve(import_modules.gather(arguments, overrides, os.environ), None).config
 
 
 def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     layering.announce(gathered.notices)
-    problems = [*gathered.problems, *import_modules.import_named(gathered.settings)]
+    problems = list(gathered.problems)
     problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
     typed, origins, kept, wrong = _winners(gathered.settings, problems)
     _derive(typed, origins, gathered.config_path)
@@ -153,9 +153,9 @@ def _winners(
 
 
 def _typed(setting: Setting, key: Key) -> Any:
-    value = setting.value
     if key.name == import_modules.KEY:
-        value = import_modules.as_list(value)
+        return import_modules.names_in(setting)
+    value = setting.value
     # A text key takes what was typed as it is: prompt=[hello] is no list.
     from_shell = setting.origin.layer in (Layer.COMMAND_LINE, Layer.ENVIRONMENT)
     if key.annotation is str and from_shell and not isinstance(value, str):

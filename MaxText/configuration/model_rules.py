@@ -240,6 +240,12 @@ def _parts(config: Config) -> str | None:
             if registered.is_built_in:
                 continue  # rules above
             part = registered.load()
+            if not hasattr(part, "problem"):
+                base = "Mixer" if kind == "mixer" else "FeedForward"
+                return (
+                    f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
+                    f"from MaxText.layers.part.{base}"
+                )
             if found := part.problem(part.keys_of(layer), layer.dimensions):
                 return f"{KINDS[kind]}={name}: {found}"
             mixes = section.dense_connections.mixes_attention_inputs

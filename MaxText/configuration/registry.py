@@ -9,10 +9,10 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import model_serializer, model_validator
 
 from MaxText.configuration.keys import Section
 
@@ -128,6 +128,8 @@ def register(
 def _check_keys(keys: type[Section], who: str) -> None:
     from MaxText.configuration.catalogue import all_keys
 
+    if not (isinstance(keys, type) and issubclass(keys, Section)):
+        raise RegistrationError(f"{who}: keys has to be a class derived from Section")
     for key, field in keys.model_fields.items():
         facts = field.json_schema_extra
         if not isinstance(facts, dict) or "unit" not in facts:
@@ -177,6 +179,16 @@ def forget(module_file: str) -> None:
         forget_derived()
 
 
+def keep_only(parts: Iterable[Registration]) -> None:
+    """Takes back what was registered besides these."""
+    kept = {(one.kind, one.name): one for one in parts}
+    if kept != _registered:
+        _registered.clear()
+        _registered.update(kept)
+        for forget_derived in _changed:
+            forget_derived()
+
+
 class Parts(Section):
     """Keys of registered parts.
 
@@ -199,6 +211,10 @@ class Parts(Section):
             assert one.keys is not None
             found.append(one.keys.model_validate(given.get(one.name, {})))
         return {"sections": tuple(found)}
+
+    @model_serializer
+    def _as_by_name(self) -> dict[str, dict[str, Any]]:
+        return {one.name: self._of(one).model_dump() for one in self.with_keys()}
 
     def named(self, name: str) -> Section:
         """The keys of a part by the part's name."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
+from MaxText.configuration import import_modules
 from MaxText.configuration.catalogue import build
 from MaxText.configuration.saved import under_todays_names
 from MaxText.configuration.schema import Config
@@ -79,6 +80,7 @@ class RunWeights:
                 f"{self.stored} does not say which configuration it was made with. Name it first: "
                 "convert.py CONFIG.yml from=..."
             )
+        import_modules.check_named(flat, str(self.stored))
         return build(under_todays_names(flat, str(self.stored)))
 
     def read(self, ours: str) -> np.ndarray:

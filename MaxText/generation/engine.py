@@ -17,6 +17,7 @@ import numpy as np
 
 from MaxText.generation.token_choice import Choice, next_token
 from MaxText.layers.decoder import Decoder, States
+from MaxText.layers.key_value_cache import capacity_of, with_capacity
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import Layout
 
@@ -142,10 +143,8 @@ class Engine:
 
         Grows fourfold: every capacity is another compiled program.
         """
-        capacities = [
-            state.capacity for state in sequences.states if state is not None and state.capacity
-        ]
-        if not capacities or length <= (capacity := min(capacities)):
+        capacity = capacity_of(sequences.states)
+        if capacity is None or length <= capacity:
             return sequences
         return self._growth(sequences, self._capacity(max(length, 4 * capacity)))
 
@@ -216,8 +215,7 @@ class Engine:
 
 
 def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
-    states = tuple(state and state.with_capacity(capacity) for state in sequences.states)
-    return dataclasses.replace(sequences, states=states)
+    return dataclasses.replace(sequences, states=with_capacity(sequences.states, capacity))
 
 
 def power_of_two(number: int, least: int) -> int:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from MaxText.configuration import layering
+from MaxText.configuration import import_modules
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.layering import OwnConfiguration
 from MaxText.configuration.loading import Loaded
@@ -26,7 +26,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
     Raises:
       UserError: every problem of the configuration; or no weights where the path points.
     """
-    gathered = layering.gather(arguments, {}, os.environ)
+    gathered = import_modules.gather(arguments, {}, os.environ)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
     known = all_keys()
     mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
@@ -46,7 +46,7 @@ def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded
     """The same for train.py, which takes the configuration of a Hugging Face folder only."""
     from MaxText.conversion import hugging_face_folder
 
-    path = layering.gather(arguments, {}, os.environ).last(_KEY)
+    path = import_modules.gather(arguments, {}, os.environ).last(_KEY)
     if path is None or not hugging_face_folder.is_folder(str(path.origin.raw)):
         return load_arguments(arguments, program)
     return load(arguments, program)
@@ -67,6 +67,7 @@ def _own_configuration(path: str, given: dict[str, Any]) -> OwnConfiguration | N
     flat = description.metadata_if_any(stored).get("config")
     if not flat:
         return None
+    import_modules.check_named(flat, str(stored))
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
     values = under_todays_names(flat, str(stored)).items()
     return OwnConfiguration(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from MaxText.configuration import import_modules
 from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
@@ -63,6 +64,8 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     began = time.perf_counter()
     given = open_parameters(path, key, abstract, flat(config), show)
     params = jax.block_until_ready(given.read())
+    for warning in import_modules.changes(given.metadata):
+        show(warning)
     show(
         f"{model.num_parameters:,} parameters of {given.folder} in "
         f"{time.perf_counter() - began:.1f} s; {section.numerics.dtype} on {len(devices)} x "

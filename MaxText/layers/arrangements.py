@@ -13,7 +13,6 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import lookup
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
 from MaxText.layers.building import Building
-from MaxText.layers.capture import scope
 from MaxText.layers.connections import Inputs, Normalized
 from MaxText.layers.context import Context
 from MaxText.layers.feed_forward import MLP as PlainMLP
@@ -69,8 +68,7 @@ class ParallelBlock(Block):
         out, scalars, state = self.mix(normed, context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         if self.pre_mlp_layer_norm is None:
-            with scope("mlp"):
-                out, more = self.mlp(normed[0], context)
+            out, more = self.run_mlp(normed[0], context)
         else:
             out, more = self.feed_forward(inputs.r, context)
         y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)

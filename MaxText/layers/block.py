@@ -16,7 +16,7 @@ from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import normalization
-from MaxText.layers.part import FeedForward, Mixer, Scalars
+from MaxText.layers.part import FeedForward, Mixer, Scalars, checked
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 # RNG stream ids within a layer; attention's probabilities have 0, routing has 9, random slopes of
@@ -86,17 +86,23 @@ class Block(nnx.Module):
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
-                out, state = mixer.decode_step(x_BTD, state, context)
+                found = mixer.decode_step(x_BTD, state, context)
+                out, state = checked(mixer, "decode_step", found, normed[0])
                 return out, {}, state
             if context.capacity is not None:
-                out, state = mixer.prefill(x_BTD, context)
+                found = mixer.prefill(x_BTD, context)
+                out, state = checked(mixer, "prefill", found, normed[0])
                 return out, {}, state
-            return *mixer(x_BTD, context), None
+            return *checked(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """The feed-forward of the normed stream, and its scalars."""
+        return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
+
+    def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+        """The feed-forward itself."""
         with scope("mlp"):
-            return self.mlp(self.pre_mlp_layer_norm(x_BTD), context)
+            return checked(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
         """What a branch adds to the residual stream, after dropout and drop path."""

@@ -4,6 +4,7 @@ Legend: B sequences, T new tokens, S slots, K key/value heads, H head_dim.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,3 +180,27 @@ def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
 
 def _constrained(slots: jax.Array) -> jax.Array:
     return constrain(slots, *_AXES[-slots.ndim :])
+
+
+def capacity_of(states: Any) -> int | None:
+    """Tokens that every part of decode states has room for; None for any number.
+
+    Args:
+      states: a tree. Those of its nodes that grow have `capacity` and `with_capacity`.
+    """
+    nodes = jax.tree.leaves(states, is_leaf=_can_grow)
+    found = [node.capacity for node in nodes if _can_grow(node) and node.capacity]
+    return min(found, default=None)
+
+
+def with_capacity(states: Any, capacity: int) -> Any:
+    """The same decode states with room for more tokens."""
+
+    def grown(node: Any) -> Any:
+        return node.with_capacity(capacity) if _can_grow(node) else node
+
+    return jax.tree.map(grown, states, is_leaf=_can_grow)
+
+
+def _can_grow(node: Any) -> bool:
+    return hasattr(node, "with_capacity")

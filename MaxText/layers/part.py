@@ -19,7 +19,8 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.registry import register
+from MaxText.configuration.registry import register, registrations
+from MaxText.errors import UserError
 from MaxText.layers.building import Building as Init
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
@@ -102,8 +103,9 @@ class Mixer(Part):
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
         """The output of prompts and the state after each, a tree of arrays.
 
-        `context.lengths_B` are the tokens of each prompt; padding stands behind them. A state that
-        grows has room for `context.capacity` tokens.
+        `context.lengths_B` are the tokens of each prompt; padding stands behind them. What grows
+        with the tokens has room for `context.capacity` and can be enlarged: a KeyValueCache, or
+        another registered dataclass with `capacity` and `with_capacity`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
@@ -132,6 +134,11 @@ class Mixer(Part):
 class Nothing(Mixer):
     """No mixer: the layer has a feed-forward alone."""
 
+    @classmethod
+    def decodes(cls) -> bool:
+        """Whether text can be generated with it."""
+        return True
+
 
 class FeedForward(Part):
     """Changes each token by itself."""
@@ -139,3 +146,26 @@ class FeedForward(Part):
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """The output [B, T, D], and scalars to be summed over layers."""
         raise NotImplementedError
+
+
+def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
+    """What a method of a part returned: a pair, whose first has the shape of the input.
+
+    Raises:
+      UserError: it returned something else.
+    """
+    if isinstance(found, tuple) and len(found) == 2 and _words(found[0]) == _words(x_BTD):
+        return found
+    given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)
+    second = "scalars" if method == "__call__" else "state"
+    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
+             if one.target is type(part))  # fmt: skip
+    raise UserError(
+        f"{next(names, type(part).__name__)}: {method} returned {given}, and has to return "
+        f"({_words(x_BTD)}, {second})"
+    )
+
+
+def _words(x: Any) -> str:
+    """The shape of an array, or what else it is."""
+    return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from MaxText.checkpointing.growth.old_slots import slow_old_slots
 from MaxText.checkpointing.growth.settling import Settled
+from MaxText.configuration.registry import registrations
+from MaxText.input_pipeline.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
@@ -42,12 +46,15 @@ def assemble(settled: Settled, layout: Layout) -> Assembled:
     """Makes them.
 
     Raises:
-      UserError: the mesh divides too few of the parameters, or the sequences unevenly.
+      UserError: the mesh divides too few of the parameters, or the sequences unevenly; or a part
+        returns something else than it should.
     """
     config = settled.config
     platform = layout.mesh.devices.flat[0].platform
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     model = Model(section)
+    if not all(part.is_built_in for part in registrations()):
+        _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     optimizer = slow_old_slots(
@@ -59,3 +66,14 @@ def assemble(settled: Settled, layout: Layout) -> Assembled:
     state = layout.abstract_state(initialize, model.parameters)
     step = steps.train_step_of(config, model, optimizer, schedule)
     return Assembled(model, optimizer, initialize, state, step, whole, choices)
+
+
+def _trace(model: Model) -> None:
+    """Traces the layers on one sequence; the parts are checked on the way."""
+
+    def hidden(params: Any) -> Any:
+        ids_BT = jnp.zeros((1, model.section.shape.max_target_length), jnp.int32)
+        batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
+        return model.merge(params).hidden(batch)
+
+    jax.eval_shape(hidden, model.abstract)

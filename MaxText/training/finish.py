@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from etils import epath
 
 from MaxText.checkpointing import layout as checkpoint_layout
 from MaxText.configuration import command_line
+from MaxText.configuration.registry import lookup
 from MaxText.configuration.schema import Config
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.batch_iterators import BatchIterator
@@ -56,8 +57,9 @@ def leave_results(
 
             records.events.flush()
             line(f"Loss curve: {draw_loss_curve(run_folder)}")
-    can_generate = tokenizer is not None and model.section.attention.causal
-    for text in _next_steps(run_folder, can_generate):
+    decodes = all(lookup("mixer", name).decodes() for name in set(model.section.mixers))
+    can_generate = tokenizer is not None and model.section.attention.causal and decodes
+    for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)
     if diverged := records.trend.diverged:
         raise Diverged(
@@ -66,11 +68,14 @@ def leave_results(
         )
 
 
-def _next_steps(run_folder: epath.Path, can_generate: bool) -> list[str]:
+def _next_steps(
+    run_folder: epath.Path, can_generate: bool, modules: Sequence[str] = ()
+) -> list[str]:
     """Where the result is, and the commands that people type next.
 
     Args:
       can_generate: whether the model generates text, and the run has its tokenizer.
+      modules: import_modules.
     """
     folder = shlex.quote(str(run_folder))
     report = f"Report:      {command_line.program('report')} {folder}"
@@ -79,8 +84,10 @@ def _next_steps(run_folder: epath.Path, can_generate: bool) -> list[str]:
         return [report]
     lines = [f"Checkpoint:  {folder_of_steps / str(steps[-1])}"]
     if can_generate:
-        decode = command_line.program("decode")
-        lines.append(f"Generate:    {decode} load_parameters_path={folder} prompt='The '")
+        words = f"{command_line.program('decode')} load_parameters_path={folder}"
+        if modules:
+            words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
+        lines.append(f"Generate:    {words} prompt='The '")
     return [*lines, report]
 
 

@@ -2,11 +2,12 @@
 
 import importlib
 
+import optax
 import pytest
 
 from MaxText.configuration import registry
 from MaxText.configuration.loading import configure
-from MaxText.conformance import CHECKS, SIZES, TRAINED, Subject, result
+from MaxText.conformance import CHECKS, OPTIMIZER_CHECKS, SIZES, TRAINED, Subject, result
 from tests.house.sources import REPOSITORY
 from tests.programs import run
 
@@ -60,8 +61,24 @@ def test_the_check_for_it_finds(fault, faulty):
     assert result(check, subject)
 
 
+def test_an_optimizer_that_goes_up_is_found():
+    registry.register("optimizer", "up")(lambda keys, parameters: optax.sgd(1.0))
+    try:
+        subject = Subject(lambda **more: configure(**TRAINED | SIZES | {"opt_type": "up"} | more))
+        updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
+        assert "the loss goes from" in (result(updates, subject) or "")
+    finally:
+        registry.forget(__file__)
+
+
 @pytest.mark.slow
-def test_the_program(users_environment):
-    found = run("check_part.py", [PART], REPOSITORY, users_environment)
+@pytest.mark.parametrize(
+    "part",
+    [PART, *(f"examples/{name}.py" for name in
+             ("gated_deltanet", "differential_attention", "moving_average", "my_optimizer"))],
+)  # fmt: skip
+def test_the_program(part, users_environment):
+    found = run("check_part.py", [part], REPOSITORY, users_environment)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count(" ok\n") == len(CHECKS)
+    checks = OPTIMIZER_CHECKS if "optimizer" in part else CHECKS
+    assert found.stdout.count(" ok\n") == len(checks)

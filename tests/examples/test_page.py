@@ -1,0 +1,59 @@
+"""docs/add_an_architecture.md: its code is that of the examples, its commands are accepted."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from MaxText.comparison import request as comparison
+from MaxText.configuration.loading import load
+from MaxText.conformance import CHECKS
+from MaxText.planning import request as planning
+from tests.house.sources import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "add_an_architecture.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    python MaxText/(\w+\.py) (.*)$", PAGE, re.MULTILINE)
+
+
+def test_quoted_code_stands_in_the_examples():
+    examples = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").iterdir()
+                if path.suffix in (".py", ".yml")]  # fmt: skip
+    quoted = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(quoted) >= 5
+    for block in quoted:
+        assert any(block in text for text in examples), block
+
+
+def test_yaml_of_the_page_is_a_configuration(tmp_path):
+    text = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"(?:^    [a-z_]+: .*\n)+", text, re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        keys = yaml.safe_load(block)
+        path = tmp_path / "page.yml"
+        path.write_text(yaml.safe_dump({"base_config": "quickstart.yml"} | keys))
+        load([str(path)], "train.py")
+
+
+@pytest.mark.parametrize(("program", "words"), COMMANDS)
+def test_commands(program, words):
+    arguments = shlex.split(words)
+    if program in ("train.py", "plan.py"):
+        if program == "plan.py":
+            arguments = planning.read(arguments).arguments
+        load(arguments, program)
+    elif program == "compare.py":
+        asked, problems = comparison.read(arguments)
+        assert not problems
+        for path in asked.configs:
+            load([path])
+    elif program == "check_part.py":
+        assert (REPOSITORY / arguments[0]).is_file()
+    else:
+        assert program == "decode.py"
+        load(arguments[1:], program)
+
+
+def test_the_table_has_each_check():
+    assert re.findall(r"^\| ([\w ]+) \| ", PAGE, re.MULTILINE)[1:] == [one.name for one in CHECKS]

@@ -1,0 +1,92 @@
+"""examples/gated_deltanet.yml as a user runs it: killed, resumed, decoded, planned, compared."""
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import kills
+from tests import programs
+from tests.house.sources import REPOSITORY
+from tests.multi_device.same_results import MIXED, train
+
+EXAMPLE = REPOSITORY / "examples" / "gated_deltanet.yml"
+IMPORT = f"import_modules=[{REPOSITORY}/examples/gated_deltanet.py]"
+HYBRID = {
+    "import_modules": ["examples/gated_deltanet.py"],
+    "layer_pattern": "GGG*",
+    "layer_kinds": {"G": {"mixer": "gated_deltanet"}, "*": {"mixer": "attention"}},
+    "base_num_decoder_layers": 4,
+    "gdn_chunk": 5,
+}
+DIFFERENTIAL = {
+    "import_modules": ["examples/differential_attention.py"],
+    "mixer": "differential_attention",
+}
+CAUTIOUS = {"import_modules": ["examples/my_optimizer.py"], "opt_type": "cautious_adamw"}
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize(
+    "keys", [HYBRID, DIFFERENTIAL, CAUTIOUS], ids=["hybrid", "differential", "cautious"]
+)
+def test_the_same_losses_on_eight_devices(keys):
+    expected, _ = train(jax.devices()[:1], **keys)
+    numbers, state = train(jax.devices(), **keys, **MIXED)
+    np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+    kernel = state.params["token_embedder"]["embedding"]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+
+
+@pytest.fixture
+def runs(tmp_path, users_environment):
+    """The text and training of benchmarks/kills.py with the layers of the example."""
+    place = tmp_path / "kills"
+    runs = kills.Attack(place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
+    text = (place / "kills.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
+    text = text.replace("base_num_decoder_layers: 2", "base_num_decoder_layers: 4")
+    (place / "kills.yml").write_text(text)
+    return runs
+
+
+def completed(run):
+    assert run.end() == 0, run.output
+    return run.output
+
+
+@pytest.mark.slow
+def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_environment):
+    whole, killed = runs.folder("whole"), runs.folder("killed")
+    completed(runs.start("whole"))
+    assert "delta rule" in (whole / "start.txt").read_text()
+
+    run = runs.start("killed")
+    assert run.wait_for(lambda: (run.last_step or 0) >= 9, poll=0.001), run.output
+    run.kill()
+    assert not (killed / "checkpoints" / str(kills.LAST_STEP)).exists()
+    completed(runs.start("killed"))
+    assert kills.differences(killed, whole) == []
+
+    def done(program, *arguments):
+        found = programs.run(program, arguments, tmp_path, users_environment)
+        assert found.returncode == 0, found.stdout + found.stderr
+        return found.stdout
+
+    config = str(tmp_path / "kills" / "kills.yml")
+    shown = done(
+        "decode.py", f"load_parameters_path={killed}", IMPORT, "prompt=def f", "max_new_tokens=8",
+        "decode_ignore_end=true",
+    )  # fmt: skip
+    assert "8 tokens" in shown
+    planned = done("plan.py", config, "hardware=1xH200")
+    assert "at the peak" in planned
+
+    attention = tmp_path / "attention.yml"
+    attention.write_text(f'base_config: {config}\nlayer_pattern: ""\n')
+    done(
+        "compare.py", config, str(attention), "match=flops", "free=steps", "tolerance=0.05",
+        "steps=12", "seeds=1", f"output={tmp_path}/compared",
+        "eval_interval=6", "checkpoint_period=6",
+    )  # fmt: skip
+    summary = (tmp_path / "compared" / "summary.csv").read_text()
+    assert "kills" in summary
+    assert "attention" in summary
