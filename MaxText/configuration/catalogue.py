@@ -18,6 +18,7 @@ _BOUNDS = {
     "gt": (operator.gt, ">"),
     "le": (operator.le, "<="),
     "lt": (operator.lt, "<"),
+    "ne": (operator.ne, "other than"),
 }
 
 
@@ -33,7 +34,7 @@ class Key:
       default: value when nobody sets it.
       meaning: one line.
       unit: for example "steps", or empty.
-      bounds: pairs of "ge", "gt", "le" or "lt" and a number.
+      bounds: pairs of "ge", "gt", "le", "lt" or "ne" and a number.
       only_if: other keys and the values under which this one has an effect.
       only_if_any: more of them, of which one is enough.
     """
@@ -92,6 +93,8 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
         for kind in _BOUNDS
         if hasattr(constraint, kind)
     )
+    if extra["ne"] is not None:
+        bounds += (("ne", extra["ne"]),)
     return Key(
         name=name,
         section=section,

@@ -93,7 +93,7 @@ class Data(Section):
     )  # fmt: skip
     num_epoch: int = key(
         -1, "Passes over the data after which training stops; -1 repeats until `steps`.", ge=-1,
-        only_if=_STORED,
+        ne=0, only_if=_STORED,
     )  # fmt: skip
     packing: bool = key(
         True,

@@ -19,7 +19,7 @@ class Decoding(Section):
     )  # fmt: skip
     max_new_tokens: int = key(
         128, "Tokens to generate at most; -1 goes on to max_target_length, prompt included.",
-        unit="tokens", ge=-1,
+        unit="tokens", ge=-1, ne=0,
     )  # fmt: skip
     sample_tokens: int = key(0, "Tokens that train.py generates at its end; 0 for none.", ge=0)
     decode_num_samples: int = key(1, "Completions of each prompt.", ge=1)
@@ -83,6 +83,7 @@ class Scoring(Section):
         "side by side, as train.py evaluates.",
         unit="tokens",
         ge=-1,
+        ne=0,
     )
     eval_output: str = key(
         "", "File for the results (JSON). Empty: eval/<step>.json in the run, or the terminal only."

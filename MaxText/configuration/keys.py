@@ -25,6 +25,7 @@ def key(
     unit: str = "",
     only_if: dict[str, Iterable[Any]] | None = None,
     only_if_any: dict[str, Iterable[Any]] | None = None,
+    ne: float | None = None,
     **bounds: float,
 ) -> Any:
     """Declares one key.
@@ -36,9 +37,10 @@ def key(
       only_if: other keys and the values under which this one has an effect. A user who sets the
         key to a non-default value while one of them has another value gets an error.
       only_if_any: the same for keys of which one is enough.
+      ne: a number that is none of its values: where -1 has a meaning and 1 upwards are counts.
       bounds: pydantic's ge, gt, le, lt.
     """
-    facts: dict[str, Any] = {"unit": unit}
+    facts: dict[str, Any] = {"unit": unit, "ne": ne}
     for name, given in (("only_if", only_if), ("only_if_any", only_if_any)):
         facts[name] = {other: list(values) for other, values in (given or {}).items()}
     return Field(

@@ -361,7 +361,7 @@ class MixtureOfExperts(Section):
     moe_layers: tuple[int, ...] | None = key(
         None, "Layers with experts, counted from 0; null is all."
     )
-    moe_mlp_dim: int = key(-1, "Hidden width of an expert; -1 is mlp_dim.", ge=-1)
+    moe_mlp_dim: int = key(-1, "Hidden width of an expert; -1 is mlp_dim.", ge=-1, ne=0)
     moe_activations: tuple[Activation, ...] | None = key(
         None, "As mlp_activations, for experts; null is the same (GPT-Neo: [relu])."
     )
@@ -381,6 +381,7 @@ class MixtureOfExperts(Section):
         "Tokens that share the places of experts: a part of a sequence; -1 is a whole one.",
         unit="tokens",
         ge=-1,
+        ne=0,
     )
     load_balance_loss_weight: float = key(0.01, "Weight of the load balance loss.", ge=0)
     router_z_loss_weight: float = key(
@@ -414,15 +415,20 @@ class Pattention(Section):
         "times as many. -1 is emb_dim.",
         only_if_any=_ANYWHERE,
         ge=-1,
+        ne=0,
     )
     qkv_slot_num: int = key(
-        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+        -1,
+        "Slots of each of query, key and value; -1 is slot_num.",
+        only_if=_QKV_AND_OUTPUT,
+        ge=-1,
+        ne=0,
     )
     proj_slot_num: int = key(
-        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1, ne=0
     )
     ffn_slot_num: int = key(
-        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1
+        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1, ne=0
     )
     normalize_type: Literal[
         "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"

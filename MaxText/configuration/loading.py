@@ -212,6 +212,8 @@ def _wrong(setting: Setting, key: Key, message: str) -> Problem:
             facts.append(("nearest", ", ".join(close)))
         if note := VALUE_NOTES.get((key.name, setting.value)):
             facts.append(("note", note))
+    if dict(key.bounds).get("ne") is not None:
+        facts.append(("meaning", key.meaning))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
     return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))

@@ -59,7 +59,9 @@ class Shape(Section):
         only_if={"feed_forward_type": ["mlp"]},
     )  # fmt: skip
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
-    head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1, le=1_000_000)
+    head_dim: int = key(
+        128, "Width of one head; -1 is emb_dim / query heads.", ge=-1, ne=0, le=1_000_000
+    )
     vocab_size: int = key(
         32_000, "Rows of the token table, padding rows included.", ge=1, le=2**31 - 1
     )
@@ -288,18 +290,21 @@ class Pipeline(Section):
         "Parts into which the rows of a microbatch are cut once more, to flow through the stages; "
         "-1: as many as stages. More leave stages idle for less of the time.",
         ge=-1,
+        ne=0,
     )
     num_pipeline_repeats: int = key(
         -1,
         "How often a row passes through all stages (circular schedule); -1: what "
         "num_layers_per_pipeline_stage leaves. More leave stages idle for less of the time.",
         ge=-1,
+        ne=0,
     )
     num_layers_per_pipeline_stage: int = key(
         -1,
         "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
         "leaves, and if that is -1, too, one pattern of kinds.",
         ge=-1,
+        ne=0,
     )
 
     def microbatches(self, num_stages: int) -> int:

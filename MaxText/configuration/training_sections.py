@@ -26,7 +26,7 @@ class Run(Section):
         "else is read (docs/add_an_architecture.md).",
     )
     steps: int = key(
-        150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1
+        150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1, ne=0
     )
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "Devices to train on; auto takes the best that jax finds."
@@ -40,7 +40,7 @@ class Run(Section):
         "", "Machine for which train_compile.py compiles, such as v5e-16, v5p-8 or h100-8."
     )
     compile_topology_num_slices: int = key(
-        -1, "Such machines, joined by the data center's network (TPU); -1 is one.", ge=-1
+        -1, "Such machines, joined by the data center's network (TPU); -1 is one.", ge=-1, ne=0
     )
     compiled_trainstep_file: str = key(
         "",
@@ -186,7 +186,7 @@ class Schedule(Section):
         only_if={"lr_schedule_type": ["polynomial"]},
     )  # fmt: skip
     learning_rate_schedule_steps: int = key(
-        -1, "Length of the schedule; -1 is `steps`.", unit="steps", ge=-1
+        -1, "Length of the schedule; -1 is `steps`.", unit="steps", ge=-1, ne=0
     )
     warmup_steps_fraction: float = key(
         0.1, "Share of the schedule spent warming up.", ge=0, le=1, only_if={"warmup_steps": [-1]}
@@ -261,7 +261,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _size(default: int, doc: str) -> Any:
-    return key(default, doc, ge=-1)
+    return key(default, f"{doc} -1 fills.", ge=-1, ne=0)
 
 
 class Mesh(Section):
@@ -390,8 +390,9 @@ class Checkpoint(Section):
     load_parameters_path_slot_number: int = key(
         -1,
         "Slots of the stored model. They are read from the checkpoint; a number given here is only "
-        "compared with them.",
+        "compared with them; -1: with nothing.",
         ge=-1,
+        ne=0,
     )
     load_parameters_zero_init: bool = key(False, "TokenFormer's name for growth_mode=zero.")
 
@@ -406,7 +407,7 @@ class Evaluation(Section):
 
     eval_interval: int = key(-1, "Steps between evaluations; -1 is never.", unit="steps", ge=-1)
     eval_steps: int = key(
-        -1, "Batches of an evaluation; -1 is the whole split.", unit="batches", ge=-1
+        -1, "Batches of an evaluation; -1 is the whole split.", unit="batches", ge=-1, ne=0
     )
     eval_per_device_batch_size: float = key(
         0.0, "Sequences per device; 0 takes per_device_batch_size.", unit="sequences", ge=0
