@@ -16,7 +16,6 @@ from MaxText.conversion import (
     tokenizer_copy,
     verification,
 )
-from MaxText.conversion.config_json import find_family
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import (
@@ -30,7 +29,7 @@ from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
 from MaxText.conversion.run_checkpoint import RunWeights
-from MaxText.conversion.settings import named_family, with_effect
+from MaxText.conversion.settings import find_family, named_family, with_effect
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.conversion.config_json import (
-    kept_window,
-    kept_words,
-    settled_names,
-    to_config_json,
-)
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
-from MaxText.conversion.settings import named_family
+from MaxText.conversion.settings import (
+    kept_window,
+    kept_words,
+    named_family,
+    settled_names,
+    to_config_json,
+)
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weights import Weights, num_bytes
 from MaxText.errors import UserError

@@ -5,6 +5,7 @@ another program.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ TEXTS = "length of the user's texts"
 
 # What stands in the name of a tensor for a number.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
+_DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +51,9 @@ class Row:
         """Whether every expert has such a tensor."""
         return "{expert}" in self.theirs
 
-    def name(self, num_layers: int, layer: int = 0, expert: int = 0) -> str:
-        """The tensor's name in a model of so many layers, in one of them and of one expert."""
-        return _numbered(self.theirs, num_layers, layer, expert)
 
-    def older_names(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
-        """Other names that the tensor of one layer may have in a file."""
-        return tuple(_numbered(name, num_layers, layer) for name in self.older)
-
-    def arrays(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
-        """Names of our arrays that the tensor of one layer is part of."""
-        return tuple(_numbered(name, num_layers, layer) for name in self.ours)
-
-
-def _numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+    """A name of a row in a model of so many layers, in one of them and of one expert."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
@@ -72,6 +63,32 @@ def row(
 ) -> Row:
     """A row; `ours` are names separated by blanks, and `layers/` stands for itself."""
     return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
+
+
+def norm(theirs: str, ours: str, ends: tuple[str, str] = (".weight", ".bias")) -> tuple[Row, Row]:
+    """Rows of a norm: its scale, and the bias of LayerNorm."""
+    return (
+        row(theirs + ends[0], f"{ours}/scale", "D", "D"),
+        row(theirs + ends[1], f"{ours}/bias", "D", "D"),
+    )
+
+
+def projection(
+    theirs: str,
+    ours: str,
+    theirs_axes: str,
+    ours_axes: str,
+    ends: tuple[str, str] = (".weight", ".bias"),
+) -> tuple[Row, Row]:
+    """Rows of a product, or of several that share a tensor, and of the bias on its outputs."""
+    last = ours_axes[-1]
+    outputs = next(found for found in _DIMENSION.findall(theirs_axes) if last in found)
+    letters = [letter for letter in ours_axes.split() if letter in outputs]
+    kernels = " ".join(f"{name}/kernel" for name in ours.split())
+    return (
+        row(theirs + ends[0], kernels, theirs_axes, ours_axes),
+        row(theirs + ends[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +132,10 @@ class Setting:
         """The key of config.json as it is written."""
         return self.theirs[0]
 
-    def value_in(self, config: Mapping[str, Any]) -> Any:
-        """The value of a config.json, or its default; REQUIRED if there is none."""
-        found = [config[name] for name in self.theirs if self._is_set(name, config)]
-        return found[-1] if found else self.value_of_silence(config)
-
-    def is_given(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json says it."""
-        return any(self._is_set(name, config) for name in self.theirs)
-
-    def _is_set(self, name: str, config: Mapping[str, Any]) -> bool:
-        return name in config and (self.unset is None or config[name] != self.unset)
+    def given(self, config: Mapping[str, Any]) -> list[Any]:
+        """The values that a config.json has of it under its names."""
+        found = [config[name] for name in self.theirs if name in config]
+        return [value for value in found if self.unset is None or value != self.unset]
 
     def value_of_silence(self, config: Mapping[str, Any]) -> Any:
         """The default; REQUIRED if there is none."""
@@ -139,18 +149,16 @@ class Setting:
         """Our value of one of theirs, in a config.json; REQUIRED if we have none."""
         if self.read is not None:
             return self.read(value, config)
-        if self.values is None:
-            return value
-        return next((ours for theirs, ours in self.values if theirs == value), REQUIRED)
+        pairs = ((value, value),) if self.values is None else self.values
+        return next((ours for theirs, ours in pairs if theirs == value), REQUIRED)
 
     def theirs_of(self, values: Mapping[str, Any]) -> Any:
         """Their value, from all our keys; REQUIRED if they have none."""
         if self.write is not None:
             return self.write(values)
         value = values[self.ours[0]] if self.ours else None
-        if self.values is None:
-            return value
-        return next((theirs for theirs, ours in self.values if ours == value), REQUIRED)
+        pairs = ((value, value),) if self.values is None else self.values
+        return next((theirs for theirs, ours in pairs if ours == value), REQUIRED)
 
 
 def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
@@ -227,7 +235,7 @@ class Family:
       model_type: as in config.json.
       architecture: the class that `architectures` of config.json names.
       decoder_block: our bundle of part choices that comes nearest.
-      parts: our keys with the values that every model of the family has.
+      own: our keys with the values that every model of the family has, besides SHARED_PARTS.
       settings: config.json and our keys.
       rows: tensors.
       prefix: of the names of all tensors but the head; files of the bare model leave it out. "" if
@@ -246,7 +254,7 @@ class Family:
     model_type: str
     architecture: str
     decoder_block: str
-    parts: Mapping[str, Any]
+    own: Mapping[str, Any]
     settings: tuple[Setting, ...]
     rows: tuple[Row, ...]
     prefix: str
@@ -257,6 +265,13 @@ class Family:
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
     code: str = ""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """All keys of ours that no setting decides, with their values."""
+        decided = {name for setting in self.settings for name in setting.ours}
+        every = {**SHARED_PARTS, **self.own}
+        return {name: value for name, value in every.items() if name not in decided}
 
     @property
     def has_model_type(self) -> bool:
@@ -300,3 +315,4 @@ SHARED_PARTS: Mapping[str, Any] = {
 }
 
 BOOLEANS = ((True, True), (False, False))
+PARALLEL = ((True, "parallel"), (False, "sequential"))

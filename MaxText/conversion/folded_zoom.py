@@ -15,7 +15,7 @@ from MaxText.checkpointing.growth.plan import by_place, place_of
 from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.schema import Config
-from MaxText.conversion.config_json import find_family
+from MaxText.conversion.settings import find_family
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 

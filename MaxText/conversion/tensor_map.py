@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from MaxText.conversion.family import Family, Row
+from MaxText.conversion.family import Family, Row, numbered
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
@@ -65,15 +65,17 @@ class TensorMap:
         num_experts = model.section.mixture_of_experts.num_experts
         for row in family.rows if rows is None else rows:
             for layer in range(num_layers) if row.in_layers else (0,):
-                stored = [self._stored(name, layer) for name in row.arrays(num_layers, layer)]
+                stored = [
+                    self._stored(numbered(name, num_layers, layer), layer) for name in row.ours
+                ]
                 ours = tuple(name for name, _ in stored)
                 if ours[0] in model.parameters:
                     outer = stored[0][1]
                     for expert in range(num_experts) if row.in_experts else (0,):
                         place = (*outer, expert) if row.in_experts else outer
-                        name = row.name(num_layers, layer, expert)
+                        name = numbered(row.theirs, num_layers, layer, expert)
                         shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
-                        older = row.older_names(num_layers, layer)
+                        older = tuple(numbered(one, num_layers, layer) for one in row.older)
                         tensor = Tensor(name, shape, row, ours, place, older)
                         self.groups.setdefault(ours, []).append(tensor)
         named = [name for ours in self.groups for name in ours]
