@@ -11,7 +11,6 @@ from MaxText.errors import UserError
 
 PREFIX = "fattorib:"
 _STEP = re.compile(r"params_(\d+)")
-_MOST_LINES = 20
 
 
 class FattoribWeights:
@@ -35,9 +34,10 @@ class FattoribWeights:
           UserError: no such file, or its arrays are not those of the configuration.
         """
         # The tables know the model, so they import jax.
+        from MaxText.checkpointing.matching import Leaf
         from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
         from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
-        from MaxText.conversion.weights import model_of
+        from MaxText.conversion.weights import check_arrays, common_format, model_of
 
         self.config, self.model = config, model_of(config)
         try:
@@ -50,45 +50,22 @@ class FattoribWeights:
             ) from error
         self.file = _find(path_of(path, "from"), path)
         self._arrays = _flattened(_restored(self.file))
-        self._check()
+        check_arrays(
+            {name: Leaf(array.shape, array.dtype) for name, array in self._arrays.items()},
+            {tensor.name: tensor.shape for tensor in self.map.tensors},
+            f"{self.file} does not hold the model of the configuration",
+            "Name the model that was trained, for example model_name=fattorib-base.",
+        )
         self.formats: dict[str, np.dtype] = {
-            name: self._format(name) for name in self.model.parameters
-        }
-
-    def _check(self) -> None:
-        wanted = {tensor.name: tensor.shape for tensor in self.map.tensors}
-        found = {name: array.shape for name, array in self._arrays.items()}
-        problems = [
-            f"missing     {name}: wanted {list(wanted[name])}" for name in wanted.keys() - found
-        ]
-        problems += [
-            f"other shape {name}: stored {list(found[name])}, wanted {list(wanted[name])}"
-            for name in wanted.keys() & found.keys()
-            if wanted[name] != found[name]
-        ]
-        problems += [
-            f"extra       {name}: stored {list(found[name])}, unknown to this model"
-            for name in found.keys() - wanted.keys()
-        ]
-        if problems:
-            more = len(problems) - _MOST_LINES
-            lines = sorted(problems)[:_MOST_LINES] + ([f"... and {more} more"] if more > 0 else [])
-            raise UserError(
-                f"{self.file} does not hold the model of the configuration:\n  "
-                + "\n  ".join(lines)
-                + "\nName the model that was trained, for example model_name=fattorib-base."
+            name: common_format(
+                self._arrays[tensor.name].dtype.name for tensor in self.map.sources(name)
             )
-
-    def _format(self, ours: str) -> np.dtype:
-        formats = {self._arrays[tensor.name].dtype.name for tensor in self.map.sources(ours)}
-        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
+            for name in self.model.parameters
+        }
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours."""
-        array = np.empty(self.model.parameters[ours].shape, self.formats[ours])
-        for tensor in self.map.sources(ours):
-            array[tensor.place] = self.map.part(ours, self._arrays[tensor.name])
-        return array
+        return self.map.array(ours, self.formats[ours], self._arrays.__getitem__)
 
 
 def _find(path: Any, given: str) -> Any:
@@ -113,16 +90,9 @@ def _restored(file: Any) -> Any:
 
 def _flattened(tree: Any) -> dict[str, np.ndarray]:
     """Arrays by path; the tree may lie in the state of a run, under params."""
+    from flax import traverse_util
+
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
-    arrays: dict[str, np.ndarray] = {}
-
-    def walk(node: Any, path: str) -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                walk(value, f"{path}/{name}" if path else str(name))
-        elif isinstance(node, np.ndarray):
-            arrays[path] = node
-
-    walk(tree, "")
-    return arrays
+    leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}

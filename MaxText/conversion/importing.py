@@ -11,14 +11,11 @@ from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, read_json
 from MaxText.conversion.settings import family_of, in_their_words, to_keys
-from MaxText.conversion.tensor_map import Tensor, TensorMap
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weights import check_arrays, common_format, model_of
 from MaxText.errors import UserError
-
-_MOST_LINES = 20
 
 
 class FolderWeights:
@@ -63,41 +60,39 @@ class FolderWeights:
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
         self._names = self._match()
-        # float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
+        self._stored = {
+            tensor: self.files.found[name].format for tensor, name in self._names.items()
+        }
         self.formats: dict[str, np.dtype] = {
-            name: self._format(self.map.sources(name)) for name in self.model.parameters
+            name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
+            for name in self.model.parameters
         }
 
     def _match(self) -> dict[str, str]:
         """Name of every tensor of the table -> its name in the files."""
         found, prefix = self.files.found, self.family.prefix
-        names, problems = {}, []
+        names = {}
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.older, tensor.name.removeprefix(prefix))
-            name = next((name for name in possible if name in found), None)
-            if name is None:
-                problems.append(f"missing     {tensor.name}: wanted {_shape(tensor.shape)}")
-                continue
-            names[tensor.name] = name
-            if found[name].shape != tensor.shape:
-                problems.append(
-                    f"other shape {name}: stored {_shape(found[name].shape)}, {CONFIG} gives "
-                    f"{_shape(tensor.shape)}"
-                )
-            elif found[name].format not in ("float32", "bfloat16", "float16"):
-                problems.append(
-                    f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and "
-                    "float16 can be read"
-                )
+            names[tensor.name] = next((one for one in possible if one in found), tensor.name)
         head = self._tied_head()
-        known = {*names.values(), *([head] if head else [])}
-        problems += [
-            f"extra       {name}: stored {_shape(found[name].shape)}, unknown to this model"
-            for name in found
-            if name not in known and not name.endswith(self.family.ignored or ("\0",))
-        ]
-        if problems:
-            raise UserError(_explain(self.folder, self.family, list(found), problems))
+        check_arrays(
+            {
+                name: one
+                for name, one in found.items()
+                if name in names.values()
+                or not (name == head or name.endswith(self.family.ignored or ("\0",)))
+            },
+            {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
+            f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
+            self._advice(),
+            [
+                f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and float16 "
+                "can be read"
+                for name in names.values()
+                if name in found and found[name].format not in ("float32", "bfloat16", "float16")
+            ],
+        )
         if head and not self._is_token_table(head, names):
             raise UserError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
@@ -105,6 +100,15 @@ class FolderWeights:
                 f"matrix of its own, set tie_word_embeddings to false in {CONFIG}."
             )
         return names
+
+    def _advice(self) -> str:
+        """What to do about tensors that do not fit."""
+        for other in FAMILIES.values():
+            is_like = any(name.startswith(other.prefix or "\0") for name in self.files.found)
+            if is_like and other.prefix != self.family.prefix:
+                named = f"Its tensors are named as {other.model_type} names them"
+                return f"{named}: is {CONFIG} another's?"
+        return f"Check that {CONFIG} and the tensors belong together."
 
     def _tied_head(self) -> str | None:
         """The head's tensor in files of a model that ties it: a copy of the token table."""
@@ -118,47 +122,17 @@ class FolderWeights:
         table = names[self.map.sources("token_embedder/embedding")[0].name]
         return np.array_equal(self.files.read(head), self.files.read(table))
 
-    def _format(self, tensors: list[Tensor]) -> np.dtype:
-        formats = {self.files.found[self._names[tensor.name]].format for tensor in tensors}
-        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
-
     @property
     def widened(self) -> dict[str, str]:
         """Formats of the tensors that are stored in a narrower one than our array of them."""
-        stored = {tensor: self.files.found[name].format for tensor, name in self._names.items()}
         return {
-            tensor.name: stored[tensor.name]
+            tensor.name: self._stored[tensor.name]
             for tensor in self.map.tensors
-            if stored[tensor.name] != self.formats[tensor.ours[0]].name
+            if self._stored[tensor.name] != self.formats[tensor.ours[0]].name
         }
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours."""
-        info = self.model.parameters[ours]
-        array = np.empty(info.shape, self.formats[ours])
-        for tensor in self.map.sources(ours):
-            part = self.map.part(ours, self.files.read(self._names[tensor.name]))
-            array[tensor.place] = part
-        return array
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _explain(folder: Path, family: Family, found: list[str], problems: list[str]) -> str:
-    lines = [f"{folder} does not hold the {family.model_type} model of its {CONFIG}:"]
-    lines += [f"  {problem}" for problem in problems[:_MOST_LINES]]
-    if len(problems) > _MOST_LINES:
-        lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
-    named_like = [
-        other.model_type
-        for other in FAMILIES.values()
-        if other.prefix not in ("", family.prefix)
-        and any(name.startswith(other.prefix) for name in found)
-    ]
-    if named_like:
-        lines.append(f"Its tensors are named as {named_like[0]} names them: is {CONFIG} another's?")
-    else:
-        lines.append(f"Check that {CONFIG} and the tensors belong together.")
-    return "\n".join(lines)
+        return self.map.array(
+            ours, self.formats[ours], lambda name: self.files.read(self._names[name])
+        )

@@ -28,11 +28,10 @@ from MaxText.conversion.maxtext_names import (
     SOURCE_NORM_NAMES,
 )
 from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.weights import check_arrays, common_format, model_of
 from MaxText.errors import UserError
 
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
-_MOST_LINES = 20
 # What rotary turns: queries and keys, and the norms before it.
 _TURNED = re.compile(r"/(query|key)(_norm)?/")
 # The layer of an array of ours that is one layer's alone.
@@ -97,7 +96,8 @@ class MaxTextWeights:
         self._arrays = StoredArrays(self.folder)
         self._places = self._match()
         self.formats: dict[str, np.dtype] = {
-            ours: self._format(place.paths) for ours, place in self._places.items()
+            ours: common_format(self._arrays.leaves[path].dtype.name for path in place.paths)
+            for ours, place in self._places.items()
         }
 
     def _match(self) -> dict[str, _Place]:
@@ -109,35 +109,19 @@ class MaxTextWeights:
             "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
         )
         written_out = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
-        places, problems = {}, []
-        for ours, info in self.model.parameters.items():
-            place = places[ours] = self._place(ours, info.shape, prefix, written_out)
-            shape = place.shape
-            for path in place.paths:
-                if path not in found:
-                    problems.append(f"missing     {path}: wanted {list(map(int, shape))}")
-                elif found[path].shape != shape:
-                    wanted = list(map(int, shape))
-                    problems.append(f"other shape {path}: stored {found[path]}, wanted {wanted}")
-        known = {path for place in places.values() for path in place.paths}
-        problems += [
-            f"extra       {path}: stored {leaf}, unknown to this model"
-            for path, leaf in found.items()
-            if path not in known
-        ]
-        if problems:
-            problems = list(dict.fromkeys(problems))  # arrays of ours may share one of theirs
-            lines = [f"  {problem}" for problem in problems[:_MOST_LINES]]
-            if len(problems) > _MOST_LINES:
-                lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
-            raise UserError(
-                f"{self.folder} does not fit the configuration that was named:\n"
-                + "\n".join(lines)
-                + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
-                "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
-                "MaxText's llama2, mistral, gpt3 and qwen3 blocks, with separate projections "
-                "(fused_qkv and fused_mlp off), TokenFormer's and MUDDFormer's."
-            )
+        places = {
+            ours: self._place(ours, info.shape, prefix, written_out)
+            for ours, info in self.model.parameters.items()
+        }
+        check_arrays(
+            found,
+            {path: place.shape for place in places.values() for path in place.paths},
+            f"{self.folder} does not fit the configuration that was named",
+            "Name the configuration that the checkpoint was trained with, in MaxText's key names: "
+            "convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are MaxText's "
+            "llama2, mistral, gpt3 and qwen3 blocks, with separate projections (fused_qkv and "
+            "fused_mlp off), TokenFormer's and MUDDFormer's.",
+        )
         return places
 
     def _place(self, ours: str, shape: tuple[int, ...], prefix: str, written_out: bool) -> _Place:
@@ -176,10 +160,6 @@ class MaxTextWeights:
             return f"{slots}/{within.rpartition('/')[2]}"
         part, _, rest = within.partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
-
-    def _format(self, paths: list[str]) -> np.dtype:
-        formats = {self._arrays.leaves[path].dtype.name for path in paths}
-        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours."""

@@ -10,11 +10,10 @@ from MaxText.configuration.catalogue import build
 from MaxText.configuration.saved import under_todays_names
 from MaxText.configuration.schema import Config
 from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.weights import check_arrays, model_of
 from MaxText.errors import UserError
 
 _PARAMS = "params/"
-_MOST_LINES = 20
 
 
 class RunWeights:
@@ -48,28 +47,13 @@ class RunWeights:
             for path, leaf in self._arrays.leaves.items()
             if path.startswith(_PARAMS)
         }
-        problems = [
-            f"missing     {name}: wanted {list(info.shape)}"
-            for name, info in self.model.parameters.items()
-            if name not in found
-        ]
-        problems += [
-            f"extra       {name}: stored {leaf}, unknown to this model"
-            for name, leaf in found.items()
-            if name not in self.model.parameters
-        ]
-        problems += [
-            f"other shape {name}: stored {found[name]}, wanted {list(info.shape)}"
-            for name, info in self.model.parameters.items()
-            if name in found and found[name].shape != info.shape
-        ]
-        if problems:
-            shown = "\n".join(f"  {problem}" for problem in problems[:_MOST_LINES])
-            raise UserError(
-                f"{self.stored} does not hold the model of its configuration:\n{shown}\n"
-                "Name the run's own config.yml before from=, or a checkpoint of this program; "
-                "from=maxtext:... reads MaxText's."
-            )
+        check_arrays(
+            found,
+            {name: info.shape for name, info in self.model.parameters.items()},
+            f"{self.stored} does not hold the model of its configuration",
+            "Name the run's own config.yml before from=, or a checkpoint of this program; "
+            "from=maxtext:... reads MaxText's.",
+        )
         self.formats: dict[str, np.dtype] = {name: leaf.dtype for name, leaf in found.items()}
 
     def _own_config(self) -> Config:

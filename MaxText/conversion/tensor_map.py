@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -112,6 +112,13 @@ class TensorMap:
     def sources(self, ours: str) -> list[Tensor]:
         """The tensors that an array of ours is made of: one, or one for each layer and expert."""
         return self._places[ours][0]
+
+    def array(self, ours: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """An array of ours, of tensors of theirs that are read by name one after the other."""
+        array = np.empty(self.model.parameters[ours].shape, dtype)
+        for tensor in self.sources(ours):
+            array[tensor.place] = self.part(ours, read(tensor.name))
+        return array
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
         """What a tensor of theirs contributes to an array of ours; a view."""
