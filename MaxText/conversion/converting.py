@@ -191,7 +191,7 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
         config_json = export.config_json(kept, token_ids)
         generation = note.get("generation_config")
         configs = exporting.write_configs(partial, config_json, generation, family)
-        files = export.write(partial, request.max_shard_bytes)
+        files = export.write(partial, request.max_shard_size)
         if request.verify:
             verification.verify(weights, partial, str(request.target), show, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
