@@ -84,8 +84,8 @@ def _choices(annotation: Any) -> Iterator[Any]:
         yield from _choices(part)
 
 
-def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> Key:
-    extra = field.json_schema_extra
+def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section]) -> Key:
+    extra: Any = field.json_schema_extra
     assert isinstance(extra, dict), f"{name} is not declared with key()"
     bounds = tuple(
         (kind, getattr(constraint, kind))
@@ -93,19 +93,19 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
         for kind in _BOUNDS
         if hasattr(constraint, kind)
     )
-    if extra["ne"] is not None:
-        bounds += (("ne", extra["ne"]),)
+    only_if, common = extra["only_if"], {} if name in section.ONLY_IF else section.ONLY_IF
+    conditions = only_if and {**common, **only_if} if only_if is not None else common
     return Key(
         name=name,
-        section=section,
-        title=title,
+        section=path,
+        title=(section.__doc__ or "").strip().splitlines()[0],
         annotation=_annotation(field),
         default=field.default,
         meaning=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
-        only_if=extra["only_if"],  # type: ignore[arg-type]
-        only_if_any=extra["only_if_any"],  # type: ignore[arg-type]
+        only_if={other: list(values) for other, values in conditions.items()},
+        only_if_any={other: list(values) for other, values in extra["only_if_any"].items()},
     )
 
 
@@ -122,12 +122,11 @@ def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
         for part in section.with_keys():
             yield from _walk(part.keys, (*path, part.name))  # type: ignore[arg-type]
         return
-    title = (section.__doc__ or "").strip().splitlines()[0]
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _walk(field.annotation, (*path, name))
         else:
-            yield _key(name, field, path, title)
+            yield _key(name, field, path, section)
 
 
 @functools.cache
