@@ -24,31 +24,18 @@ _BOUNDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the schema.
+    """One key of the schema."""
 
-    Attributes:
-      name: what users type.
-      section: path of the section that owns it, for example ("model", "attention").
-      title: first sentence of the section's docstring.
-      annotation: Python type of the value.
-      default: value when nobody sets it.
-      meaning: one line.
-      unit: for example "steps", or empty.
-      bounds: pairs of "ge", "gt", "le", "lt" or "ne" and a number.
-      only_if: other keys and the values under which this one has an effect.
-      only_if_any: more of them, of which one is enough.
-    """
-
-    name: str
-    section: tuple[str, ...]
-    title: str
-    annotation: Any
-    default: Any
-    meaning: str
-    unit: str
-    bounds: tuple[tuple[str, float], ...]
-    only_if: dict[str, list[Any]]
-    only_if_any: dict[str, list[Any]]
+    name: str  # what users type
+    section: tuple[str, ...]  # path of the section that owns it, for example ("model", "attention")
+    title: str  # first sentence of the section's docstring
+    annotation: Any  # Python type of the value
+    default: Any  # value when nobody sets it
+    meaning: str  # one line
+    unit: str  # for example "steps", or empty
+    bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
+    only_if: dict[str, list[Any]]  # other keys and the values under which this one has an effect
+    only_if_any: dict[str, list[Any]]  # more of them, of which one is enough
 
     def out_of_bounds(self, value: Any) -> bool:
         """Whether a value of the right type lies outside the bounds."""

@@ -7,19 +7,12 @@ _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 
 
 class LayerPlan(NamedTuple):
-    """Layers `prefix` to `prefix + repeats * cycle` are `cycle` different ones, `repeats` times.
+    """Layers `prefix` to `prefix + repeats * cycle` are `cycle` different ones, `repeats` times."""
 
-    Attributes:
-      num_layers: of the model.
-      prefix: layers before the cycle.
-      cycle: layers of the cycle; 0 where nothing repeats.
-      repeats: how often the cycle comes; 0 or at least 2.
-    """
-
-    num_layers: int
-    prefix: int
-    cycle: int
-    repeats: int
+    num_layers: int  # of the model
+    prefix: int  # layers before the cycle
+    cycle: int  # layers of the cycle; 0 where nothing repeats
+    repeats: int  # how often the cycle comes; 0 or at least 2
 
     @property
     def end(self) -> int:

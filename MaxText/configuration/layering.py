@@ -54,21 +54,13 @@ class Layer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value was set.
-
-    Attributes:
-      layer: the layer.
-      file: YAML file, or None.
-      line: line in that file, or None.
-      raw: the value as it was written.
-      note: environment variable, or how a derived value came about.
-    """
+    """Where a value was set."""
 
     layer: Layer
-    file: Path | None = None
-    line: int | None = None
-    raw: str = ""
-    note: str = ""
+    file: Path | None = None  # YAML file, or None
+    line: int | None = None  # line in that file, or None
+    raw: str = ""  # the value as it was written
+    note: str = ""  # environment variable, or how a derived value came about
 
     @property
     def place(self) -> str:
@@ -101,28 +93,18 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class OwnConfiguration:
-    """What weights say of the model they belong to; stands in for a config file.
+    """What weights say of the model they belong to; stands in for a config file."""
 
-    Attributes:
-      values: by key.
-      place: where the weights lie.
-    """
-
-    values: Mapping[str, Any]
-    place: str
+    values: Mapping[str, Any]  # by key
+    place: str  # where the weights lie
 
 
 @dataclasses.dataclass(frozen=True)
 class ForCompare:
-    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration.
+    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration."""
 
-    Attributes:
-      value: as config_files reads it.
-      place: the file and line.
-    """
-
-    value: Any
-    place: str
+    value: Any  # as config_files reads it
+    place: str  # the file and line
 
 
 @dataclasses.dataclass

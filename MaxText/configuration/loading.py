@@ -38,19 +38,13 @@ __all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A configuration and where its values come from.
+    """A configuration and where its values come from."""
 
-    Attributes:
-      config: resolved: every default filled in, every -1 and empty name that another key decides.
-      origins: by key.
-      config_path: the config file that was named, or None.
-      settings: everything that was set, weakest first, beaten values included.
-    """
-
+    # resolved: every default filled in, every -1 and empty name that another key decides
     config: Config
-    origins: dict[str, Origin]
-    config_path: Path | None
-    settings: tuple[Setting, ...]
+    origins: dict[str, Origin]  # by key
+    config_path: Path | None  # the config file that was named, or None
+    settings: tuple[Setting, ...]  # everything that was set, weakest first, beaten values included
 
     def typed(self, name: str) -> bool:
         """Whether a key was set for this start of the program, and not by a file."""

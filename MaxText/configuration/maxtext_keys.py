@@ -15,17 +15,12 @@ from MaxText.configuration import values
 
 
 class Absent(NamedTuple):
-    """Why a key is not here.
+    """Why a key is not here."""
 
-    Attributes:
-      why: the reason, in words.
-      instead: the key of ours that serves its purpose, if one does.
-      accepts: values that are ignored with a note: those that switch the thing off, any because
-        none would change a result here, or nothing.
-    """
-
-    why: str
-    instead: str = ""
+    why: str  # the reason, in words
+    instead: str = ""  # the key of ours that serves its purpose, if one does
+    # values that are ignored with a note: those that switch the thing off, any because none would
+    # change a result here, or nothing
     accepts: Literal["off", "any", "nothing"] = "off"
 
     @property
@@ -35,17 +30,11 @@ class Absent(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """What `key=value` of another program is here.
+    """What `key=value` of another program is here."""
 
-    Attributes:
-      name: key of ours; empty where nothing has to be set.
-      text: value of that key, as it is typed.
-      why: a sentence for where nothing has to be set.
-    """
-
-    name: str
-    text: str = ""
-    why: str = ""
+    name: str  # key of ours; empty where nothing has to be set
+    text: str = ""  # value of that key, as it is typed
+    why: str = ""  # a sentence for where nothing has to be set
 
     @property
     def value(self) -> Any:

@@ -482,12 +482,7 @@ class Model(Section):
 
 
 class Layer(NamedTuple):
-    """One layer's keys.
+    """One layer's keys."""
 
-    Attributes:
-      section: the model's keys with the layer's own values in their place.
-      dimensions: the sizes of this layer.
-    """
-
-    section: Model
-    dimensions: Dimensions
+    section: Model  # the model's keys with the layer's own values in their place
+    dimensions: Dimensions  # the sizes of this layer

@@ -4,19 +4,12 @@ from typing import NamedTuple
 
 
 class PipelineSchedule(NamedTuple):
-    """A circular schedule: layers are cut into runs, run c lies on stage c mod num_stages.
+    """A circular schedule: layers are cut into runs, run c lies on stage c mod num_stages."""
 
-    Attributes:
-      num_stages: groups of devices, each with a part of the layers.
-      num_repeats: runs of a stage, which is how often a microbatch passes through all stages.
-      layers_per_stage: layers of a run.
-      num_microbatches: parts of a batch that are on their way at the same time.
-    """
-
-    num_stages: int
-    num_repeats: int
-    layers_per_stage: int
-    num_microbatches: int
+    num_stages: int  # groups of devices, each with a part of the layers
+    num_repeats: int  # runs of a stage, which is how often a microbatch passes through all stages
+    layers_per_stage: int  # layers of a run
+    num_microbatches: int  # parts of a batch that are on their way at the same time
 
     @property
     def num_turns(self) -> int:

@@ -9,16 +9,11 @@ from MaxText.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-      what: key and what is wrong with it, one sentence.
-      where: the places it was set, for example "command line: steps=x".
-      facts: labelled lines that help to mend it: accepted values, nearest names, default.
-    """
-
-    what: str
-    where: tuple[str, ...] = ()
+    what: str  # key and what is wrong with it, one sentence
+    where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
+    # labelled lines that help to mend it: accepted values, nearest names, default
     facts: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:

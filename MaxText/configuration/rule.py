@@ -21,21 +21,15 @@ RULES: list["Rule"] = []
 
 
 class Rule(NamedTuple):
-    """One impossible combination, or one in which a key does nothing.
+    """One impossible combination, or one in which a key does nothing."""
 
-    Attributes:
-      keys: the keys to blame; messages name the place each was set.
-      judge: gets arguments by name; gives what is wrong, or None. Further lines of the message say
-        what to try instead.
-      arguments: names of keys, or of _OBJECTS.
-      programs: scripts (without .py) for which the rule holds; empty is all.
-      is_idle: whether it finds a key that does nothing, which is an error under strict_config only.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
+    # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
+    # try instead.
     judge: Callable[..., str | None]
-    arguments: tuple[str, ...]
-    programs: tuple[str, ...]
+    arguments: tuple[str, ...]  # names of keys, or of _OBJECTS
+    programs: tuple[str, ...]  # scripts (without .py) for which the rule holds; empty is all
+    # whether it finds a key that does nothing, which is an error under strict_config only
     is_idle: bool
 
     def check(self, config: Config) -> str | None:

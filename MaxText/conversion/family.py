@@ -24,22 +24,17 @@ _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays.
+    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays."""
 
-    Attributes:
-      theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
-        many there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
-      ours: the arrays of ours that it holds, in the order of J. Those of a layer begin with
-        `layers/`, however layers are stored. One array holds all experts, after the layers. The row
-        applies where the model has the first of them: a model without biases has no row of biases.
-      layout: how numbers are ordered, of one layer and one expert.
-      older: other names for it in files that are about.
-    """
-
+    # its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how many
+    # there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
     theirs: str
+    # the arrays of ours that it holds, in the order of J. Those of a layer begin with `layers/`,
+    # however layers are stored. One array holds all experts, after the layers. The row applies
+    # where the model has the first of them: a model without biases has no row of biases.
     ours: tuple[str, ...]
-    layout: Layout
-    older: tuple[str, ...] = ()
+    layout: Layout  # how numbers are ordered, of one layer and one expert
+    older: tuple[str, ...] = ()  # other names for it in files that are about
 
     @property
     def in_layers(self) -> bool:
@@ -93,38 +88,31 @@ def projection(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of config.json and the keys of ours that say the same.
+    """One key of config.json and the keys of ours that say the same."""
 
-    Attributes:
-      theirs: its name, and older names of it that are read but not written. "a.b" is key b of the
-        object a.
-      ours: our keys, which all take the value. None where we have no choice: `values` then holds
-        what can be imported, the first of which is written.
-      default: what transformers takes where config.json is silent or says null, or a function of
-        config.json that gives it; REQUIRED if it takes nothing.
-      values: pairs of their value and ours; None for equal values. Where several of theirs mean the
-        same, the first is written.
-      is_written: whether config.json gets it.
-      is_computed: whether the default is the only value: another, there or in our keys, contradicts
-        the keys that it is computed from.
-      unset: a value of theirs that means silence.
-      remedy: added to the message about a value that cannot be imported.
-      implied: the value, by config.json, that our keys have anyway: an import leaves them out.
-      read: their value and config.json -> our value, or REQUIRED if we have none; where pairs of
-        values cannot say it.
-      write: all our keys -> their value, or REQUIRED if they have none.
-    """
-
+    # its name, and older names of it that are read but not written. "a.b" is key b of the object a.
     theirs: tuple[str, ...]
+    # our keys, which all take the value. None where we have no choice: `values` then holds what can
+    # be imported, the first of which is written.
     ours: tuple[str, ...] = ()
+    # what transformers takes where config.json is silent or says null, or a function of config.json
+    # that gives it; REQUIRED if it takes nothing
     default: Any = REQUIRED
+    # pairs of their value and ours; None for equal values. Where several of theirs mean the same,
+    # the first is written.
     values: tuple[tuple[Any, Any], ...] | None = None
-    is_written: bool = True
+    is_written: bool = True  # whether config.json gets it
+    # whether the default is the only value: another, there or in our keys, contradicts the keys
+    # that it is computed from
     is_computed: bool = False
-    unset: Any = None
-    remedy: str = ""
+    unset: Any = None  # a value of theirs that means silence
+    remedy: str = ""  # added to the message about a value that cannot be imported
+    # the value, by config.json, that our keys have anyway: an import leaves them out
     implied: Callable[[Mapping[str, Any]], Any] | None = None
+    # their value and config.json -> our value, or REQUIRED if we have none; where pairs of values
+    # cannot say it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    # all our keys -> their value, or REQUIRED if they have none
     write: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
@@ -229,41 +217,30 @@ def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Everything that is known about one `model_type` of Hugging Face.
+    """Everything that is known about one `model_type` of Hugging Face."""
 
-    Attributes:
-      model_type: as in config.json.
-      architecture: the class that `architectures` of config.json names.
-      decoder_block: our bundle of part choices that comes nearest.
-      own: our keys with the values that every model of the family has, besides SHARED_PARTS.
-      settings: config.json and our keys.
-      rows: tensors.
-      prefix: of the names of all tensors but the head; files of the bare model leave it out. "" if
-        they have none in common.
-      head: name of the head's tensor, which a model that ties it to the token table need not have.
-      ignored: ends of names of tensors that are no weights.
-      window: key of the number of tokens that a token sees at most, where all layers have one.
-      in_transformers: whether transformers has the class.
-      auto_map: of config.json, for classes that lie beside it as Python files: what transformers
-        asks for and "module.class". A family with neither has no model_type in config.json and is
-        known by `architectures`; `model_type` is then only what it is called here.
-      code: where these files are published.
-      reasons: key of ours -> why the family has it as it is, or what makes it so, for messages.
-    """
-
-    model_type: str
-    architecture: str
-    decoder_block: str
+    model_type: str  # as in config.json
+    architecture: str  # the class that `architectures` of config.json names
+    decoder_block: str  # our bundle of part choices that comes nearest
+    # our keys with the values that every model of the family has, besides SHARED_PARTS
     own: Mapping[str, Any]
-    settings: tuple[Setting, ...]
-    rows: tuple[Row, ...]
+    settings: tuple[Setting, ...]  # config.json and our keys
+    rows: tuple[Row, ...]  # tensors
+    # of the names of all tensors but the head; files of the bare model leave it out. "" if they
+    # have none in common.
     prefix: str
+    # name of the head's tensor, which a model that ties it to the token table need not have
     head: str = "lm_head.weight"
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # ends of names of tensors that are no weights
+    # key of the number of tokens that a token sees at most, where all layers have one
     window: str = ""
-    in_transformers: bool = True
+    in_transformers: bool = True  # whether transformers has the class
+    # of config.json, for classes that lie beside it as Python files: what transformers asks for and
+    # "module.class". A family with neither has no model_type in config.json and is known by
+    # `architectures`; `model_type` is then only what it is called here.
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    code: str = ""
+    code: str = ""  # where these files are published
+    # key of ours -> why the family has it as it is, or what makes it so, for messages
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -39,19 +39,12 @@ _OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
 
 
 class _Place(NamedTuple):
-    """Where an array of ours lies.
+    """Where an array of ours lies."""
 
-    Attributes:
-      paths: of their arrays: one, or several that are stacked, one for each row of ours.
-      shape: of each.
-      is_stack: whether ours has a first dimension for the paths.
-      is_scanned: whether theirs holds all layers, along LAYER_AXIS.
-    """
-
-    paths: list[str]
-    shape: tuple[int, ...]
-    is_stack: bool = False
-    is_scanned: bool = False
+    paths: list[str]  # of their arrays: one, or several that are stacked, one for each row of ours
+    shape: tuple[int, ...]  # of each
+    is_stack: bool = False  # whether ours has a first dimension for the paths
+    is_scanned: bool = False  # whether theirs holds all layers, along LAYER_AXIS
 
 
 class MaxTextWeights:

@@ -63,41 +63,24 @@ _NAMES = ("from", "to", *_OPTIONS)
 
 @dataclasses.dataclass
 class Request:
-    """A conversion.
+    """A conversion."""
 
-    Attributes:
-      source: a folder of Hugging Face, a run, or a checkpoint of another program, without its
-        prefix.
-      source_kind: "hf", "run", "maxtext" or "fattorib".
-      target: where the result goes, without its prefix.
-      target_kind: "hf", "run" or "stablehlo".
-      export: the format of a target that is a file, or "".
-      family: model_type to export as; "" for the first that fits.
-      dtype: format of exported tensors; "" for the one that they are stored in.
-      max_shard_size: bytes; above it an export is several files.
-      query_scaling: of a checkpoint of MaxText; "" for what its block does.
-      length: tokens of an exported program; 0 for max_target_length.
-      tokenizer: folder of the tokenizer to export; "" for that of the run or its data set.
-      verify: compare with transformers before anything is left.
-      grow: make a larger model; the target is a run.
-      config_file: a configuration named first, or "".
-      keys: key=value arguments that are those of train.py.
-    """
-
+    # a folder of Hugging Face, a run, or a checkpoint of another program, without its prefix
     source: str = ""
-    source_kind: str = ""
-    target: Path = Path()
-    target_kind: str = ""
-    export: str = ""
-    family: str = ""
-    dtype: str = ""
-    max_shard_size: int = 5_000_000_000
-    query_scaling: str = ""
-    length: int = 0
-    tokenizer: str = ""
-    verify: bool = False
-    grow: bool = False
-    config_file: str = ""
+    source_kind: str = ""  # "hf", "run", "maxtext" or "fattorib"
+    target: Path = Path()  # where the result goes, without its prefix
+    target_kind: str = ""  # "hf", "run" or "stablehlo"
+    export: str = ""  # the format of a target that is a file, or ""
+    family: str = ""  # model_type to export as; "" for the first that fits
+    dtype: str = ""  # format of exported tensors; "" for the one that they are stored in
+    max_shard_size: int = 5_000_000_000  # bytes; above it an export is several files
+    query_scaling: str = ""  # of a checkpoint of MaxText; "" for what its block does
+    length: int = 0  # tokens of an exported program; 0 for max_target_length
+    tokenizer: str = ""  # folder of the tokenizer to export; "" for that of the run or its data set
+    verify: bool = False  # compare with transformers before anything is left
+    grow: bool = False  # make a larger model; the target is a run
+    config_file: str = ""  # a configuration named first, or ""
+    # key=value arguments that are those of train.py
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property

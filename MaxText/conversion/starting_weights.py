@@ -14,17 +14,12 @@ from MaxText.errors import UserError
 
 
 class FolderStart(NamedTuple):
-    """A folder that fits a configuration.
+    """A folder that fits a configuration."""
 
-    Attributes:
-      folder: where it lies.
-      config_flat: the current configuration by key, with what the folder says of its model.
-      read: gives the parameters, on devices.
-    """
-
-    folder: str
+    folder: str  # where it lies
+    # the current configuration by key, with what the folder says of its model
     config_flat: dict[str, Any]
-    read: Callable[[], Any]
+    read: Callable[[], Any]  # gives the parameters, on devices
 
 
 def open_weights(

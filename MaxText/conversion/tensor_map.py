@@ -13,23 +13,15 @@ from MaxText.layers.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs.
+    """One tensor of theirs."""
 
-    Attributes:
-      name: with the layer's number in it.
-      shape: as it is stored there.
-      row: the row of the table it comes from.
-      ours: the arrays of ours that it is part of.
-      place: in these arrays: layer and expert, as far as one array holds several of them.
-      older: other names that it may have in a file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    row: Row
-    ours: tuple[str, ...]
+    name: str  # with the layer's number in it
+    shape: tuple[int, ...]  # as it is stored there
+    row: Row  # the row of the table it comes from
+    ours: tuple[str, ...]  # the arrays of ours that it is part of
+    # in these arrays: layer and expert, as far as one array holds several of them
     place: tuple[int, ...]
-    older: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()  # other names that it may have in a file
 
 
 class UnknownParameters(UserError):

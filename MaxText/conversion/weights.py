@@ -14,17 +14,11 @@ _MOST_LINES = 20
 
 
 class Weights(Protocol):
-    """A model somewhere on disk.
+    """A model somewhere on disk."""
 
-    Attributes:
-      config: our configuration of it.
-      model: its parameters' names and shapes.
-      formats: of every array of ours.
-    """
-
-    config: Config
-    model: Model
-    formats: dict[str, np.dtype]
+    config: Config  # our configuration of it
+    model: Model  # its parameters' names and shapes
+    formats: dict[str, np.dtype]  # of every array of ours
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours, all layers stacked."""

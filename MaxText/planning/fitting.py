@@ -39,16 +39,11 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class _Mesh:
-    """A mesh to look at.
+    """A mesh to look at."""
 
-    Attributes:
-      seconds: the least that an update can take.
-      keys: that make it.
-      batches: keys of fewer and smaller microbatches, the largest that divides first.
-    """
-
-    seconds: float
-    keys: dict[str, Any]
+    seconds: float  # the least that an update can take
+    keys: dict[str, Any]  # that make it
+    # keys of fewer and smaller microbatches, the largest that divides first
     batches: list[dict[str, Any]]
 
 
@@ -108,13 +103,9 @@ def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """What all candidates share.
+    """What all candidates share."""
 
-    Attributes:
-      given: keys of the configuration.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # keys of the configuration
     hardware: Hardware
     peak: PeakFlops
 

@@ -29,29 +29,20 @@ from MaxText.training.objective import loss_sums, num_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-      parameters: in weight_dtype.
-      optimizer: the optimizer's state, with the guard's and the step counter; of what lies in the
-        host's memory, nothing.
-      fetched: of the optimizer's state, what is there only while the update is made.
-      batch: ids and weights of all microbatches.
-      gradients: one for every parameter; of several microbatches their sum as well.
-      need: what loss and gradients of a microbatch need besides what they are given, gradients
-        included. Between its loops are the weights of scanned layers in the format of products:
-        the compiler converts all of them before the first loop, and that loop hands them on to the
-        backward pass.
-      update: what the optimizer's update works with besides gradients.
-    """
-
-    parameters: float
+    parameters: float  # in weight_dtype
+    # the optimizer's state, with the guard's and the step counter; of what lies in the host's
+    # memory, nothing
     optimizer: float
-    fetched: float
-    batch: float
-    gradients: float
+    fetched: float  # of the optimizer's state, what is there only while the update is made
+    batch: float  # ids and weights of all microbatches
+    gradients: float  # one for every parameter; of several microbatches their sum as well
+    # what loss and gradients of a microbatch need besides what they are given, gradients included.
+    # Between its loops are the weights of scanned layers in the format of products: the compiler
+    # converts all of them before the first loop, and that loop hands them on to the backward pass.
     need: Need
-    update: float
+    update: float  # what the optimizer's update works with besides gradients
 
     @property
     def state(self) -> float:

@@ -54,25 +54,15 @@ class AbsentDevice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What train.py would compile.
+    """What train.py would compile."""
 
-    Attributes:
-      config: with the model section's `auto` resolved.
-      choices: one line for each `auto`.
-      layout: mesh and rules.
-      sizes: of the mesh, inside a slice and across slices.
-      model: the whole model.
-      rows: B of a microbatch over all devices.
-      length: T.
-    """
-
-    config: Config
-    choices: tuple[str, ...]
-    layout: Layout
-    sizes: MeshSizes
-    model: Model
-    rows: int
-    length: int
+    config: Config  # with the model section's `auto` resolved
+    choices: tuple[str, ...]  # one line for each `auto`
+    layout: Layout  # mesh and rules
+    sizes: MeshSizes  # of the mesh, inside a slice and across slices
+    model: Model  # the whole model
+    rows: int  # B of a microbatch over all devices
+    length: int  # T
 
     @property
     def platform(self) -> str:
