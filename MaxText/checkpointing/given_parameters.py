@@ -47,7 +47,7 @@ def open_parameters(
     from MaxText.conversion.hugging_face_folder import is_folder
 
     if is_folder(path):
-        from MaxText.conversion.starting_weights import open_folder
+        from MaxText.conversion.importing import open_folder
 
         given = open_folder(path, key, abstract_params, config_flat, show)
         metadata = {"config": given.config_flat}

@@ -49,7 +49,6 @@ def key(
     """Declares one key.
 
     Args:
-      default: value when nobody sets it.
       meaning: one line, shown by --help and in docs/configuration.md.
       unit: for example "steps", "tokens", "seconds".
       only_if: other keys and the values under which this one has an effect. A user who sets the

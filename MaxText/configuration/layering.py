@@ -134,7 +134,6 @@ def gather(
     Args:
       arguments: config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of configure()).
-      environment: where M_<KEY> variables are read.
       own: what the weights say of themselves, below a config file.
     """
     result = Gathered()
@@ -339,12 +338,7 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
 
 
 def unexpanded(name: str, place: str) -> Problem:
-    """What a program says that would silently do one run in place of several.
-
-    Args:
-      name: one of FOR_COMPARE.
-      place: where it was written.
-    """
+    """What a program says that would silently do one run in place of several."""
     return Problem(
         f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
         (place,),

@@ -78,10 +78,6 @@ def load(
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """The configuration of a config file and Python values, checked as `load` does.
 
-    Args:
-      config_file: a path, or the name of a shipped config.
-      **overrides: values by key; they beat everything else.
-
     Raises:
       ConfigurationError: a UserError that lists every problem.
     """

@@ -85,12 +85,7 @@ _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
 def translation(name: str, value: Any) -> Translation | None:
-    """What a `key=value` of another program is here, or None.
-
-    Args:
-      name: what the user wrote.
-      value: as config_files or the command line read it, or a Python value.
-    """
+    """What a `key=value` of another program is here, or None."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -108,7 +103,6 @@ def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
     """What to say about a key of MaxText or another program; None for any other name.
 
     Args:
-      name: what the user wrote.
       known: names close to it among our keys; a near miss of ours is no member of a family.
     """
     if name in UNAVAILABLE:

@@ -30,8 +30,8 @@ from MaxText.conversion.hugging_face_folder import (
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
-from MaxText.conversion.run_checkpoint import RunWeights
 from MaxText.conversion.settings import find_family, named_family, with_effect
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME

@@ -4,23 +4,24 @@ import re
 from typing import Any
 
 import numpy as np
+from flax import serialization, traverse_util
 
 from MaxText.buckets.paths import path_of
+from MaxText.checkpointing.matching import Leaf
 from MaxText.configuration.schema import Config
+from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
+from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
+from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
 
-PREFIX = "fattorib:"
 _STEP = re.compile(r"params_(\d+)")
 
 
-class FattoribWeights:
+class FattoribWeights(Weights):
     """The parameters of a checkpoint under our names.
 
     Attributes:
       file: the msgpack file.
-      config: the configuration that was named for it.
-      model: its parameters' names and shapes.
-      formats: of our arrays.
     """
 
     def __init__(self, path: str, config: Config):
@@ -33,18 +34,12 @@ class FattoribWeights:
         Raises:
           UserError: no such file, or its arrays are not those of the configuration.
         """
-        # The tables know the model, so they import jax.
-        from MaxText.checkpointing.matching import Leaf
-        from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
-        from MaxText.conversion.tensor_map import TensorMap, UnknownParameters
-        from MaxText.conversion.weights import check_arrays, common_format, model_of
-
         self.config, self.model = config, model_of(config)
         try:
             self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
         except UnknownParameters as error:
             raise UserError(
-                f"from={PREFIX}{path}: the configuration is of another model than "
+                f"from=fattorib:{path}: the configuration is of another model than "
                 f"fattorib/transformer's: it has {error.names}. Name the one that was trained, for "
                 "example model_name=fattorib-base."
             ) from error
@@ -56,7 +51,7 @@ class FattoribWeights:
             f"{self.file} does not hold the model of the configuration",
             "Name the model that was trained, for example model_name=fattorib-base.",
         )
-        self.formats: dict[str, np.dtype] = {
+        self.formats = {
             name: common_format(
                 self._arrays[tensor.name].dtype.name for tensor in self.map.sources(name)
             )
@@ -80,8 +75,6 @@ def _find(path: Any, given: str) -> Any:
 
 
 def _restored(file: Any) -> Any:
-    from flax import serialization
-
     try:
         return serialization.msgpack_restore(file.read_bytes())
     except Exception as error:
@@ -90,8 +83,6 @@ def _restored(file: Any) -> Any:
 
 def _flattened(tree: Any) -> dict[str, np.ndarray]:
     """Arrays by path; the tree may lie in the state of a run, under params."""
-    from flax import traverse_util
-
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
     leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")

@@ -25,13 +25,10 @@ _INSIDE = ("l2_norm_gelu",)
 _NO_ZOOM = {"zoom_dim": 0.0} | {f"{place}_zoom_dim": -1.0 for place in get_args(SlotPlace)}
 
 
-class FoldedWeights:
+class FoldedWeights(Weights):
     """Weights whose value slots carry the zoom.
 
     Attributes:
-      config: without a zoom.
-      model: its parameters' names and shapes.
-      formats: of its arrays.
       factors: parameter name -> what its numbers are multiplied by.
     """
 
@@ -51,9 +48,6 @@ class FoldedWeights:
 
 def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
     """The same function by weights without a zoom, and a line that says so.
-
-    Args:
-      asked: the family that the user wants, or "" for the first that fits.
 
     Returns:
       The weights as they are and an empty line where no zoom is fixed, or no family would take them

@@ -22,7 +22,7 @@ from MaxText.conversion import run_folder, tokenizer_copy
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.request import Request
 from MaxText.conversion.settings import with_effect
-from MaxText.conversion.weights import model_of, num_bytes
+from MaxText.conversion.weights import Weights, model_of, num_bytes
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.monitoring.lineage import line_of
@@ -30,22 +30,14 @@ from MaxText.monitoring.lineage import line_of
 Show = Callable[[str], None]
 
 
-class GrownWeights:
-    """The larger model, made one array at a time.
-
-    Attributes:
-      config: its configuration.
-      model: its parameters' names and shapes.
-      formats: of its arrays.
-    """
+class GrownWeights(Weights):
+    """The larger model, made one array at a time."""
 
     def __init__(self, growth: Growth, config: Config):
         """Draws what new slots need of a fresh model, as train.py does with the same seed."""
         self.config = config
         self.model = model_of(config)
-        self.formats: dict[str, np.dtype] = {
-            name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()
-        }
+        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 
@@ -76,11 +68,6 @@ def _leaf(tree: dict, name: str) -> jax.Array:
 
 def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show) -> None:
     """Grows a model and writes it as a run whose only checkpoint holds its parameters.
-
-    Args:
-      request: of convert.py.
-      show_memory: tells the peak in bytes.
-      show: receives lines.
 
     Raises:
       UserError: nothing would grow, or it cannot.

@@ -1,34 +1,32 @@
-"""A folder of Hugging Face as arrays of ours, one array at a time."""
+"""A folder of Hugging Face as arrays of ours, one array at a time, also for a run that starts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
 from MaxText.configuration.loading import configure
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
-from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, read_json
+from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, find_folder, read_json
 from MaxText.conversion.settings import family_of, in_their_words, to_keys
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weights import check_arrays, common_format, model_of
+from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of, nested
 from MaxText.errors import UserError
 
 
-class FolderWeights:
+class FolderWeights(Weights):
     """The weights of a folder under our names.
 
     Attributes:
       folder: where they lie.
       config_json: its config.json.
       keys: our keys of its model.
-      config: the configuration that they make.
-      model: its parameters' names and shapes.
       map: tensors of theirs and arrays of ours.
-      formats: of our arrays.
     """
 
     def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
@@ -46,7 +44,7 @@ class FolderWeights:
         self.family = family_of(self.config_json, str(folder))
         keys = to_keys(self.family, self.config_json, str(folder), given or {})
         try:
-            self.config: Config = configure(**keys)
+            self.config = configure(**keys)
         except ConfigurationError as error:
             theirs = in_their_words(self.family, error.problems, given or {})
             if not theirs:
@@ -63,7 +61,7 @@ class FolderWeights:
         self._stored = {
             tensor: self.files.found[name].format for tensor, name in self._names.items()
         }
-        self.formats: dict[str, np.dtype] = {
+        self.formats = {
             name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
             for name in self.model.parameters
         }
@@ -136,3 +134,74 @@ class FolderWeights:
         return self.map.array(
             ours, self.formats[ours], lambda name: self.files.read(self._names[name])
         )
+
+
+class FolderStart(NamedTuple):
+    """A folder that fits a configuration."""
+
+    folder: str  # where it lies
+    # the current configuration by key, with what the folder says of its model
+    config_flat: dict[str, Any]
+    read: Callable[[], Any]  # gives the parameters, on devices
+
+
+def open_weights(
+    path: str, key: str, config_flat: Mapping[str, Any]
+) -> tuple[FolderWeights, dict[str, Any]]:
+    """The weights of a folder, and the current configuration with what the folder says of them.
+
+    Raises:
+      UserError: no such folder, or one that cannot be imported.
+    """
+    given = {}
+    if config_flat["position_embedding"] != "learned":
+        # A window that the run's texts do not exceed is no obstacle.
+        given["max_target_length"] = config_flat["max_target_length"]
+    weights = FolderWeights(find_folder(path, key), given)
+    theirs = flat(weights.config)
+    return weights, {**config_flat, **{name: theirs[name] for name in weights.keys}}
+
+
+def open_folder(
+    path: str,
+    key: str,
+    abstract_params: Any,
+    config_flat: Mapping[str, Any],
+    show: Callable[[str], None],
+) -> FolderStart:
+    """Compares a folder with the configuration, by names and shapes alone.
+
+    Args:
+      abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
+
+    Raises:
+      UserError: no such folder, one that cannot be imported, or one of another model.
+    """
+    weights, stored_flat = open_weights(path, key, config_flat)
+    shapes = {
+        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
+        for name, info in weights.model.parameters.items()
+    }
+    try:
+        hint = ConfigHint(stored_flat, config_flat)
+        casts = check_matches({"params": nested(shapes)}, {"params": abstract_params}, hint)
+    except UserError as error:
+        raise UserError(
+            f"{key}={path}: {error}\n"
+            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
+        ) from None
+    for line in describe_casts(casts):
+        show(line)
+
+    def read() -> Any:
+        def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            # One array at a time is on the host; each device takes its part of it.
+            array = weights.read("/".join(entry.key for entry in location))
+            sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            return jax.make_array_from_callback(
+                wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
+            )
+
+        return jax.tree_util.tree_map_with_path(place, abstract_params)
+
+    return FolderStart(str(weights.folder), stored_flat, read)

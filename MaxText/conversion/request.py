@@ -12,15 +12,13 @@ from MaxText.configuration.layering import ARGUMENT, YAML_PATH
 from MaxText.configuration.maxtext_keys import ALIASES, absent
 from MaxText.configuration.problems import nearest
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.fattorib_checkpoint import PREFIX as FATTORIB
 from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
 from MaxText.conversion.hugging_face_folder import is_file, is_folder, local_path
-from MaxText.conversion.maxtext_names import PREFIX as MAXTEXT
-from MaxText.conversion.maxtext_names import QUERY_SCALINGS
 from MaxText.errors import UserError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
+_OTHER_PROGRAMS = ("maxtext", "fattorib")  # whose checkpoints are named as maxtext:PATH
 # Keys about the training that follows a growth.
 _OF_TRAINING = ("growth_moments", "growth_data", "growth_old_slots_learning_rate")
 
@@ -54,7 +52,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "family": (_one_of(*FAMILIES), "to hf"),
     "dtype": (_one_of("float32", "bfloat16", "float16"), "to hf"),
     "max_shard_size": (_bytes, "to hf"),
-    "query_scaling": (_one_of(*QUERY_SCALINGS), "from maxtext"),
+    "query_scaling": (_one_of("weights", "model"), "from maxtext"),
     "length": (_tokens, "to stablehlo"),
     "tokenizer": (str, "to hf"),
 }
@@ -162,11 +160,12 @@ def _take_places(request: Request, given: dict[str, str]) -> None:
                 "which."
             )
     source, target = given["from"], given["to"]
-    prefixes = {MAXTEXT: "maxtext", FATTORIB: "fattorib"}
-    prefix = next((prefix for prefix in prefixes if source.startswith(prefix)), "")
-    request.source = source.removeprefix(prefix)
-    request.source_kind = prefixes.get(prefix) or ("hf" if is_folder(source) else "run")
-    if target.startswith(tuple(prefixes)):
+    kind, colon, path = source.partition(":")
+    if colon and kind in _OTHER_PROGRAMS:
+        request.source, request.source_kind = path, kind
+    else:
+        request.source, request.source_kind = source, "hf" if is_folder(source) else "run"
+    if target.partition(":")[0] in _OTHER_PROGRAMS and ":" in target:
         raise UserError(f"to={target}: this layout is read, not written. Write to=hf:FOLDER.")
     request.target_kind = "hf" if target.startswith(HUGGING_FACE) else request.export or "run"
     if request.export and request.target_kind == "hf":

@@ -66,8 +66,6 @@ def to_keys(
     """Our keys that make the model of a config.json.
 
     Args:
-      config: config.json.
-      where: the folder, for messages.
       given: keys that the user set, which may shorten the length below a window.
 
     Raises:
@@ -187,7 +185,6 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
 
     Args:
       problems: what a configuration made of `to_keys` was refused for.
-      given: keys that the user set.
     """
     names = {ours: setting.name for setting in family.settings for ours in setting.ours}
     lines = []
@@ -350,10 +347,6 @@ def kept_window(
 
     Where an import shortened the length to the window, layers are global here. The longer texts of
     the first folder are then lost for us, not for the export.
-
-    Args:
-      kept: config.json of that folder.
-      written: what the table gives.
     """
     if not family.window or family.window not in kept or written[family.window] is not None:
         return {}

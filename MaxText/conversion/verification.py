@@ -61,8 +61,6 @@ def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     """Runs the same random tokens through both.
 
     Args:
-      weights: ours.
-      folder: what transformers loads.
       dtype: the format that the folder's tensors were rounded to; ours are then rounded as well,
         so that what is compared is the model and not the rounding.
     """
@@ -130,7 +128,6 @@ def verify(
     """Compares, says what was found, and refuses a folder that computes something else.
 
     Args:
-      shown: how messages name the folder.
       dtype: the format that the folder's tensors were rounded to.
 
     Raises:

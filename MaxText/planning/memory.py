@@ -133,7 +133,6 @@ def _trace(
     """As trace; meshes on which a device computes with the same shapes share it.
 
     Args:
-      size: of the batch.
       weights: of each parameter, the share that a device gathers.
     """
     model, objective = model_of(section), section.objective
@@ -204,12 +203,7 @@ def _need_of_update(
     shards: tuple[tuple[tuple[int, ...], Any], ...],
     platform: str,
 ) -> float:
-    """As _update_need.
-
-    Args:
-      structure: of parameters and the optimizer's state.
-      shards: shape and format of each of these arrays on one device.
-    """
+    """As _update_need."""
     arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
     params, moments = jax.tree.unflatten(structure, arrays)
     closed = jax.make_jaxpr(optimizer.update)(params, moments, params)

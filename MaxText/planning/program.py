@@ -152,9 +152,6 @@ def make_program(
     """The program of a configuration.
 
     Args:
-      num_devices: jax devices.
-      platform: "cpu", "gpu" or "tpu".
-      device_kind: as jax names it, "TPU v5".
       num_slices: parts of the devices that only a slow network connects.
 
     Raises:

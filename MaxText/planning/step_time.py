@@ -174,12 +174,7 @@ def step_time(
     *,
     fused_attention: bool = False,
 ) -> StepTime:
-    """The time of an update.
-
-    Args:
-      peak: of a device; of a CPU, measured.
-      fused_attention: as in work_of.
-    """
+    """The time of an update."""
     chip = hardware.chip
     work = work_of(
         trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)

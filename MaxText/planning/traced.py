@@ -139,8 +139,6 @@ def traced(
     Args:
       weights: of each argument, the share of a parameter that a device gathers to compute with;
         0 for what is no parameter.
-      size_of: how many bytes an array takes.
-      is_square: of each argument; None for none.
       first_slice: for the body of a loop, the first argument that is a slice of a stack.
     """
     given = [_value(variable.aval, size_of) for variable in jaxpr.invars]

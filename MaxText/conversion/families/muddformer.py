@@ -106,11 +106,7 @@ def _multiple_of(config: Mapping[str, Any]) -> int:
 
 
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
-    """What both families have.
-
-    Args:
-      epsilon, width, expands: defaults.
-    """
+    """What both families have."""
     return (
         same("vocab_size", "vocab_size"),
         same("block_size", "max_target_length", default=2048),
