@@ -14,7 +14,7 @@ from MaxText.configuration.config_files import FileProblem
 from MaxText.configuration.layering import Layer, Setting
 from MaxText.configuration.loading import Loaded, accepted, load
 from MaxText.configuration.maxtext_keys import ALIASES, absent
-from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest, nearest_fact
 from MaxText.errors import UserError
 
 _OPTIONS = """
@@ -157,8 +157,7 @@ def _known(name: str) -> Key:
     close = nearest(name, keys)
     if reason := absent(name, tuple(close)):
         raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
-    facts = (("nearest", ", ".join(close)),) if close else ()
-    raise ConfigurationError([Problem(f"{name}: unknown key", facts=facts)])
+    raise ConfigurationError([Problem(f"{name}: unknown key", facts=nearest_fact(name, keys))])
 
 
 def _help(program: str, usage: str) -> str:

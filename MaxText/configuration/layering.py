@@ -14,7 +14,7 @@ from MaxText.configuration import config_files, values
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.config_files import FileProblem, display
 from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE, translation
-from MaxText.configuration.problems import Problem, nearest
+from MaxText.configuration.problems import Problem, nearest, nearest_fact
 from MaxText.configuration.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -180,21 +180,17 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[st
             name, text = match.groups()
             origin = Origin(Layer.COMMAND_LINE, raw=text)
             settings.append(Setting(name, values.from_text(text), origin, name))
-        elif argument.startswith("-"):
+        elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
+            paths.append(argument)
+        else:
             name = argument.lstrip("-").replace("-", "_")
-            close = nearest(name, all_keys())
-            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
-            what = f"argument {argument!r} has no value: write {name}=VALUE"
-            result.problems.append(Problem(what, ("command line",), facts))
-        elif not YAML_PATH.fullmatch(argument):
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
-            close = nearest(argument, all_keys())
-            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
+            if argument.startswith("-"):
+                what = f"argument {argument!r} has no value: write {name}=VALUE"
+            facts = nearest_fact(name, all_keys(), "{}=...")
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
-        else:
-            paths.append(argument)
     return paths, _distinct(settings, result, last_wins=True)
 
 
@@ -316,11 +312,13 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
             result.problems.append(problem)
             return []
     elif chosen not in known:
-        close = nearest(str(chosen), known)
-        facts = [("nearest", ", ".join(close))] if close else []
-        facts += [("known", ", ".join(known)), ("default", default)]
+        facts = (
+            *nearest_fact(str(chosen), known),
+            ("known", ", ".join(known)),
+            ("default", default),
+        )
         what = f"{name}: there is no {display(folder)}/{chosen}.yml"
-        result.problems.append(Problem(what, place, tuple(facts)))
+        result.problems.append(Problem(what, place, facts))
         return []
     try:
         settings = _read_chain(file, layer, result)

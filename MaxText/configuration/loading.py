@@ -25,7 +25,7 @@ from MaxText.configuration import (
 from MaxText.configuration.catalogue import Key, all_keys, build, is_of_layer
 from MaxText.configuration.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
 from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
-from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest, nearest_fact
 from MaxText.configuration.rules import RULES
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import LOGICAL_AXIS_RULES
@@ -180,9 +180,8 @@ def _unknown(setting: Setting) -> Problem:
     close = nearest(name, all_keys())
     if reason := absent(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = [("nearest", ", ".join(close))] if close else []
-    facts.append(("all keys", "configs/base.yml, or --help"))
-    return Problem(f"{name}: unknown key", (setting.place,), tuple(facts))
+    facts = (*nearest_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
+    return Problem(f"{name}: unknown key", (setting.place,), facts)
 
 
 def accepted(key: Key) -> str:
@@ -198,8 +197,7 @@ def accepted(key: Key) -> str:
 def _wrong(setting: Setting, key: Key, message: str) -> Problem:
     facts = [("accepted", accepted(key))]
     if key.choices and isinstance(setting.value, str):
-        if close := nearest(setting.value, [str(choice) for choice in key.choices if choice]):
-            facts.append(("nearest", ", ".join(close)))
+        facts += nearest_fact(setting.value, [str(choice) for choice in key.choices if choice])
         if note := VALUE_NOTES.get((key.name, setting.value)):
             facts.append(("note", note))
     if dict(key.bounds).get("ne") is not None:

@@ -14,7 +14,7 @@ from MaxText.configuration.keys import (
     Section,
     key,
 )
-from MaxText.configuration.layer_plan import LayerPlan, plan_layers
+from MaxText.configuration.layer_plan import LayerPlan, PipelineSchedule, plan_layers
 from MaxText.configuration.layer_sections import (
     MIXERS,
     SOFTMAX_MIXERS,
@@ -26,7 +26,6 @@ from MaxText.configuration.layer_sections import (
     Pattention,
     Position,
 )
-from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.registry import Parts
 
 RematPolicy = Literal[

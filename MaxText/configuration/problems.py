@@ -49,5 +49,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return [candidate for _, candidate in sorted(scores)[:count]]
 
 
+def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
+    """The known names most like `name` as a fact of a problem; none if there are none."""
+    close = nearest(name, known)
+    return (("nearest", ", ".join(map(form.format, close))),) if close else ()
+
+
 def _sorted_words(name: str) -> str:
     return "_".join(sorted(name.split("_")))

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.configuration import values
-from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.layering import Layer
 from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.conversion import (
     exporting,
-    folded_zoom,
     growing,
     run_folder,
     tokenizer_copy,
@@ -30,7 +28,7 @@ from MaxText.conversion.hugging_face_folder import (
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
-from MaxText.conversion.settings import find_family, named_family, with_effect
+from MaxText.conversion.settings import find_family, model_keys, named_family
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
@@ -131,7 +129,12 @@ def _to_run(request: Request, weights: Weights, loaded: Loaded | None, show: Sho
         whose = f"{weights.folder.name} ({weights.family.architecture})"
     else:
         assert loaded is not None
-        keys = _chosen(loaded)
+        given = [
+            name
+            for name, origin in loaded.origins.items()
+            if origin.layer not in (Layer.DEFAULT, Layer.DERIVED)
+        ]
+        keys = model_keys(flat(loaded.config), {"decoder_block", *given})
         note = {"path": request.source}
         if isinstance(weights, MaxTextWeights):
             note["query_scaling"] = weights.query_scaling
@@ -148,23 +151,10 @@ def _to_run(request: Request, weights: Weights, loaded: Loaded | None, show: Sho
     run_folder.show_run(request.target, copied, show)
 
 
-def _chosen(loaded: Loaded) -> dict[str, Any]:
-    """Keys of the model that the user or a file chose."""
-    resolved = flat(loaded.config)
-    chosen = {
-        key.name: resolved[key.name]
-        for section, keys in by_section().items()
-        if section[0] == "model"
-        for key in keys
-        if loaded.origins[key.name].layer not in (Layer.DEFAULT, Layer.DERIVED)
-    }
-    return {"decoder_block": resolved["decoder_block"], **with_effect(resolved, chosen)}
-
-
 def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
-    folded, told = folded_zoom.fold(weights, request.family)
+    folded, told = exporting.fold(weights, request.family)
     family = _family(folded, request.family, named_family(kept))
     if request.verify:
         verification.check_possible(family)

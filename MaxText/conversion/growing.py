@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
@@ -15,13 +16,12 @@ from MaxText.checkpointing.growth.plan import new_part
 from MaxText.checkpointing.growth.settling import Growth, Settled, settle_source
 from MaxText.checkpointing.growth.source import KEY, Source, open_source
 from MaxText.checkpointing.starting_point import Start
-from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.conversion import run_folder, tokenizer_copy
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.request import Request
-from MaxText.conversion.settings import with_effect
+from MaxText.conversion.settings import model_keys
 from MaxText.conversion.weights import Weights, model_of, num_bytes
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
@@ -41,9 +41,9 @@ class GrownWeights(Weights):
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 
-        def draw(key: jax.Array) -> dict[str, jax.Array]:
-            parameters = self.model.initialize(key)
-            return {name: _leaf(parameters, name) for name in names}
+        def draw(key: jax.Array) -> dict[str, Any]:
+            parameters = traverse_util.flatten_dict(self.model.initialize(key), sep="/")
+            return {name: parameters[name] for name in names}
 
         seed = config.model.initialization.init_weights_seed
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
@@ -58,12 +58,6 @@ class GrownWeights(Weights):
         """Memory at the peak, beyond the program itself."""
         sizes = num_bytes(self)
         return sum(sizes[name] for name in self._fresh) + run_folder.peak_bytes(self)
-
-
-def _leaf(tree: dict, name: str) -> jax.Array:
-    for part in name.split("/"):
-        tree = tree[part]
-    return tree  # type: ignore[return-value]
 
 
 def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show) -> None:
@@ -100,21 +94,11 @@ def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show)
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
     with run_folder.whole_or_nothing(request.target) as partial:
-        run_folder.write_run(partial, weights, _keys(settled.config), comment, _metadata(settled))
+        run_folder.write_run(
+            partial, weights, model_keys(flat(settled.config)), comment, _metadata(settled)
+        )
         copied = _copy_tokenizer(source, partial)
     run_folder.show_run(request.target, copied, show)
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    """What config.yml sets: all keys of the model that have an effect."""
-    resolved = flat(config)
-    of_model = {
-        key.name: resolved[key.name]
-        for section, keys in by_section().items()
-        if section[0] == "model"
-        for key in keys
-    }
-    return with_effect(resolved, of_model)
 
 
 def _metadata(settled: Settled) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,15 +136,6 @@ class FolderWeights(Weights):
         )
 
 
-class FolderStart(NamedTuple):
-    """A folder that fits a configuration."""
-
-    folder: str  # where it lies
-    # the current configuration by key, with what the folder says of its model
-    config_flat: dict[str, Any]
-    read: Callable[[], Any]  # gives the parameters, on devices
-
-
 def open_weights(
     path: str, key: str, config_flat: Mapping[str, Any]
 ) -> tuple[FolderWeights, dict[str, Any]]:
@@ -168,8 +159,10 @@ def open_folder(
     abstract_params: Any,
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
-) -> FolderStart:
-    """Compares a folder with the configuration, by names and shapes alone.
+) -> tuple[str, dict[str, Any], Callable[[], Any]]:
+    """The path of a folder, the configuration with what it says, and what reads its parameters.
+
+    It is compared with the configuration by names and shapes alone.
 
     Args:
       abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
@@ -204,4 +197,4 @@ def open_folder(
 
         return jax.tree_util.tree_map_with_path(place, abstract_params)
 
-    return FolderStart(str(weights.folder), stored_flat, read)
+    return str(weights.folder), stored_flat, read

@@ -1,7 +1,7 @@
 """config.json as our keys and our keys as config.json, by the tables of `families/`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from MaxText.configuration import values as typed_values
@@ -172,6 +172,13 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
     }
 
 
+def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
+    """The keys of the model that have an effect; of all or of those that were chosen."""
+    known = [key.name for key in all_keys().values() if key.section[0] == "model"]
+    names = [name for name in known if chosen is None or name in chosen]
+    return with_effect(values, {name: values[name] for name in names})
+
+
 def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     schema = all_keys()
     return all(
@@ -233,8 +240,7 @@ def find_family(config: Config, asked: str) -> Family:
 def _num_one_sided(family: Family, config: Config) -> int:
     """How many keys of the model mean something for one alone: this model, or the family's."""
     values = our_values(config)
-    names = {key.name: None for key in all_keys().values() if key.section[0] == "model"}
-    ours, theirs = (with_effect(v, names) for v in (values, {**values, **family.parts}))
+    ours, theirs = (model_keys(v) for v in (values, {**values, **family.parts}))
     return len(ours.keys() ^ theirs.keys())
 
 

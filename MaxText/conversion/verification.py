@@ -85,12 +85,8 @@ def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
     )
     section = section.model_copy(update={"numerics": numerics})
     model = Model(resolve(section, "cpu")[0])
-    params = nested(
-        {
-            name: weights.read(name).astype(dtype or weights.formats[name])
-            for name in model.parameters
-        }
-    )
+    formats = {name: dtype or weights.formats[name] for name in model.parameters}
+    params = nested({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 
     @jax.jit
     def run(params, tokens_BT):
@@ -116,10 +112,8 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     """Mean of -log p(next token), in double."""
     scores = logits[:, :-1].astype(np.float64)
-    largest = scores.max(-1, keepdims=True)
-    normalizer = largest[..., 0] + np.log(np.exp(scores - largest).sum(-1))
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
-    return float((normalizer - chosen).mean())
+    return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())
 
 
 def verify(

@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.layer_plan import PipelineSchedule
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard, Optimizer, Schedule
 from MaxText.input_pipeline.batch import Batch, batch_shapes
