@@ -47,23 +47,20 @@ def open_parameters(
     from MaxText.conversion.hugging_face_folder import is_folder
 
     if is_folder(path):
-        from MaxText.conversion.starting_weights import open_folder
+        from MaxText.conversion.importing import open_folder
 
-        given = open_folder(path, key, abstract_params, config_flat, show)
-        metadata = {"config": given.config_flat}
-        return GivenParameters(
-            f"parameters of {given.folder}", metadata, given.folder, None, given.read
-        )
+        folder, stored, read = open_folder(path, key, abstract_params, config_flat, show)
+        return GivenParameters(f"parameters of {folder}", {"config": stored}, folder, None, read)
     stored = layout.find(path, key)
     with unreadable_is_user_error(key, stored):
         reading.check_params(stored, abstract_params, config_flat)
 
-    def read() -> Any:
+    def read_ours() -> Any:
         with unreadable_is_user_error(key, stored):
             return reading.read_params(stored, abstract_params, config_flat, show)
 
     return GivenParameters(
-        f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read
+        f"parameters of {stored}", metadata_if_any(stored), str(stored), stored.step, read_ours
     )
 
 

@@ -18,36 +18,24 @@ _BOUNDS = {
     "gt": (operator.gt, ">"),
     "le": (operator.le, "<="),
     "lt": (operator.lt, "<"),
+    "ne": (operator.ne, "other than"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the schema.
+    """One key of the schema."""
 
-    Attributes:
-      name: what users type.
-      section: path of the section that owns it, for example ("model", "attention").
-      title: first sentence of the section's docstring.
-      annotation: Python type of the value.
-      default: value when nobody sets it.
-      meaning: one line.
-      unit: for example "steps", or empty.
-      bounds: pairs of "ge", "gt", "le" or "lt" and a number.
-      only_if: other keys and the values under which this one has an effect.
-      only_if_any: more of them, of which one is enough.
-    """
-
-    name: str
-    section: tuple[str, ...]
-    title: str
-    annotation: Any
-    default: Any
-    meaning: str
-    unit: str
-    bounds: tuple[tuple[str, float], ...]
-    only_if: dict[str, list[Any]]
-    only_if_any: dict[str, list[Any]]
+    name: str  # what users type
+    section: tuple[str, ...]  # path of the section that owns it, for example ("model", "attention")
+    title: str  # first sentence of the section's docstring
+    annotation: Any  # Python type of the value
+    default: Any  # value when nobody sets it
+    meaning: str  # one line
+    unit: str  # for example "steps", or empty
+    bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
+    only_if: dict[str, list[Any]]  # other keys and the values under which this one has an effect
+    only_if_any: dict[str, list[Any]]  # more of them, of which one is enough
 
     def out_of_bounds(self, value: Any) -> bool:
         """Whether a value of the right type lies outside the bounds."""
@@ -83,8 +71,8 @@ def _choices(annotation: Any) -> Iterator[Any]:
         yield from _choices(part)
 
 
-def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> Key:
-    extra = field.json_schema_extra
+def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section]) -> Key:
+    extra: Any = field.json_schema_extra
     assert isinstance(extra, dict), f"{name} is not declared with key()"
     bounds = tuple(
         (kind, getattr(constraint, kind))
@@ -92,17 +80,19 @@ def _key(name: str, field: FieldInfo, section: tuple[str, ...], title: str) -> K
         for kind in _BOUNDS
         if hasattr(constraint, kind)
     )
+    only_if, common = extra["only_if"], {} if name in section.ONLY_IF else section.ONLY_IF
+    conditions = only_if and {**common, **only_if} if only_if is not None else common
     return Key(
         name=name,
-        section=section,
-        title=title,
+        section=path,
+        title=(section.__doc__ or "").strip().splitlines()[0],
         annotation=_annotation(field),
         default=field.default,
         meaning=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
-        only_if=extra["only_if"],  # type: ignore[arg-type]
-        only_if_any=extra["only_if_any"],  # type: ignore[arg-type]
+        only_if={other: list(values) for other, values in conditions.items()},
+        only_if_any={other: list(values) for other, values in extra["only_if_any"].items()},
     )
 
 
@@ -119,12 +109,11 @@ def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
         for part in section.with_keys():
             yield from _walk(part.keys, (*path, part.name))  # type: ignore[arg-type]
         return
-    title = (section.__doc__ or "").strip().splitlines()[0]
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _walk(field.annotation, (*path, name))
         else:
-            yield _key(name, field, path, title)
+            yield _key(name, field, path, section)
 
 
 @functools.cache

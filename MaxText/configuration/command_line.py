@@ -14,7 +14,7 @@ from MaxText.configuration.config_files import FileProblem
 from MaxText.configuration.layering import Layer, Setting
 from MaxText.configuration.loading import Loaded, accepted, load
 from MaxText.configuration.maxtext_keys import ALIASES, absent
-from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest, nearest_fact
 from MaxText.errors import UserError
 
 _OPTIONS = """
@@ -38,8 +38,6 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
     Args:
       program: name as typed, for example "train.py"; its stem selects the rules of that program.
-      arguments: what follows the program's name.
-      usage: what the program does and an example, shown by --help.
       load: (arguments, program or nothing) -> the configuration.
 
     Returns:
@@ -62,11 +60,7 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 
 def program(name: str) -> str:
-    """How another program is started the way that this one was, to be shown.
-
-    Args:
-      name: such as "train".
-    """
+    """How another program is started the way that this one was, to be shown."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
@@ -85,9 +79,6 @@ def fail(error: UserError) -> NoReturn:
 @contextlib.contextmanager
 def ending_well(stopped: str = "") -> Iterator[None]:
     """What is done inside ends the program with one line where a user can mend what went wrong.
-
-    Args:
-      stopped: what Ctrl-C left, for stderr.
 
     Raises:
       SystemExit: 2 after a mistake of the user, 130 after Ctrl-C, 141 where whoever read the
@@ -169,8 +160,7 @@ def _known(name: str) -> Key:
     close = nearest(name, keys)
     if reason := absent(name, tuple(close)):
         raise ConfigurationError([Problem(f"{name}: not a key here: {reason.sentence}")])
-    facts = (("nearest", ", ".join(close)),) if close else ()
-    raise ConfigurationError([Problem(f"{name}: unknown key", facts=facts)])
+    raise ConfigurationError([Problem(f"{name}: unknown key", facts=nearest_fact(name, keys))])
 
 
 def _help(program: str, usage: str) -> str:

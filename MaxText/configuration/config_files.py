@@ -70,7 +70,6 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
     configs, so that configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
 
     Args:
-      name: a path.
       beside: folder of the file that refers to it, if any.
 
     Raises:

@@ -3,7 +3,16 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from MaxText.configuration.keys import Section, key
+from MaxText.configuration.keys import (
+    Count,
+    CountOrAuto,
+    Fraction,
+    Natural,
+    NonNegative,
+    Section,
+    Share,
+    key,
+)
 
 _STORED: dict[str, Iterable[Any]] = {"dataset_type": ["grain"]}
 # How a mixture takes windows from a source; the first is the default.
@@ -14,6 +23,8 @@ _MASKED: dict[str, Iterable[Any]] = {"mlm_training": [True]}
 class Data(Section):
     """Where tokens come from and how they become windows."""
 
+    ONLY_IF = _STORED
+
     dataset_type: Literal["grain", "synthetic"] = key(
         "grain", "grain: what lies at dataset_path. synthetic: random tokens."
     )
@@ -22,18 +33,15 @@ class Data(Section):
         "What to read: a folder that prepare_data.py wrote, or token records as they are (tfrecord,"
         " Megatron .bin and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * "
         "or {000..127}, or @FILE with one name per line. Local or a URL such as gs://.",
-        only_if=_STORED,
     )
     grain_train_files: str = key(
         "",
         "Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. "
         "Records of text are tokenised with tokenizer_path.",
-        only_if=_STORED,
     )
     grain_eval_files: str = key(
-        "", "Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path.",
-        only_if=_STORED,
-    )  # fmt: skip
+        "", "Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."
+    )
     grain_file_type: Literal[
         "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
         "text",
@@ -44,141 +52,116 @@ class Data(Section):
         (),
         "Mixture to train on: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, "
         "sampling, weight], where sampling is chunks, documents_random or documents_fixed.",
-        only_if=_STORED,
     )
-    mixture_temperature: float = key(
+    mixture_temperature: NonNegative = key(
         0.0,
         "Above 0, weights of a mixture are multiplied by (tokens of the source)^(1/temperature): 1 "
         "is proportional to size, larger is more even. 0 takes the weights as they are.",
-        only_if=_STORED, ge=0,
-    )  # fmt: skip
+    )
     data_cache_dir: str = key(
         "~/maxtext_data_cache",
         "Folder for indices of record files, for text that was tokenised while reading, and for "
         "copies of files in buckets that can only be read from a disk.",
-        only_if=_STORED,
     )
-    train_split: str = key("train", "Split to train on.", only_if=_STORED)
+    train_split: str = key("train", "Split to train on.")
     eval_split: str = key(
-        "validation",
-        "Split to evaluate on; of plain record files, those whose name contains it.",
-        only_if=_STORED,
+        "validation", "Split to evaluate on; of plain record files, those whose name contains it."
     )
     tokens_field: str = key(
-        "", "Field of a record that holds its ids. Empty: input_ids, text or tokens.",
-        only_if=_STORED,
-    )  # fmt: skip
-    records_eos_id: int = key(
-        -1,
-        "Id put at the end of each record that is a document without one; -1 adds none.",
-        only_if=_STORED, ge=-1,
-    )  # fmt: skip
-    enable_data_shuffling: bool = key(
-        True, "Visit windows in a random order, another one each epoch.", only_if=_STORED
+        "", "Field of a record that holds its ids. Empty: input_ids, text or tokens."
     )
-    data_shuffle_seed: int = key(0, "Seed of the order (and of synthetic tokens).", ge=0)
-    iter_file_nums: int = key(
-        0, "Shuffle within groups of this many files, visited in order; 0 shuffles everything.",
-        only_if=_STORED, ge=0,
-    )  # fmt: skip
+    records_eos_id: int = key(
+        -1, "Id put at the end of each record that is a document without one; -1 adds none.", ge=-1
+    )
+    enable_data_shuffling: bool = key(
+        True, "Visit windows in a random order, another one each epoch."
+    )
+    data_shuffle_seed: Natural = key(0, "Seed of the order (and of synthetic tokens).", only_if={})
+    iter_file_nums: Natural = key(
+        0, "Shuffle within groups of this many files, visited in order; 0 shuffles everything."
+    )
     megatron_order: Literal["stored", "gpt_neox"] = key(
         "stored",
         "Order of Megatron data: stored (what Pythia published shuffled), or gpt_neox (the sample "
         "index that GPT-NeoX builds from data_shuffle_seed).",
-        only_if=_STORED,
     )
     megatron_split: str = key(
         "", "Shares of training, validation and test documents: 969,30,1. Empty: all train.",
-        only_if={"megatron_order": ["gpt_neox"], **_STORED},
+        only_if={"megatron_order": ["gpt_neox"]},
     )  # fmt: skip
-    num_epoch: int = key(
-        -1, "Passes over the data after which training stops; -1 repeats until `steps`.", ge=-1,
-        only_if=_STORED,
-    )  # fmt: skip
+    num_epoch: CountOrAuto = key(
+        -1, "Passes over the data after which training stops; -1 repeats until `steps`."
+    )
     packing: bool = key(
         True,
         "Fill windows with several documents; false starts each document in a window of its own "
         "and pads.",
-        only_if=_STORED,
     )
     grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"] = key(
         "concat_then_split",
         "concat_then_split: documents end to end, cut every max_target_length tokens. first_fit, "
         "best_fit: documents stay whole where they fit.",
-        only_if={"packing": [True], **_STORED},
+        only_if={"packing": [True]},
     )
     use_truncation: bool = key(
         False, "Drop what of a document is longer than a window, instead of going on in further "
-        "windows.", only_if={"packing": [False], **_STORED},
+        "windows.", only_if={"packing": [False]},
     )  # fmt: skip
     attend_across_documents: bool = key(
-        False,
-        "Let attention, positions and loss cross from one document of a window to the next.",
-        only_if=_STORED,
+        False, "Let attention, positions and loss cross from one document of a window to the next."
     )
     zero_loss: bool = key(
-        True, "Count targets with id 0; false leaves them out, as MUDDFormer's runs did.",
-        only_if=_STORED,
-    )  # fmt: skip
+        True, "Count targets with id 0; false leaves them out, as MUDDFormer's runs did."
+    )
     on_bad_record: Literal["fail", "skip"] = key(
         "fail",
         "What a record with a wrong checksum, or in a file that is gone, does: stop the run, or "
         "become a row without weight. Damaged archives and text always stop it.",
-        only_if=_STORED,
     )
-    max_bad_records: int = key(
+    max_bad_records: Natural = key(
         100,
         "Unreadable records after which a run with on_bad_record=skip stops too; also the rows and "
         "files of text that preparation leaves out because they cannot be read, 0 for none.",
-        ge=0,
+        only_if={},
     )
-    data_read_retries: int = key(
+    data_read_retries: Natural = key(
         5,
         "Times that a failed read of data is tried again (a file that is missing, an I/O "
         "error, a read that hangs) before the run stops.",
-        ge=0,
-        only_if=_STORED,
     )
-    data_retry_seconds: float = key(
+    data_retry_seconds: NonNegative = key(
         1.0, "Wait before the first of them; each further one waits twice as long, at most 60 s.",
-        unit="seconds", ge=0, only_if=_STORED,
+        unit="seconds",
     )  # fmt: skip
-    data_read_timeout: float = key(
+    data_read_timeout: NonNegative = key(
         60.0, "Seconds without a batch that count as a failed read; 0 waits for ever.",
-        unit="seconds", ge=0, only_if=_STORED,
+        unit="seconds",
     )  # fmt: skip
     excluded_samples: tuple[tuple[int, int], ...] = key(
         (),
         "Pairs [first, end] of sample numbers to leave out of the training data, as a rewind does; "
         "later samples move up.",
+        only_if={},
     )
-    grain_worker_count: int = key(
-        0, "Reader processes; 0 reads in threads of this process.", ge=0, only_if=_STORED
+    grain_worker_count: Natural = key(0, "Reader processes; 0 reads in threads of this process.")
+    reuse_example_batch: bool = key(
+        False, "Feed the first batch again and again (benchmarks).", only_if={}
     )
-    reuse_example_batch: bool = key(False, "Feed the first batch again and again (benchmarks).")
 
 
 class Masking(Section):
     """Masked language modelling (BERT): which inputs are hidden and predicted."""
 
+    ONLY_IF = _MASKED
+
     mlm_training: bool = key(False, "Predict hidden tokens from both sides, not the next token.")
-    mlm_mask_id: int = key(
-        -1, "Id of the mask; -1 takes the tokenizer's [MASK].", ge=-1, only_if=_MASKED
-    )
-    mlm_cls_token_id: int = key(
-        -1, "Id put before each window, never hidden; -1 puts none.", ge=-1, only_if=_MASKED
-    )
-    mlm_mask_prob: float = key(
-        0.15, "Share of the tokens that are predicted.", gt=0, le=1, only_if=_MASKED
-    )
-    mlm_same_token_prob: float = key(
-        0.1, "Share of these that stay as they are.", ge=0, le=1, only_if=_MASKED
-    )
-    mlm_random_token_prob: float = key(
-        0.1, "Share of these that become a random token.", ge=0, le=1, only_if=_MASKED
-    )
+    mlm_mask_id: int = key(-1, "Id of the mask; -1 takes the tokenizer's [MASK].", ge=-1)
+    mlm_cls_token_id: int = key(-1, "Id put before each window, never hidden; -1 puts none.", ge=-1)
+    mlm_mask_prob: float = key(0.15, "Share of the tokens that are predicted.", gt=0, le=1)
+    mlm_same_token_prob: Share = key(0.1, "Share of these that stay as they are.")
+    mlm_random_token_prob: Share = key(0.1, "Share of these that become a random token.")
     mlm_mask_ignore_ids: tuple[int, ...] = key(
-        (), "Ids that are never predicted, besides CLS, mask, bos, eos and pad.", only_if=_MASKED
+        (), "Ids that are never predicted, besides CLS, mask, bos, eos and pad."
     )
 
 
@@ -211,15 +194,15 @@ class Preparation(Section):
     )
     add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
     add_eos: bool = key(True, "End each document with the end-of-text id.")
-    validation_fraction: float = key(
-        0.01, "Share of documents held out as the validation split.", ge=0, lt=1
+    validation_fraction: Fraction = key(
+        0.01, "Share of documents held out as the validation split."
     )
-    prepare_seed: int = key(0, "Seed that chooses held-out documents.", ge=0)
+    prepare_seed: Natural = key(0, "Seed that chooses held-out documents.")
     prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenising.")
-    prepare_minimum_tokens: int = key(
-        0, "Leave out documents of fewer tokens (counted).", unit="tokens", ge=0
+    prepare_minimum_tokens: Natural = key(
+        0, "Leave out documents of fewer tokens (counted).", unit="tokens"
     )
-    prepare_num_workers: int = key(0, "Processes that tokenise; 0 is one per core.", ge=0)
+    prepare_num_workers: Natural = key(0, "Processes that tokenise; 0 is one per core.")
     prepare_output_format: Literal[
         "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
     ] = key(
@@ -244,8 +227,8 @@ class Preparation(Section):
     prepare_separator_id: int = key(
         -1, "Id between documents instead of the tokenizer's end of text; -1 takes that.", ge=-1
     )
-    prepare_num_shards: int = key(
-        0, "Record files to write; 0 is one per 256 MB of text.", ge=0,
+    prepare_num_shards: Natural = key(
+        0, "Record files to write; 0 is one per 256 MB of text.",
         only_if={
             "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
         },
@@ -256,16 +239,16 @@ class Preparation(Section):
             "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
         },
     )  # fmt: skip
-    prep_min_length: int = key(
-        128, "Shortest strided window, BOS and EOS included.", unit="tokens", ge=1,
+    prep_min_length: Count = key(
+        128, "Shortest strided window, BOS and EOS included.", unit="tokens",
         only_if={"prepare_record": ["strided"]},
     )  # fmt: skip
     prep_max_length: int = key(
         256, "Tokens of a strided window, BOS and EOS included.", unit="tokens", ge=3,
         only_if={"prepare_record": ["strided"]},
     )  # fmt: skip
-    prep_stride: int = key(
-        128, "Tokens between the starts of strided windows.", unit="tokens", ge=1,
+    prep_stride: Count = key(
+        128, "Tokens between the starts of strided windows.", unit="tokens",
         only_if={"prepare_record": ["strided"]},
     )  # fmt: skip
     prep_ignore_label: int = key(

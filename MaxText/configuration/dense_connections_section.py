@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from MaxText.configuration.keys import Section, key
+from MaxText.configuration.keys import Count, Natural, Section, key
 from MaxText.configuration.layer_sections import Activation
 
 _DENSE: dict[str, Iterable[Any]] = {"dense_conn": [True]}
@@ -18,6 +18,8 @@ class DenseConnections(Section):
     (Pagliardini et al. 2024, arXiv 2402.02622).
     """
 
+    ONLY_IF = _DENSE
+
     dense_conn: bool = key(
         False,
         "Layers read weighted sums of the embedding and of the outputs of all layers before them "
@@ -28,52 +30,44 @@ class DenseConnections(Section):
         "Inputs of a layer that have a sum of their own: of queries, keys, values and the residual "
         "stream. One that is left out reads the sum of r, or the last output where r is left out, "
         "too.",
-        only_if=_DENSE,
     )
-    dense_dynamic: bool = key(
-        True, "Weights that depend on the last output, token by token.", only_if=_DENSE
-    )
-    dense_static: bool = key(True, "Learned weights that are the same everywhere.", only_if=_DENSE)
+    dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
+    dense_static: bool = key(True, "Learned weights that are the same everywhere.")
     dense_sources: Literal["all", "dilated", "window", "list"] = key(
         "all",
         "What is summed, besides the last output. dilated: every dense_dilation-th output, counted "
         "back from it. window: the last dense_window outputs and the embedding. list: those of "
         "dense_source_list.",
-        only_if=_DENSE,
     )
-    dense_dilation: int = key(
-        2, "Outputs from one source to the next.", unit="layers", ge=1,
-        only_if=_DENSE | {"dense_sources": ["dilated"]},
+    dense_dilation: Count = key(
+        2, "Outputs from one source to the next.", unit="layers",
+        only_if={"dense_sources": ["dilated"]},
     )  # fmt: skip
-    dense_window: int = key(
-        8, "Outputs that are summed, besides the embedding.", unit="layers", ge=1,
-        only_if=_DENSE | {"dense_sources": ["window"]},
+    dense_window: Count = key(
+        8, "Outputs that are summed, besides the embedding.", unit="layers",
+        only_if={"dense_sources": ["window"]},
     )  # fmt: skip
     dense_source_list: tuple[int, ...] = key(
         (),
         "0 is the embedding, n the output of the n-th layer; those that are not there yet are left "
         "out.",
-        only_if=_DENSE | {"dense_sources": ["list"]},
+        only_if={"dense_sources": ["list"]},
     )
-    dense_period: int = key(
-        1, "A sum after every so many layers; the others read the last output.", unit="layers",
-        ge=1, only_if=_DENSE,
-    )  # fmt: skip
+    dense_period: Count = key(
+        1, "A sum after every so many layers; the others read the last output.", unit="layers"
+    )
     dense_after_layers: tuple[int, ...] | None = key(
         None,
         "Layers, counted from 1, that have a sum after them; null is what dense_period says.",
-        only_if=_DENSE | {"dense_period": [1]},
+        only_if={"dense_period": [1]},
     )
     mudd_prenorm: bool = key(
-        False,
-        "Add to the last output a sum of normalised outputs, with a learned scale for each.",
-        only_if=_DENSE,
+        False, "Add to the last output a sum of normalised outputs, with a learned scale for each."
     )
     mudd_postnorm: Literal["none", "residual", "all"] = key(
         "none",
         "Add to the last output a sum that is normalised, with a learned scale that starts at "
         "0.001: on the way r alone (MUDDFormer's JAX code) or on each way (its paper).",
-        only_if=_DENSE,
     )
     dense_activation: Activation = key(
         "gelu",
@@ -87,26 +81,23 @@ class DenseConnections(Section):
         "upwards. reference adds 64 where it is one already, as MUDDFormer's code.",
         only_if=_DYNAMIC,
     )
-    dense_last_expand: int = key(
-        4, "Multiplies that width after the last layer, where there is one way.", ge=1,
-        only_if=_DYNAMIC,
-    )  # fmt: skip
+    dense_last_expand: Count = key(
+        4, "Multiplies that width after the last layer, where there is one way.", only_if=_DYNAMIC
+    )
     dense_first_norms: Literal["one", "each"] = key(
         "each",
         "Norms before the first layer's queries, keys and values, which all read the embedding: "
         "one (the released models) or one each (MUDDFormer's JAX code), as in later layers.",
-        only_if=_DENSE,
     )
     dense_mixing: Literal["auto", "sum", "kernel"] = key(
-        "auto", "How the sums are computed. No effect on the result.", only_if=_DENSE
+        "auto", "How the sums are computed. No effect on the result."
     )
-    dense_kept_sums: int = key(
+    dense_kept_sums: Natural = key(
         0,
         "Sums, counted back from the last layer's, whose results are kept for the backward pass "
         "instead of made again. Each takes a hidden state's memory for each way, and spares a read "
         "of its sources (docs/mudd_cost.md). No effect on the result.",
-        ge=0, only_if=_DENSE,
-    )  # fmt: skip
+    )
 
     @property
     def mixes_attention_inputs(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from MaxText.configuration.keys import Section, key
+from MaxText.configuration.keys import Count, CountOrAuto, Fraction, Natural, Section, Share, key
 
 _STRATEGY = "decode_sampling_strategy"
 _DRAWN: dict[str, Iterable[Any]] = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
@@ -17,12 +17,12 @@ class Decoding(Section):
         "", "Prompts instead of prompt: a text file with one on each line, or .jsonl with the "
         "field prompt.",
     )  # fmt: skip
-    max_new_tokens: int = key(
+    max_new_tokens: CountOrAuto = key(
         128, "Tokens to generate at most; -1 goes on to max_target_length, prompt included.",
-        unit="tokens", ge=-1,
+        unit="tokens",
     )  # fmt: skip
-    sample_tokens: int = key(0, "Tokens that train.py generates at its end; 0 for none.", ge=0)
-    decode_num_samples: int = key(1, "Completions of each prompt.", ge=1)
+    sample_tokens: Natural = key(0, "Tokens that train.py generates at its end; 0 for none.")
+    decode_num_samples: Count = key(1, "Completions of each prompt.")
     decode_seed: int = key(0, "Seed of all draws.", ge=0, le=2**32 - 1)
     decode_sampling_strategy: Literal["composite", "greedy", "weighted", "nucleus", "topk"] = key(
         "composite",
@@ -32,28 +32,25 @@ class Decoding(Section):
     decode_sampling_temperature: float = key(
         1.0, "Divides the logits; 0 takes the likeliest token.", ge=0, le=1e6, only_if=_DRAWN
     )
-    decode_sampling_top_k: int = key(
-        0,
-        "Keep the k likeliest tokens; 0 is off.",
-        ge=0,
-        only_if={_STRATEGY: ["composite", "topk"]},
+    decode_sampling_top_k: Natural = key(
+        0, "Keep the k likeliest tokens; 0 is off.", only_if={_STRATEGY: ["composite", "topk"]}
     )
     decode_sampling_nucleus_p: float = key(
         1.0, "Keep the likeliest tokens that together have this probability (top-p); 1 is off.",
         gt=0, le=1, only_if={_STRATEGY: ["composite", "nucleus"]},
     )  # fmt: skip
-    decode_sampling_min_p: float = key(
+    decode_sampling_min_p: Share = key(
         0.0, "Keep tokens with at least this share of the likeliest one's probability; 0 is off.",
-        ge=0, le=1, only_if={_STRATEGY: ["composite"]},
+        only_if={_STRATEGY: ["composite"]},
     )  # fmt: skip
     decode_sampling_typical_p: float = key(
         1.0, "Keep the tokens of most typical surprisal that together have this probability; 1 is "
         "off.",
         gt=0, le=1, only_if={_STRATEGY: ["composite"]},
     )  # fmt: skip
-    decode_sampling_eta: float = key(
+    decode_sampling_eta: Fraction = key(
         0.0, "Keep tokens above min(eta, sqrt(eta) exp(-entropy)); 0 is off.",
-        ge=0, lt=1, only_if={_STRATEGY: ["composite"]},
+        only_if={_STRATEGY: ["composite"]},
     )  # fmt: skip
     decode_entmax_alpha: float = key(
         1.0, "Probabilities by alpha-entmax instead of softmax, which 1 is; 2 is sparsemax.",
@@ -77,12 +74,11 @@ class Decoding(Section):
 class Scoring(Section):
     """What eval.py measures on trained weights, besides the keys of evaluation."""
 
-    eval_stride: int = key(
+    eval_stride: CountOrAuto = key(
         -1,
         "Targets that a window adds to those before it; the rest of it is context. -1: windows "
         "side by side, as train.py evaluates.",
         unit="tokens",
-        ge=-1,
     )
     eval_output: str = key(
         "", "File for the results (JSON). Empty: eval/<step>.json in the run, or the terminal only."

@@ -7,14 +7,33 @@ derived from one declaration.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Section(BaseModel):
-    """A group of keys that one part of the program receives. Immutable; unknown fields refused."""
+class Unequal(NamedTuple):
+    """A bound: a number that is none of the values."""
 
+    ne: int
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrAuto = Annotated[int, Field(ge=-1), Unequal(0)]  # -1 stands for what the key's meaning says
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of keys that one part of the program receives. Immutable; unknown fields refused.
+
+    ONLY_IF holds, as `only_if` of a key, for those that say nothing else, besides those in it.
+    """
+
+    ONLY_IF: ClassVar[dict[str, Iterable[Any]]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
@@ -30,7 +49,6 @@ def key(
     """Declares one key.
 
     Args:
-      default: value when nobody sets it.
       meaning: one line, shown by --help and in docs/configuration.md.
       unit: for example "steps", "tokens", "seconds".
       only_if: other keys and the values under which this one has an effect. A user who sets the
@@ -38,9 +56,7 @@ def key(
       only_if_any: the same for keys of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
-    facts: dict[str, Any] = {"unit": unit}
-    for name, given in (("only_if", only_if), ("only_if_any", only_if_any)):
-        facts[name] = {other: list(values) for other, values in (given or {}).items()}
+    facts: dict[str, Any] = {"unit": unit, "only_if": only_if, "only_if_any": only_if_any or {}}
     return Field(
         default,
         description=meaning,

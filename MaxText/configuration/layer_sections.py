@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainValidator
 
-from MaxText.configuration.keys import Section, key
+from MaxText.configuration.keys import (
+    Count,
+    CountOrAuto,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    key,
+)
 from MaxText.configuration.layer_kinds import LayerKinds
 from MaxText.configuration.registry import Name
 
@@ -78,7 +86,7 @@ class Block(Section):
     normalization_bias: bool = key(
         True, "Whether LayerNorm has a bias.", only_if={"normalization_type": ["layer_norm"]}
     )
-    normalization_layer_epsilon: float = key(1e-5, "Added to the variance inside norms.", gt=0)
+    normalization_layer_epsilon: Positive = key(1e-5, "Added to the variance inside norms.")
     normalization_zero_centered: bool = key(
         False,
         "Store the scale of every norm as its difference from 1 (Gemma): it starts at 0, and "
@@ -135,11 +143,10 @@ class Position(Section):
         "(GPT-Neo: axial_pos_emb).",
         only_if={"position_embedding": ["axial"]},
     )
-    alibi_max_bias: float = key(
+    alibi_max_bias: Positive = key(
         8.0,
         "Slopes of n heads are 2^(-alibi_max_bias i / n), i from 1 to n (Press et al. 2022).",
         only_if={"position_embedding": ["alibi"]},
-        gt=0,
     )
     trainable_position_size: int = key(
         -1,
@@ -161,36 +168,31 @@ class Position(Section):
         only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
         ge=1,
     )
-    original_max_position_embeddings: int = key(
+    original_max_position_embeddings: Count = key(
         8192,
         "Length of the texts before frequencies were changed.",
         unit="tokens",
         only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
-        ge=1,
     )
-    low_freq_factor: float = key(
+    low_freq_factor: Positive = key(
         1.0,
         "Turns in the original length up to which a frequency is divided in full.",
         only_if=_ROTARY | {"rope_type": ["llama3.1"]},
-        gt=0,
     )
-    high_freq_factor: float = key(
+    high_freq_factor: Positive = key(
         4.0,
         "Turns in the original length from which a frequency stays as it is.",
         only_if=_ROTARY | {"rope_type": ["llama3.1"]},
-        gt=0,
     )
-    beta_fast: float = key(
+    beta_fast: Positive = key(
         32.0,
         "Turns in the original length from which a frequency stays as it is.",
         only_if=_ROTARY | {"rope_type": ["yarn"]},
-        gt=0,
     )
-    beta_slow: float = key(
+    beta_slow: Positive = key(
         1.0,
         "Turns in the original length up to which a frequency is divided in full.",
         only_if=_ROTARY | {"rope_type": ["yarn"]},
-        gt=0,
     )
     rotary_pct: float = key(
         1.0,
@@ -221,8 +223,8 @@ class Attention(Section):
         "flash: a kernel that writes no scores to memory, JAX's splash attention on TPU, cuDNN's "
         "on GPU. autoselected: flash where it can be, else blocked.",
     )
-    attention_block_size: int = key(
-        128, "Query rows of a block.", unit="tokens", ge=1,
+    attention_block_size: Count = key(
+        128, "Query rows of a block.", unit="tokens",
         only_if={"attention": ["autoselected", "blocked"]},
     )  # fmt: skip
     context_parallel_strategy: Literal["all_gather", "ring"] = key(
@@ -237,15 +239,12 @@ class Attention(Section):
         "causal attention and halves its time. No effect on the result.",
         only_if={"context_parallel_strategy": ["ring"]},
     )
-    causal: bool = key(
-        True,
-        "Attend to earlier tokens only. mlm_training=true switches it off.",
-    )
+    causal: bool = key(True, "Attend to earlier tokens only. mlm_training=true switches it off.")
     qkv_bias: bool = key(False, "Biases on the query, key and value projections.")
     proj_bias: bool = key(False, "Bias on the attention output projection.")
     use_qk_norm: bool = key(False, "RMSNorm with scale over each head of q and k, before rotary.")
-    attn_logits_soft_cap: float = key(
-        0.0, "Caps attention scores at c * tanh(score / c); 0 is off.", ge=0
+    attn_logits_soft_cap: NonNegative = key(
+        0.0, "Caps attention scores at c * tanh(score / c); 0 is off."
     )
     attention_scale: float | None = key(
         None, "Multiplies scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
@@ -257,22 +256,20 @@ class Attention(Section):
         "token of a long text as of a short one (not where causal=false meets several documents); "
         "a layer of kind none has a feed-forward alone. Empty: all global.",
     )
-    sliding_window_size: int = key(
+    sliding_window_size: Count = key(
         256,
         "Tokens that a token of a local layer sees, itself included; without a causal mask, also "
         "as many after it.",
         unit="tokens",
-        ge=1,
     )
-    linear_attention_chunk: int = key(
-        64, "Tokens that a linear layer multiplies at once. No effect on the result.",
-        unit="tokens", ge=1,
-    )  # fmt: skip
-    linear_attention_epsilon: float = key(
-        1e-6, "Added to the sums of keys that linear attention divides by.", ge=0
+    linear_attention_chunk: Count = key(
+        64, "Tokens that a linear layer multiplies at once. No effect on the result.", unit="tokens"
     )
-    num_mem_kv: int = key(
-        0, "Learned keys and values that every token of a global layer sees as well.", ge=0
+    linear_attention_epsilon: NonNegative = key(
+        1e-6, "Added to the sums of keys that linear attention divides by."
+    )
+    num_mem_kv: Natural = key(
+        0, "Learned keys and values that every token of a global layer sees as well."
     )
     none_doubles_residual: bool = key(
         False, "Layers of kind none double the stream, as a defect of GPT-Neo does."
@@ -282,8 +279,8 @@ class Attention(Section):
         "Half of the channels skip attention and are summed over the tokens before with fixed "
         "weights 1 / (distance + 2) (fattorib/transformer).",
     )
-    static_sgu_kernel: int = key(
-        128, "Largest distance of that sum.", unit="tokens", ge=0, only_if={"static_sgu": [True]}
+    static_sgu_kernel: Natural = key(
+        128, "Largest distance of that sum.", unit="tokens", only_if={"static_sgu": [True]}
     )
 
     @property
@@ -324,10 +321,9 @@ class FeedForward(Section):
         "the first to one and a half of it in the last, in multiples of mlp_dim_multiple.",
         only_if={"feed_forward_type": ["mlp"]},
     )
-    mlp_dim_multiple: int = key(
-        128, "What widths of dynamic_mlp_dim are rounded to.", ge=1,
-        only_if={"dynamic_mlp_dim": [True]},
-    )  # fmt: skip
+    mlp_dim_multiple: Count = key(
+        128, "What widths of dynamic_mlp_dim are rounded to.", only_if={"dynamic_mlp_dim": [True]}
+    )
 
     @property
     def is_random(self) -> bool:
@@ -354,12 +350,12 @@ _TWO: dict[str, Iterable[Any]] = {"num_experts_per_tok": [2]}
 class MixtureOfExperts(Section):
     """A feed-forward of experts, of which each token visits a few."""
 
-    num_experts: int = key(1, "Experts of a layer; 1 is an ordinary MLP.", ge=1, only_if=_EXPERTS)
-    num_experts_per_tok: int = key(1, "Experts that each token visits.", ge=1)
+    num_experts: Count = key(1, "Experts of a layer; 1 is an ordinary MLP.", only_if=_EXPERTS)
+    num_experts_per_tok: Count = key(1, "Experts that each token visits.")
     moe_layers: tuple[int, ...] | None = key(
         None, "Layers with experts, counted from 0; null is all."
     )
-    moe_mlp_dim: int = key(-1, "Hidden width of an expert; -1 is mlp_dim.", ge=-1)
+    moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(
         None, "As mlp_activations, for experts; null is the same (GPT-Neo: [relu])."
     )
@@ -374,15 +370,14 @@ class MixtureOfExperts(Section):
         "The same in evaluation (GPT-Neo: 2). While text is generated experts take what comes.",
         ge=-1,
     )
-    moe_group_size: int = key(
+    moe_group_size: CountOrAuto = key(
         -1,
         "Tokens that share the places of experts: a part of a sequence; -1 is a whole one.",
         unit="tokens",
-        ge=-1,
     )
-    load_balance_loss_weight: float = key(0.01, "Weight of the load balance loss.", ge=0)
-    router_z_loss_weight: float = key(
-        0.0, "Weight of the squared log of the router's normaliser (ST-MoE: 0.001).", ge=0
+    load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
+    router_z_loss_weight: NonNegative = key(
+        0.0, "Weight of the squared log of the router's normaliser (ST-MoE: 0.001)."
     )
     moe_second_policy: Literal["all", "none", "threshold", "random"] = key(
         "all",
@@ -393,7 +388,7 @@ class MixtureOfExperts(Section):
     moe_second_policy_eval: Literal["all", "none", "threshold"] = key(
         "all", "The same outside of training.", only_if=_TWO
     )
-    moe_second_threshold: float = key(0.2, "See moe_second_policy.", ge=0, only_if=_TWO)
+    moe_second_threshold: NonNegative = key(0.2, "See moe_second_policy.", only_if=_TWO)
 
 
 _QKV_AND_OUTPUT: dict[str, Iterable[Any]] = {"attention_projections": ["pattention"]}
@@ -406,21 +401,20 @@ SlotPlace = Literal["qkv", "proj", "ffn"]
 class Pattention(Section):
     """Pattention, attention from tokens to learned slots: y = Theta(x K) V (TokenFormer)."""
 
-    slot_num: int = key(
+    slot_num: CountOrAuto = key(
         -1,
         "Slots of each of query, key, value and the output projection; the feed-forward has 4 "
         "times as many. -1 is emb_dim.",
         only_if_any=_ANYWHERE,
-        ge=-1,
     )
-    qkv_slot_num: int = key(
-        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    qkv_slot_num: CountOrAuto = key(
+        -1, "Slots of each of query, key and value; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
     )
-    proj_slot_num: int = key(
-        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT, ge=-1
+    proj_slot_num: CountOrAuto = key(
+        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
     )
-    ffn_slot_num: int = key(
-        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD, ge=-1
+    ffn_slot_num: CountOrAuto = key(
+        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD
     )
     normalize_type: Literal[
         "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
@@ -434,11 +428,9 @@ class Pattention(Section):
     gelu_approximate: bool = key(
         True,
         "gelu by tanh, as TokenFormer's JAX code; false is the exact one, as its PyTorch code.",
-        only_if={
-            "normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]
-        },
+        only_if={"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]},
         only_if_any=_ANYWHERE,
-    )  # fmt: skip
+    )
     score_norm_epsilon: float | None = key(
         None,
         "Added to the norm of Theta, outside its root. null: 1e-5 with l2_norm_gelu, else 1e-8. "
@@ -447,13 +439,12 @@ class Pattention(Section):
         only_if_any=_ANYWHERE,
         ge=0,
     )
-    zoom_dim: float = key(
+    zoom_dim: NonNegative = key(
         0.0,
         "Number that stands for n in sqrt(n), so that slots can be added without a change of "
         "scale; 4 times as much in the feed-forward. 0 is the number of slots.",
         only_if=_L2,
         only_if_any=_ANYWHERE,
-        ge=0,
     )
     qkv_zoom_dim: float = key(
         -1.0, "That of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT | _L2, ge=-1

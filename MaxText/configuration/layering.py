@@ -14,7 +14,7 @@ from MaxText.configuration import config_files, values
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.config_files import FileProblem, display
 from MaxText.configuration.maxtext_keys import ALIASES, UNAVAILABLE, translation
-from MaxText.configuration.problems import Problem, nearest
+from MaxText.configuration.problems import Problem, nearest, nearest_fact
 from MaxText.configuration.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -54,21 +54,13 @@ class Layer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value was set.
-
-    Attributes:
-      layer: the layer.
-      file: YAML file, or None.
-      line: line in that file, or None.
-      raw: the value as it was written.
-      note: environment variable, or how a derived value came about.
-    """
+    """Where a value was set."""
 
     layer: Layer
-    file: Path | None = None
-    line: int | None = None
-    raw: str = ""
-    note: str = ""
+    file: Path | None = None  # YAML file, or None
+    line: int | None = None  # line in that file, or None
+    raw: str = ""  # the value as it was written
+    note: str = ""  # environment variable, or how a derived value came about
 
     @property
     def place(self) -> str:
@@ -101,28 +93,18 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class OwnConfiguration:
-    """What weights say of the model they belong to; stands in for a config file.
+    """What weights say of the model they belong to; stands in for a config file."""
 
-    Attributes:
-      values: by key.
-      place: where the weights lie.
-    """
-
-    values: Mapping[str, Any]
-    place: str
+    values: Mapping[str, Any]  # by key
+    place: str  # where the weights lie
 
 
 @dataclasses.dataclass(frozen=True)
 class ForCompare:
-    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration.
+    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration."""
 
-    Attributes:
-      value: as config_files reads it.
-      place: the file and line.
-    """
-
-    value: Any
-    place: str
+    value: Any  # as config_files reads it
+    place: str  # the file and line
 
 
 @dataclasses.dataclass
@@ -152,7 +134,6 @@ def gather(
     Args:
       arguments: config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of configure()).
-      environment: where M_<KEY> variables are read.
       own: what the weights say of themselves, below a config file.
     """
     result = Gathered()
@@ -199,21 +180,17 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[st
             name, text = match.groups()
             origin = Origin(Layer.COMMAND_LINE, raw=text)
             settings.append(Setting(name, values.from_text(text), origin, name))
-        elif argument.startswith("-"):
+        elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
+            paths.append(argument)
+        else:
             name = argument.lstrip("-").replace("-", "_")
-            close = nearest(name, all_keys())
-            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
-            what = f"argument {argument!r} has no value: write {name}=VALUE"
-            result.problems.append(Problem(what, ("command line",), facts))
-        elif not YAML_PATH.fullmatch(argument):
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
-            close = nearest(argument, all_keys())
-            facts = (("nearest", ", ".join(f"{name}=..." for name in close)),) if close else ()
+            if argument.startswith("-"):
+                what = f"argument {argument!r} has no value: write {name}=VALUE"
+            facts = nearest_fact(name, all_keys(), "{}=...")
             if os.path.exists(os.path.expanduser(argument)):
                 facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
             result.problems.append(Problem(what, ("command line",), facts))
-        else:
-            paths.append(argument)
     return paths, _distinct(settings, result, last_wins=True)
 
 
@@ -335,11 +312,13 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
             result.problems.append(problem)
             return []
     elif chosen not in known:
-        close = nearest(str(chosen), known)
-        facts = [("nearest", ", ".join(close))] if close else []
-        facts += [("known", ", ".join(known)), ("default", default)]
+        facts = (
+            *nearest_fact(str(chosen), known),
+            ("known", ", ".join(known)),
+            ("default", default),
+        )
         what = f"{name}: there is no {display(folder)}/{chosen}.yml"
-        result.problems.append(Problem(what, place, tuple(facts)))
+        result.problems.append(Problem(what, place, facts))
         return []
     try:
         settings = _read_chain(file, layer, result)
@@ -357,12 +336,7 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
 
 
 def unexpanded(name: str, place: str) -> Problem:
-    """What a program says that would silently do one run in place of several.
-
-    Args:
-      name: one of FOR_COMPARE.
-      place: where it was written.
-    """
+    """What a program says that would silently do one run in place of several."""
     return Problem(
         f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
         (place,),

@@ -25,7 +25,7 @@ from MaxText.configuration import (
 from MaxText.configuration.catalogue import Key, all_keys, build, is_of_layer
 from MaxText.configuration.layering import Gathered, Layer, Origin, OwnConfiguration, Setting
 from MaxText.configuration.maxtext_keys import VALUE_NOTES, absent
-from MaxText.configuration.problems import ConfigurationError, Problem, nearest
+from MaxText.configuration.problems import ConfigurationError, Problem, nearest, nearest_fact
 from MaxText.configuration.rules import RULES
 from MaxText.configuration.schema import Config
 
@@ -37,19 +37,13 @@ __all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A configuration and where its values come from.
+    """A configuration and where its values come from."""
 
-    Attributes:
-      config: resolved: every default filled in, every -1 and empty name that another key decides.
-      origins: by key.
-      config_path: the config file that was named, or None.
-      settings: everything that was set, weakest first, beaten values included.
-    """
-
+    # resolved: every default filled in, every -1 and empty name that another key decides
     config: Config
-    origins: dict[str, Origin]
-    config_path: Path | None
-    settings: tuple[Setting, ...]
+    origins: dict[str, Origin]  # by key
+    config_path: Path | None  # the config file that was named, or None
+    settings: tuple[Setting, ...]  # everything that was set, weakest first, beaten values included
 
     def typed(self, name: str) -> bool:
         """Whether a key was set for this start of the program, and not by a file."""
@@ -82,10 +76,6 @@ def load(
 
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """The configuration of a config file and Python values, checked as `load` does.
-
-    Args:
-      config_file: a path, or the name of a shipped config.
-      **overrides: values by key; they beat everything else.
 
     Raises:
       ConfigurationError: a UserError that lists every problem.
@@ -189,9 +179,8 @@ def _unknown(setting: Setting) -> Problem:
     close = nearest(name, all_keys())
     if reason := absent(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", (setting.place,))
-    facts = [("nearest", ", ".join(close))] if close else []
-    facts.append(("all keys", "configs/base.yml, or --help"))
-    return Problem(f"{name}: unknown key", (setting.place,), tuple(facts))
+    facts = (*nearest_fact(name, all_keys()), ("all keys", "configs/base.yml, or --help"))
+    return Problem(f"{name}: unknown key", (setting.place,), facts)
 
 
 def accepted(key: Key) -> str:
@@ -207,10 +196,11 @@ def accepted(key: Key) -> str:
 def _wrong(setting: Setting, key: Key, message: str) -> Problem:
     facts = [("accepted", accepted(key))]
     if key.choices and isinstance(setting.value, str):
-        if close := nearest(setting.value, [str(choice) for choice in key.choices if choice]):
-            facts.append(("nearest", ", ".join(close)))
+        facts += nearest_fact(setting.value, [str(choice) for choice in key.choices if choice])
         if note := VALUE_NOTES.get((key.name, setting.value)):
             facts.append(("note", note))
+    if dict(key.bounds).get("ne") is not None:
+        facts.append(("meaning", key.meaning))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
     return Problem(f"{key.name}: {message}", (setting.place,), tuple(facts))

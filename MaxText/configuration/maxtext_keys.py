@@ -15,17 +15,12 @@ from MaxText.configuration import values
 
 
 class Absent(NamedTuple):
-    """Why a key is not here.
+    """Why a key is not here."""
 
-    Attributes:
-      why: the reason, in words.
-      instead: the key of ours that serves its purpose, if one does.
-      accepts: values that are ignored with a note: those that switch the thing off, any because
-        none would change a result here, or nothing.
-    """
-
-    why: str
-    instead: str = ""
+    why: str  # the reason, in words
+    instead: str = ""  # the key of ours that serves its purpose, if one does
+    # values that are ignored with a note: those that switch the thing off, any because none would
+    # change a result here, or nothing
     accepts: Literal["off", "any", "nothing"] = "off"
 
     @property
@@ -35,17 +30,11 @@ class Absent(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """What `key=value` of another program is here.
+    """What `key=value` of another program is here."""
 
-    Attributes:
-      name: key of ours; empty where nothing has to be set.
-      text: value of that key, as it is typed.
-      why: a sentence for where nothing has to be set.
-    """
-
-    name: str
-    text: str = ""
-    why: str = ""
+    name: str  # key of ours; empty where nothing has to be set
+    text: str = ""  # value of that key, as it is typed
+    why: str = ""  # a sentence for where nothing has to be set
 
     @property
     def value(self) -> Any:
@@ -96,12 +85,7 @@ _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
 def translation(name: str, value: Any) -> Translation | None:
-    """What a `key=value` of another program is here, or None.
-
-    Args:
-      name: what the user wrote.
-      value: as config_files or the command line read it, or a Python value.
-    """
+    """What a `key=value` of another program is here, or None."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -119,7 +103,6 @@ def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
     """What to say about a key of MaxText or another program; None for any other name.
 
     Args:
-      name: what the user wrote.
       known: names close to it among our keys; a near miss of ours is no member of a family.
     """
     if name in UNAVAILABLE:

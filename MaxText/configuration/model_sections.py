@@ -4,8 +4,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.configuration import layer_kinds
 from MaxText.configuration.dense_connections_section import DenseConnections
-from MaxText.configuration.keys import Section, key
-from MaxText.configuration.layer_plan import LayerPlan, plan_layers
+from MaxText.configuration.keys import (
+    Count,
+    CountOrAuto,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    key,
+)
+from MaxText.configuration.layer_plan import LayerPlan, PipelineSchedule, plan_layers
 from MaxText.configuration.layer_sections import (
     MIXERS,
     SOFTMAX_MIXERS,
@@ -17,7 +26,6 @@ from MaxText.configuration.layer_sections import (
     Pattention,
     Position,
 )
-from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.registry import Name, Parts
 
 RematPolicy = Literal[
@@ -37,8 +45,7 @@ class Shape(Section):
     """Sizes of the model."""
 
     decoder_block: str = key(
-        "llama2",
-        "Family whose part choices are the defaults: a file of configs/decoder_blocks/.",
+        "llama2", "Family whose part choices are the defaults: a file of configs/decoder_blocks/."
     )
     # Upper bounds are far beyond any model. They tell a slip of the keyboard before shapes that
     # nothing can hold, and lists of layers that fill the memory.
@@ -59,7 +66,9 @@ class Shape(Section):
         only_if={"feed_forward_type": ["mlp"]},
     )  # fmt: skip
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
-    head_dim: int = key(128, "Width of one head; -1 is emb_dim / query heads.", ge=-1, le=1_000_000)
+    head_dim: CountOrAuto = key(
+        128, "Width of one head; -1 is emb_dim / query heads.", le=1_000_000
+    )
     vocab_size: int = key(
         32_000, "Rows of the token table, padding rows included.", ge=1, le=2**31 - 1
     )
@@ -118,13 +127,11 @@ class Head(Section):
         "Add to the logit of each id how well earlier tokens with that id match the current one "
         "(Head-QK, fattorib/transformer).",
     )
-    head_qk_dim: int = key(
-        256, "Width of the queries and keys of Head-QK.", ge=1, only_if={"head_qk": [True]}
+    head_qk_dim: Count = key(
+        256, "Width of the queries and keys of Head-QK.", only_if={"head_qk": [True]}
     )
     normalize_embedding_logits: bool = key(
-        True,
-        "Divide tied logits by sqrt(emb_dim).",
-        only_if={"logits_via_embedding": [True]},
+        True, "Divide tied logits by sqrt(emb_dim).", only_if={"logits_via_embedding": [True]}
     )
     logits_embedding_dtype: Literal["auto", "bfloat16"] = key(
         "auto",
@@ -133,7 +140,7 @@ class Head(Section):
         only_if={"logits_via_embedding": [True]},
     )
     logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
-    final_logits_soft_cap: float = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.", ge=0)
+    final_logits_soft_cap: NonNegative = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.")
 
 
 class Objective(Section):
@@ -148,18 +155,16 @@ class Objective(Section):
         1.3, "From 1, which is softmax, to 2, sparsemax.", ge=1, le=2,
         only_if={"loss_type": ["entmax"]},
     )  # fmt: skip
-    z_loss_multiplier: float = key(
+    z_loss_multiplier: NonNegative = key(
         0.0,
         "Weight of log(Z)^2, which keeps the logits' normaliser near 1 (PaLM, section 5). Entmax "
         "has no such normaliser.",
         only_if={"loss_type": ["cross_entropy"]},
-        ge=0,
     )
-    num_vocab_tiling: int = key(
+    num_vocab_tiling: Count = key(
         1,
         "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never "
         "exists.",
-        ge=1,
     )
 
     @property
@@ -175,18 +180,16 @@ class Dropout(Section):
     """Dropout rates. The three specific ones take dropout_rate where they are null."""
 
     enable_dropout: bool = key(True, "Master switch of all rates; false sets them to 0.")
-    dropout_rate: float = key(0.0, "Rate for every place that has none of its own.", ge=0, lt=1)
+    dropout_rate: Fraction = key(0.0, "Rate for every place that has none of its own.")
     embedding_dropout_rate: float | None = key(None, "On the embedding output.", ge=0, lt=1)
     attention_dropout_rate: float | None = key(None, "On attention probabilities.", ge=0, lt=1)
     residual_dropout_rate: float | None = key(
         None, "On what attention and feed-forward add to the residual stream.", ge=0, lt=1
     )
-    drop_path: float = key(
+    drop_path: Fraction = key(
         0.0,
         "Probability that a sequence leaves out what a part of a layer adds to the residual "
         "stream, each on its own (stochastic depth).",
-        ge=0,
-        lt=1,
     )
     drop_path_schedule: Literal["constant", "linear"] = key(
         "constant", "linear: from 0 in the first layer to drop_path in the last."
@@ -223,11 +226,8 @@ class Initialization(Section):
         "slots 2/(layers sqrt(d)). gpt_neo: N(0, init_std), attention 1/sqrt(d), its queries "
         "1/sqrt(d head_dim).",
     )
-    init_std: float = key(
-        0.02,
-        "Standard deviation.",
-        only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]},
-        gt=0,
+    init_std: Positive = key(
+        0.02, "Standard deviation.", only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]}
     )
     init_scale_by_depth: bool = key(
         False,
@@ -246,7 +246,7 @@ class Initialization(Section):
         "xavier, else that of weight_init.",
         gt=0,
     )
-    init_weights_seed: int = key(0, "Seed of the initial weights and of dropout.", ge=0)
+    init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
 class Numerics(Section):
@@ -281,23 +281,20 @@ class Memory(Section):
 class Pipeline(Section):
     """How layers and rows are cut where a mesh has several stages. No effect on the result."""
 
-    num_pipeline_microbatches: int = key(
+    num_pipeline_microbatches: CountOrAuto = key(
         -1,
         "Parts into which the rows of a microbatch are cut once more, to flow through the stages; "
         "-1: as many as stages. More leave stages idle for less of the time.",
-        ge=-1,
     )
-    num_pipeline_repeats: int = key(
+    num_pipeline_repeats: CountOrAuto = key(
         -1,
         "How often a row passes through all stages (circular schedule); -1: what "
         "num_layers_per_pipeline_stage leaves. More leave stages idle for less of the time.",
-        ge=-1,
     )
-    num_layers_per_pipeline_stage: int = key(
+    num_layers_per_pipeline_stage: CountOrAuto = key(
         -1,
         "Layers that a stage computes before the next one goes on; -1: what num_pipeline_repeats "
         "leaves, and if that is -1, too, one pattern of kinds.",
-        ge=-1,
     )
 
     def microbatches(self, num_stages: int) -> int:
@@ -482,12 +479,7 @@ class Model(Section):
 
 
 class Layer(NamedTuple):
-    """One layer's keys.
+    """One layer's keys."""
 
-    Attributes:
-      section: the model's keys with the layer's own values in their place.
-      dimensions: the sizes of this layer.
-    """
-
-    section: Model
-    dimensions: Dimensions
+    section: Model  # the model's keys with the layer's own values in their place
+    dimensions: Dimensions  # the sizes of this layer

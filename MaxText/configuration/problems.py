@@ -9,16 +9,11 @@ from MaxText.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-      what: key and what is wrong with it, one sentence.
-      where: the places it was set, for example "command line: steps=x".
-      facts: labelled lines that help to mend it: accepted values, nearest names, default.
-    """
-
-    what: str
-    where: tuple[str, ...] = ()
+    what: str  # key and what is wrong with it, one sentence
+    where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
+    # labelled lines that help to mend it: accepted values, nearest names, default
     facts: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
@@ -52,6 +47,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         if score >= 0.6:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]
+
+
+def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
+    """The known names most like `name` as a fact of a problem; none if there are none."""
+    close = nearest(name, known)
+    return (("nearest", ", ".join(map(form.format, close))),) if close else ()
 
 
 def _sorted_words(name: str) -> str:

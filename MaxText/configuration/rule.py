@@ -1,22 +1,63 @@
-"""What a rule about a combination of keys is."""
+"""How a combination of keys is judged: one small function each.
 
+A rule is skipped when one of its keys already has a problem of its own. What needs the number of
+devices (batch sizes, mesh sizes) is checked where the devices are known.
+"""
+
+import functools
+import inspect
+import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.schema import Config
+
+# What a judge may ask for besides values of keys.
+_OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
+_Judge = TypeVar("_Judge", bound=Callable[..., str | None])
+
+RULES: list["Rule"] = []
 
 
 class Rule(NamedTuple):
-    """One impossible combination, or one in which a key does nothing.
+    """One impossible combination, or one in which a key does nothing."""
 
-    Attributes:
-      keys: the keys to blame; messages name the place each was set.
-      check: gives what is wrong, or None; further lines say what to try instead.
-      programs: scripts (without .py) for which the rule holds; empty is all.
-      is_idle: whether it finds a key that does nothing, which is an error under strict_config only.
+    keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
+    # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
+    # try instead.
+    judge: Callable[..., str | None]
+    arguments: tuple[str, ...]  # names of keys, or of _OBJECTS
+    programs: tuple[str, ...]  # scripts (without .py) for which the rule holds; empty is all
+    # whether it finds a key that does nothing, which is an error under strict_config only
+    is_idle: bool
+
+    def check(self, config: Config) -> str | None:
+        """What is wrong with a configuration, or None."""
+        return self.judge(**{name: _getter(name)(config) for name in self.arguments})
+
+
+@functools.cache
+def _getter(name: str) -> Callable[[Config], Any]:
+    path = _OBJECTS[name] if name in _OBJECTS else ".".join((*all_keys()[name].section, name))
+    return operator.attrgetter(path) if path else lambda config: config
+
+
+def rule(*more: str, programs: str = "", is_idle: bool = False) -> Callable[[_Judge], _Judge]:
+    """Registers a function whose parameters are the keys that it judges, or are of _OBJECTS.
+
+    Args:
+      more: other keys to blame; a function that takes **keys gets their values as well.
+      programs: names separated by blanks.
     """
 
-    keys: tuple[str, ...]
-    check: Callable[[Config], str | None]
-    programs: tuple[str, ...] = ()
-    is_idle: bool = False
+    def register(judge: _Judge) -> _Judge:
+        parameters = inspect.signature(judge).parameters.values()
+        arguments = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+        keys = (*(name for name in arguments if name not in _OBJECTS), *more)
+        if len(arguments) < len(parameters):
+            arguments += more
+        RULES.append(Rule(keys, judge, tuple(arguments), tuple(programs.split()), is_idle))
+        return judge
+
+    return register

@@ -21,7 +21,6 @@ def resolved_yaml(config: Config, comment: Callable[[Key], str] | None = None) -
     a second time.
 
     Args:
-      config: what to write.
       comment: gives a comment for the end of a key's line, or an empty string.
     """
     values = flat(config)
@@ -37,10 +36,6 @@ def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any
     """The configuration that a checkpoint recorded, as this version calls its keys.
 
     Keys that are known to be gone are left out.
-
-    Args:
-      recorded: values by key.
-      place: of the checkpoint, for the message.
 
     Raises:
       UserError: a key is not known, so the model could silently become another one.

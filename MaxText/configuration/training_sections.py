@@ -3,7 +3,17 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from MaxText.configuration.keys import Section, key
+from MaxText.configuration.keys import (
+    Count,
+    CountOrAuto,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    key,
+)
 from MaxText.configuration.registry import Name, OptimizerParts
 
 
@@ -25,8 +35,8 @@ class Run(Section):
         "Modules, or paths of .py files, that register parts of your own. Imported before anything "
         "else is read (docs/add_an_architecture.md).",
     )
-    steps: int = key(
-        150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps", ge=-1
+    steps: CountOrAuto = key(
+        150_001, "Train steps; -1 takes learning_rate_schedule_steps.", unit="steps"
     )
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "Devices to train on; auto takes the best that jax finds."
@@ -39,8 +49,8 @@ class Run(Section):
     compile_topology: str = key(
         "", "Machine for which train_compile.py compiles, such as v5e-16, v5p-8 or h100-8."
     )
-    compile_topology_num_slices: int = key(
-        -1, "Such machines, joined by the data center's network (TPU); -1 is one.", ge=-1
+    compile_topology_num_slices: CountOrAuto = key(
+        -1, "Such machines, joined by the data center's network (TPU); -1 is one."
     )
     compiled_trainstep_file: str = key(
         "",
@@ -56,26 +66,26 @@ class Run(Section):
 class Batch(Section):
     """How many sequences an update sees: per_device_batch_size x devices x accumulation."""
 
-    per_device_batch_size: float = key(
-        12.0, "Sequences per device and microbatch; may be a fraction.", unit="sequences", gt=0
+    per_device_batch_size: Positive = key(
+        12.0, "Sequences per device and microbatch; may be a fraction.", unit="sequences"
     )
-    gradient_accumulation_steps: int = key(
-        1, "Microbatches per update, summed inside one compiled step.", ge=1
+    gradient_accumulation_steps: Count = key(
+        1, "Microbatches per update, summed inside one compiled step."
     )
     enable_rampup_batch_size: bool = key(
         False, "Begin with per_device_batch_size_start and grow to per_device_batch_size."
     )
-    per_device_batch_size_start: float = key(
-        4.0, "First batch of the ramp-up.", unit="sequences", gt=0,
+    per_device_batch_size_start: Positive = key(
+        4.0, "First batch of the ramp-up.", unit="sequences",
         only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
-    per_device_batch_size_increment: float = key(
-        2.0, "What each stage of the ramp-up adds.", unit="sequences", gt=0,
+    per_device_batch_size_increment: Positive = key(
+        2.0, "What each stage of the ramp-up adds.", unit="sequences",
         only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
-    global_rampup_samples: int = key(
+    global_rampup_samples: Count = key(
         500, "Sequences that the whole ramp-up sees, shared evenly by its stages.",
-        unit="sequences", ge=1, only_if={"enable_rampup_batch_size": [True]},
+        unit="sequences", only_if={"enable_rampup_batch_size": [True]},
     )  # fmt: skip
     sequence_length_stages: tuple[tuple[int, int], ...] = key(
         (),
@@ -97,22 +107,17 @@ class Optimizer(Section):
     opt_type: Annotated[str, Name("optimizer")] = key(
         "adamw", "Update rule, by the name of a registered optimizer."
     )
-    adam_b1: float = key(
-        0.9,
-        "Decay of the first moment.",
-        only_if={"opt_type": ["adamw", "lion", "muon"]},
-        ge=0,
-        lt=1,
+    adam_b1: Fraction = key(
+        0.9, "Decay of the first moment.", only_if={"opt_type": ["adamw", "lion", "muon"]}
     )
-    adam_b2: float = key(
-        0.95, "Decay of the second moment.", only_if={"opt_type": ["adamw", "lion", "muon"]},
-        ge=0, lt=1,
-    )  # fmt: skip
-    adam_eps: float = key(
-        1e-8, "Added outside the root.", only_if={"opt_type": ["adamw", "muon"]}, ge=0
+    adam_b2: Fraction = key(
+        0.95, "Decay of the second moment.", only_if={"opt_type": ["adamw", "lion", "muon"]}
     )
-    adam_eps_root: float = key(
-        0.0, "Added inside the root.", only_if={"opt_type": ["adamw", "muon"]}, ge=0
+    adam_eps: NonNegative = key(
+        1e-8, "Added outside the root.", only_if={"opt_type": ["adamw", "muon"]}
+    )
+    adam_eps_root: NonNegative = key(
+        0.0, "Added inside the root.", only_if={"opt_type": ["adamw", "muon"]}
     )
     adam_bias_correction: bool = key(
         True,
@@ -120,7 +125,7 @@ class Optimizer(Section):
         "3). GPT-Neo's Adam does not.",
         only_if={"opt_type": ["adamw"]},
     )
-    adam_weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
+    adam_weight_decay: NonNegative = key(0.1, "Decoupled weight decay, times the learning rate.")
     adamw_mask: tuple[str, ...] = key(
         (), "Regular expressions of parameter names without decay; empty decays all."
     )
@@ -137,37 +142,34 @@ class Optimizer(Section):
         "", "Format of the first moment; empty is weight_dtype.",
         only_if={"opt_type": ["adamw", "lion", "muon"]},
     )  # fmt: skip
-    muon_beta: float = key(0.95, "Momentum of Muon.", only_if={"opt_type": ["muon"]}, ge=0, lt=1)
-    momentum: float = key(0.9, "Momentum of SGD.", only_if={"opt_type": ["sgd"]}, ge=0, lt=1)
+    muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": ["muon"]})
+    momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": ["sgd"]})
     nesterov: bool = key(
         True, "Nesterov's form of momentum.", only_if={"opt_type": ["sgd", "muon"]}
     )
-    adafactor_decay_exponent: float = key(
-        0.8, "Step t keeps 1 - t^-exponent of the second moment.", gt=0,
-        only_if=_ADAFACTOR,
-    )  # fmt: skip
-    adafactor_epsilon_gradient: float = key(
-        1e-30, "Added to the squares of gradients (GPT-Neo: ada_epsilon1).", ge=0,
-        only_if=_ADAFACTOR,
-    )  # fmt: skip
-    adafactor_epsilon_parameter: float = key(
+    adafactor_decay_exponent: Positive = key(
+        0.8, "Step t keeps 1 - t^-exponent of the second moment.", only_if=_ADAFACTOR
+    )
+    adafactor_epsilon_gradient: NonNegative = key(
+        1e-30, "Added to the squares of gradients (GPT-Neo: ada_epsilon1).", only_if=_ADAFACTOR
+    )
+    adafactor_epsilon_parameter: NonNegative = key(
         1e-3,
         "Least size of a parameter for the relative learning rate (GPT-Neo: ada_epsilon2).",
-        ge=0,
         only_if=_ADAFACTOR,
     )
-    adafactor_clipping_threshold: float = key(
-        1.0, "Bound on the root mean square of a parameter's update.", gt=0, only_if=_ADAFACTOR
+    adafactor_clipping_threshold: Positive = key(
+        1.0, "Bound on the root mean square of a parameter's update.", only_if=_ADAFACTOR
     )
-    adafactor_min_dim_size_to_factor: int = key(
-        128, "Arrays whose second largest dimension is smaller keep the whole second moment.",
-        ge=1, only_if=_ADAFACTOR,
-    )  # fmt: skip
-    adafactor_momentum: float = key(
-        0.0, "Decay of a mean over updates; 0 keeps none (GPT-Neo: beta1).", ge=0, lt=1,
+    adafactor_min_dim_size_to_factor: Count = key(
+        128,
+        "Arrays whose second largest dimension is smaller keep the whole second moment.",
         only_if=_ADAFACTOR,
-    )  # fmt: skip
-    gradient_clipping_threshold: float = key(1.0, "Bound on the gradient; 0 is off.", ge=0)
+    )
+    adafactor_momentum: Fraction = key(
+        0.0, "Decay of a mean over updates; 0 keeps none (GPT-Neo: beta1).", only_if=_ADAFACTOR
+    )
+    gradient_clipping_threshold: NonNegative = key(1.0, "Bound on the gradient; 0 is off.")
     gradient_clipping_type: Literal["global_norm", "value"] = key(
         "global_norm", "Whether the bound is on the global norm or on each element."
     )
@@ -177,19 +179,19 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over time: warm-up, body, and what follows learning_rate_schedule_steps."""
 
-    learning_rate: float = key(3e-5, "Peak learning rate.", gt=0)
+    learning_rate: Positive = key(3e-5, "Peak learning rate.")
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key(
         "cosine", "Body of the schedule; wsd is warm-up, stable, decay."
     )
-    lr_polynomial_power: float = key(
-        1.0, "The body falls as (1 - share of it that is over)^power.", gt=0,
+    lr_polynomial_power: Positive = key(
+        1.0, "The body falls as (1 - share of it that is over)^power.",
         only_if={"lr_schedule_type": ["polynomial"]},
     )  # fmt: skip
-    learning_rate_schedule_steps: int = key(
-        -1, "Length of the schedule; -1 is `steps`.", unit="steps", ge=-1
+    learning_rate_schedule_steps: CountOrAuto = key(
+        -1, "Length of the schedule; -1 is `steps`.", unit="steps"
     )
-    warmup_steps_fraction: float = key(
-        0.1, "Share of the schedule spent warming up.", ge=0, le=1, only_if={"warmup_steps": [-1]}
+    warmup_steps_fraction: Share = key(
+        0.1, "Share of the schedule spent warming up.", only_if={"warmup_steps": [-1]}
     )
     warmup_steps: int = key(
         -1, "Steps spent warming up; -1 takes warmup_steps_fraction.", unit="steps", ge=-1
@@ -200,8 +202,8 @@ class Schedule(Section):
         "begins where the warm-up ends.",
         only_if=_DECAYING,
     )
-    learning_rate_final_fraction: float = key(
-        0.1, "Last learning rate over the peak.", ge=0, le=1, only_if=_DECAYING
+    learning_rate_final_fraction: Share = key(
+        0.1, "Last learning rate over the peak.", only_if=_DECAYING
     )
     learning_rate_after_schedule: Literal["zero", "final"] = key(
         "zero",
@@ -209,10 +211,9 @@ class Schedule(Section):
         "(GPT-Neo after lr_decay_end, fattorib/transformer).",
         only_if=_DECAYING,
     )
-    wsd_decay_steps_fraction: float = key(
-        0.1, "Share of the schedule spent decaying.", ge=0, le=1,
-        only_if={"lr_schedule_type": ["wsd"]},
-    )  # fmt: skip
+    wsd_decay_steps_fraction: Share = key(
+        0.1, "Share of the schedule spent decaying.", only_if={"lr_schedule_type": ["wsd"]}
+    )
 
     @property
     def num_warmup_steps(self) -> int:
@@ -261,7 +262,7 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _size(default: int, doc: str) -> Any:
-    return key(default, doc, ge=-1)
+    return key(default, f"{doc} -1 fills.")
 
 
 class Mesh(Section):
@@ -276,35 +277,35 @@ class Mesh(Section):
         "Split an axis of the TPU network over several mesh axes where no mesh keeps all of them "
         "whole. false refuses such sizes.",
     )
-    ici_data_parallelism: int = _size(1, "Copies of the model inside a slice.")
-    ici_pipeline_parallelism: int = key(
-        1, "Stages of a pipeline, inside a slice, over which layers are split.", ge=1
+    ici_data_parallelism: CountOrAuto = _size(1, "Copies of the model inside a slice.")
+    ici_pipeline_parallelism: Count = key(
+        1, "Stages of a pipeline, inside a slice, over which layers are split."
     )
-    ici_fsdp_parallelism: int = _size(
+    ici_fsdp_parallelism: CountOrAuto = _size(
         -1, "Devices of a slice over which weights and batch are split."
     )
-    ici_fsdp_transpose_parallelism: int = _size(
+    ici_fsdp_transpose_parallelism: CountOrAuto = _size(
         1,
         "Devices of a slice over which the batch and the other dimension of MLP weights are split.",
     )
-    ici_context_parallelism: int = _size(
+    ici_context_parallelism: CountOrAuto = _size(
         1, "Devices of a slice over which sequences, and weights like fsdp, are split."
     )
-    ici_expert_parallelism: int = _size(
+    ici_expert_parallelism: CountOrAuto = _size(
         1, "Devices of a slice over which experts, and the batch outside of them, are split."
     )
-    ici_tensor_parallelism: int = _size(
+    ici_tensor_parallelism: CountOrAuto = _size(
         1, "Devices of a slice over which heads, MLP and slots are split."
     )
-    dcn_data_parallelism: int = _size(-1, "Copies of the model across slices.")
-    dcn_pipeline_parallelism: int = key(1, "As ici_pipeline_parallelism, across slices.", ge=1)
-    dcn_fsdp_parallelism: int = _size(1, "As ici_fsdp_parallelism, across slices.")
-    dcn_fsdp_transpose_parallelism: int = _size(
+    dcn_data_parallelism: CountOrAuto = _size(-1, "Copies of the model across slices.")
+    dcn_pipeline_parallelism: Count = key(1, "As ici_pipeline_parallelism, across slices.")
+    dcn_fsdp_parallelism: CountOrAuto = _size(1, "As ici_fsdp_parallelism, across slices.")
+    dcn_fsdp_transpose_parallelism: CountOrAuto = _size(
         1, "As ici_fsdp_transpose_parallelism, across slices."
     )
-    dcn_context_parallelism: int = _size(1, "As ici_context_parallelism, across slices.")
-    dcn_expert_parallelism: int = _size(1, "As ici_expert_parallelism, across slices.")
-    dcn_tensor_parallelism: int = _size(1, "As ici_tensor_parallelism, across slices.")
+    dcn_context_parallelism: CountOrAuto = _size(1, "As ici_context_parallelism, across slices.")
+    dcn_expert_parallelism: CountOrAuto = _size(1, "As ici_expert_parallelism, across slices.")
+    dcn_tensor_parallelism: CountOrAuto = _size(1, "As ici_tensor_parallelism, across slices.")
     shard_optimizer_over_data: bool = key(
         False,
         "Split moments over the copies of the model (ici_data_parallelism) as well, so that each "
@@ -320,8 +321,8 @@ class Mesh(Section):
         "Pairs [logical name, mesh axes]. Names given replace the base rules of those names.",
     )
     override_logical_axis_rules: bool = key(False, "Drop the base rules instead of merging.")
-    sharding_tolerance: float = key(
-        0.02, "Share of the parameters that may stay whole on every device.", ge=0, le=1
+    sharding_tolerance: Share = key(
+        0.02, "Share of the parameters that may stay whole on every device."
     )
 
     @property
@@ -337,8 +338,8 @@ class Checkpoint(Section):
     async_checkpointing: bool = key(
         True, "Write in the background.", only_if={"enable_checkpointing": [True]}
     )
-    checkpoint_period: int = key(
-        10_000, "Steps between saves.", unit="steps", ge=1, only_if={"enable_checkpointing": [True]}
+    checkpoint_period: Count = key(
+        10_000, "Steps between saves.", unit="steps", only_if={"enable_checkpointing": [True]}
     )
     save_checkpoint_on_start: bool = key(
         True, "Save after the first step (step 0).", only_if={"enable_checkpointing": [True]}
@@ -352,7 +353,7 @@ class Checkpoint(Section):
         "as well.",
         ge=1,
         only_if={"enable_checkpointing": [True]},
-    )  # fmt: skip
+    )
     keep_period: int | None = key(
         None, "Steps divisible by this are never deleted.", unit="steps", ge=1,
         only_if={"enable_checkpointing": [True]},
@@ -387,11 +388,10 @@ class Checkpoint(Section):
     growth_allow_shrinking: bool = key(
         False, "Let a model with fewer slots or layers drop what finds no place."
     )
-    load_parameters_path_slot_number: int = key(
+    load_parameters_path_slot_number: CountOrAuto = key(
         -1,
         "Slots of the stored model. They are read from the checkpoint; a number given here is only "
-        "compared with them.",
-        ge=-1,
+        "compared with them; -1: with nothing.",
     )
     load_parameters_zero_init: bool = key(False, "TokenFormer's name for growth_mode=zero.")
 
@@ -405,32 +405,29 @@ class Evaluation(Section):
     """Loss on held-out data."""
 
     eval_interval: int = key(-1, "Steps between evaluations; -1 is never.", unit="steps", ge=-1)
-    eval_steps: int = key(
-        -1, "Batches of an evaluation; -1 is the whole split.", unit="batches", ge=-1
+    eval_steps: CountOrAuto = key(
+        -1, "Batches of an evaluation; -1 is the whole split.", unit="batches"
     )
-    eval_per_device_batch_size: float = key(
-        0.0, "Sequences per device; 0 takes per_device_batch_size.", unit="sequences", ge=0
+    eval_per_device_batch_size: NonNegative = key(
+        0.0, "Sequences per device; 0 takes per_device_batch_size.", unit="sequences"
     )
-    target_eval_loss: float = key(0.0, "Stop when the evaluation loss is below; 0 is never.", ge=0)
+    target_eval_loss: NonNegative = key(0.0, "Stop when the evaluation loss is below; 0 is never.")
 
 
 class Monitoring(Section):
     """What is printed and recorded."""
 
-    step_log_period: int = key(
+    step_log_period: Count = key(
         1,
         "Steps between `completed step` lines and metric rows. Each checkpoint has one, too.",
         unit="steps",
-        ge=1,
     )
     step_line: Literal["auto", "full", "compact"] = key(
         "auto",
         "The line of a step. full: MaxText's `completed step: ...`, which scripts read. compact: "
         "half as long, with the total of steps. auto: compact on a terminal, else full.",
     )
-    log_period: int = key(
-        100, "Steps between flushes of TensorBoard and metrics.", unit="steps", ge=1
-    )
+    log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(
         False, "Report to Weights & Biases as well; needs `pip install '.[wandb]'`."
@@ -455,10 +452,10 @@ class Monitoring(Section):
     )
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a trace of some steps for TensorBoard.")
-    skip_first_n_steps_for_profiler: int = key(
-        1, "Steps before the trace starts.", ge=0, only_if={"profiler": ["xplane"]}
+    skip_first_n_steps_for_profiler: Natural = key(
+        1, "Steps before the trace starts.", only_if={"profiler": ["xplane"]}
     )
-    profiler_steps: int = key(5, "Steps in the trace.", ge=1, only_if={"profiler": ["xplane"]})
+    profiler_steps: Count = key(5, "Steps in the trace.", only_if={"profiler": ["xplane"]})
 
 
 _SKIPPING: dict[str, Iterable[Any]] = {"skip_step_on_spikes": [True]}
@@ -476,51 +473,45 @@ class Guard(Section):
         128, "Healthy updates whose median and deviation an update is compared with.",
         unit="updates", ge=8, only_if=_SKIPPING,
     )  # fmt: skip
-    skip_step_scaling_factor: float = key(
+    skip_step_scaling_factor: Positive = key(
         6.0,
         "Deviations above the median at which an update is left out. A deviation is 1.4826 times "
         "the median distance to the median, which is sigma of normal noise, and at least 3 % of "
         "the median loss (or of 1 nat, if that is more) or half the median norm.",
-        gt=0,
         only_if=_SKIPPING,
     )
-    rewind_after_skips: int = key(
+    rewind_after_skips: Natural = key(
         16,
         "Updates left out among the last skip_step_interval after which the run goes back to the "
         "last good state and leaves out the data since the first of them; 0 is never.",
-        ge=0,
         only_if=_SKIPPING,
     )
-    rewind_on_rise: float = key(
+    rewind_on_rise: NonNegative = key(
         0.25,
         "The run also goes back when the median loss of the last skip_step_interval healthy "
         "updates lies this share of its lowest value (or of 1 nat, if that is more) above it; 0 is "
         "never.",
-        ge=0,
         only_if=_SKIPPING,
     )
-    rewind_margin: int = key(
+    rewind_margin: Natural = key(
         8, "Updates before the first suspicious one whose data are left out as well.",
-        unit="updates", ge=0, only_if=_SKIPPING,
+        unit="updates", only_if=_SKIPPING,
     )  # fmt: skip
-    rewind_snapshot_period: int = key(
+    rewind_snapshot_period: Natural = key(
         0,
         "Updates between copies of the state in the memory of the host, to go back to; 0 goes "
         "back to the last good checkpoint.",
         unit="updates",
-        ge=0,
         only_if=_SKIPPING,
     )
-    max_rewinds: int = key(
-        3, "Times that a run goes back; the next time it stops with exit code 1.", ge=0,
-        only_if=_SKIPPING,
-    )  # fmt: skip
-    guard_healthy_steps: int = key(
+    max_rewinds: Natural = key(
+        3, "Times that a run goes back; the next time it stops with exit code 1.", only_if=_SKIPPING
+    )
+    guard_healthy_steps: Natural = key(
         10,
         "Healthy steps in a row after a checkpoint that confirm it. A run that is in trouble goes "
         "back to the last confirmed checkpoint, which is never deleted.",
         unit="updates",
-        ge=0,
     )
     abort_on_nan_loss: bool = key(
         True, "Exit with code 1 when a logged loss is NaN and its update was not left out."
@@ -528,11 +519,10 @@ class Guard(Section):
     abort_on_inf_loss: bool = key(
         True, "Exit with code 1 when a logged loss is infinite and its update was not left out."
     )
-    heartbeat_timeout: float = key(
+    heartbeat_timeout: NonNegative = key(
         600.0,
         "Seconds without any progress, in this process or another one of the run, after which it "
         "prints where every thread stands and exits with code 76; 0 waits for ever. Starting, "
         "compiling and finishing have six times as long.",
         unit="seconds",
-        ge=0,
     )

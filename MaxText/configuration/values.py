@@ -93,7 +93,6 @@ def convert(value: Any, annotation: Any) -> Any:
     """A value of the given type.
 
     Args:
-      value: from from_node, from_text, or an ordinary Python value.
       annotation: bool, int, float, str, a Literal, a tuple or a union of these.
 
     Raises:

@@ -2,21 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from MaxText.configuration import values
-from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.layering import Layer
 from MaxText.configuration.loading import Loaded, load
 from MaxText.configuration.saved import flat
+from MaxText.configuration.schema import Config
 from MaxText.conversion import (
     exporting,
-    folded_zoom,
     growing,
     run_folder,
     tokenizer_copy,
     verification,
 )
-from MaxText.conversion.config_json import find_family
 from MaxText.conversion.family import Family
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import (
@@ -29,14 +28,15 @@ from MaxText.conversion.hugging_face_folder import (
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
-from MaxText.conversion.run_checkpoint import RunWeights
-from MaxText.conversion.settings import named_family, with_effect
+from MaxText.conversion.settings import find_family, model_keys, named_family
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.manifest import TOKENIZER_NAME
 
 Show = Callable[[str], None]
 
+_WHOSE = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 _SCALINGS = {
     "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
     "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
@@ -53,47 +53,50 @@ def convert(request: Request, show: Show) -> None:
     if request.grow:
         growing.grow(request, _show_memory, show)
         return
-    if request.source_kind == "hf":
-        _from_folder(request, show)
-        return
     loaded = _configuration(request)
-    if request.source_kind == "maxtext":
-        assert loaded is not None
-        weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
-        show(f"Reading {weights.folder}: {_described(weights)}")
-        show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
-        if request.target_kind == "run":
-            note = {"maxtext": {"path": request.source, "query_scaling": weights.query_scaling}}
-            _other_to_run(request, weights, loaded, "MaxText's checkpoint", note, show)
-            return
+    if request.source_kind == "hf":
+        source = find_folder(request.source, "from")
+        given = {name: values.from_text(text) for name, text in request.keys.items()}
+        weights = FolderWeights(source, given)
+        if request.verify:
+            verification.check_possible(weights.family)
+        tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
+        shown = f"{source}: {weights.family.architecture}, "
+    elif request.source_kind == "maxtext":
+        weights = MaxTextWeights(request.source, _named(loaded), request.query_scaling)
+        shown = f"{weights.folder}: "
     elif request.source_kind == "fattorib":
-        assert loaded is not None
-        weights = FattoribWeights(request.source, loaded.config)
-        show(f"Reading {weights.file}: {_described(weights)}")
-        if request.target_kind == "run":
-            note = {"fattorib": {"path": request.source}}
-            _other_to_run(request, weights, loaded, "fattorib/transformer's", note, show)
-            return
+        weights = FattoribWeights(request.source, _named(loaded))
+        shown = f"{weights.file}: "
     else:
         weights = RunWeights(request.source, loaded.config if loaded else None)
-        show(f"Reading {weights.stored}: {_described(weights)}")
+        shown = f"{weights.stored}: "
+    show(f"Reading {shown}{_described(weights)}")
+    if isinstance(weights, MaxTextWeights):
+        show(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
     if request.target_kind == "stablehlo":
         _to_program(request, weights, show)
-    else:
+    elif request.target_kind == "hf":
         _to_folder(request, weights, show)
+    else:
+        _to_run(request, weights, loaded, show)
 
 
 def _configuration(request: Request) -> Loaded | None:
+    if request.source_kind == "hf" or (request.source_kind == "run" and not request.arguments):
+        return None  # what lies there says it
     if request.arguments:
         return load(request.arguments)
-    if request.source_kind != "run":
-        kind = request.source_kind
-        raise UserError(
-            f"Checkpoints of {'MaxText' if kind == 'maxtext' else 'fattorib/transformer'} do not "
-            f"say which model they hold. Name its configuration: convert.py CONFIG.yml from={kind}:"
-            "... to=..., or add model_name=NAME or keys."
-        )
-    return None
+    kind = request.source_kind
+    raise UserError(
+        f"Checkpoints of {_WHOSE[kind]} do not say which model they hold. Name its configuration: "
+        f"convert.py CONFIG.yml from={kind}:... to=..., or add model_name=NAME or keys."
+    )
+
+
+def _named(loaded: Loaded | None) -> Config:
+    assert loaded is not None, "checkpoints of other programs need a configuration"
+    return loaded.config
 
 
 def _described(weights: Weights) -> str:
@@ -106,75 +109,52 @@ def _described(weights: Weights) -> str:
 
 
 def _show_memory(peak: int, show: Show) -> None:
-    show(f"Peak memory, besides the program: about {_gigabytes(peak)}")
+    size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
+    show(f"Peak memory, besides the program: about {size}")
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-# --- From a folder of Hugging Face ----------------------------------------------------------------
-
-
-def _from_folder(request: Request, show: Show) -> None:
-    source = find_folder(request.source, "from")
-    given = {name: values.from_text(text) for name, text in request.keys.items()}
-    weights = FolderWeights(source, given)
-    if request.verify:
-        verification.check_possible(weights.family)
-    tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
-    show(f"Reading {source}: {weights.family.architecture}, {_described(weights)}")
-    if request.target_kind == "stablehlo":
-        _to_program(request, weights, show)
-        return
+def _to_run(request: Request, weights: Weights, loaded: Loaded | None, show: Show) -> None:
     _show_memory(run_folder.peak_bytes(weights), show)
-    widened = weights.widened
-    for narrow in sorted(set(widened.values())):
-        show(f"{narrow} becomes float32, which holds each of its numbers")
-    generation = source / GENERATION_CONFIG
-    note = {
-        "config": weights.config_json,
-        "generation_config": read_json(generation) if generation.is_file() else None,
-        "formats": widened,
-    }
-    comment = [f"Model of {source.name} ({weights.family.architecture}), imported by convert.py."]
+    source = weights.folder if isinstance(weights, FolderWeights) else None
+    if isinstance(weights, FolderWeights):
+        widened, keys = weights.widened, weights.keys
+        for narrow in sorted(set(widened.values())):
+            show(f"{narrow} becomes float32, which holds each of its numbers")
+        generation = weights.folder / GENERATION_CONFIG
+        note: dict[str, Any] = {
+            "config": weights.config_json,
+            "generation_config": read_json(generation) if generation.is_file() else None,
+            "formats": widened,
+        }
+        whose = f"{weights.folder.name} ({weights.family.architecture})"
+    else:
+        assert loaded is not None
+        given = [
+            name
+            for name, origin in loaded.origins.items()
+            if origin.layer not in (Layer.DEFAULT, Layer.DERIVED)
+        ]
+        keys = model_keys(flat(loaded.config), {"decoder_block", *given})
+        note = {"path": request.source}
+        if isinstance(weights, MaxTextWeights):
+            note["query_scaling"] = weights.query_scaling
+        whose = f"{_WHOSE[request.source_kind]}'s checkpoint {request.source}"
+    metadata = {"hugging_face" if source else request.source_kind: note}
+    comment = [f"Model of {whose}, imported by convert.py."]
+    copied = []
     with run_folder.whole_or_nothing(request.target) as partial:
-        run_folder.write_run(partial, weights, weights.keys, comment, {"hugging_face": note})
-        copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
-        if request.verify:
+        run_folder.write_run(partial, weights, keys, comment, metadata)
+        if source:
+            copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
+        if source and request.verify:
             verification.verify(RunWeights(str(partial)), source, str(source), show)
     run_folder.show_run(request.target, copied, show)
-
-
-# --- From a checkpoint of another program ---------------------------------------------------------
-
-
-def _other_to_run(
-    request: Request, weights: Weights, loaded: Loaded, whose: str, note: dict, show: Show
-) -> None:
-    _show_memory(run_folder.peak_bytes(weights), show)
-    resolved = flat(loaded.config)
-    chosen = {
-        key.name: resolved[key.name]
-        for section, keys in by_section().items()
-        if section[0] == "model"
-        for key in keys
-        if loaded.origins[key.name].layer not in (Layer.DEFAULT, Layer.DERIVED)
-    }
-    keys = {"decoder_block": resolved["decoder_block"], **with_effect(resolved, chosen)}
-    comment = [f"Model of {whose} {request.source}, imported by convert.py."]
-    with run_folder.whole_or_nothing(request.target) as partial:
-        run_folder.write_run(partial, weights, keys, comment, note)
-    run_folder.show_run(request.target, [], show)
-
-
-# --- To a folder of Hugging Face, and to a program ------------------------------------------------
 
 
 def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
-    folded, told = folded_zoom.fold(weights, request.family)
+    folded, told = exporting.fold(weights, request.family)
     family = _family(folded, request.family, named_family(kept))
     if request.verify:
         verification.check_possible(family)
@@ -192,7 +172,7 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
         config_json = export.config_json(kept, token_ids)
         generation = note.get("generation_config")
         configs = exporting.write_configs(partial, config_json, generation, family)
-        files = export.write(partial, request.max_shard_bytes)
+        files = export.write(partial, request.max_shard_size)
         if request.verify:
             verification.verify(weights, partial, str(request.target), show, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"

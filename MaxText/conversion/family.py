@@ -5,6 +5,7 @@ another program.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,26 +19,22 @@ TEXTS = "length of the user's texts"
 
 # What stands in the name of a tensor for a number.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
+_DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays.
+    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays."""
 
-    Attributes:
-      theirs: its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how
-        many there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
-      ours: the arrays of ours that it holds, in the order of J. Those of a layer begin with
-        `layers/`, however layers are stored. One array holds all experts, after the layers. The row
-        applies where the model has the first of them: a model without biases has no row of biases.
-      layout: how numbers are ordered, of one layer and one expert.
-      older: other names for it in files that are about.
-    """
-
+    # its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how many
+    # there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
     theirs: str
+    # the arrays of ours that it holds, in the order of J. Those of a layer begin with `layers/`,
+    # however layers are stored. One array holds all experts, after the layers. The row applies
+    # where the model has the first of them: a model without biases has no row of biases.
     ours: tuple[str, ...]
-    layout: Layout
-    older: tuple[str, ...] = ()
+    layout: Layout  # how numbers are ordered, of one layer and one expert
+    older: tuple[str, ...] = ()  # other names for it in files that are about
 
     @property
     def in_layers(self) -> bool:
@@ -49,20 +46,9 @@ class Row:
         """Whether every expert has such a tensor."""
         return "{expert}" in self.theirs
 
-    def name(self, num_layers: int, layer: int = 0, expert: int = 0) -> str:
-        """The tensor's name in a model of so many layers, in one of them and of one expert."""
-        return _numbered(self.theirs, num_layers, layer, expert)
 
-    def older_names(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
-        """Other names that the tensor of one layer may have in a file."""
-        return tuple(_numbered(name, num_layers, layer) for name in self.older)
-
-    def arrays(self, num_layers: int, layer: int = 0) -> tuple[str, ...]:
-        """Names of our arrays that the tensor of one layer is part of."""
-        return tuple(_numbered(name, num_layers, layer) for name in self.ours)
-
-
-def _numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+    """A name of a row in a model of so many layers, in one of them and of one expert."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
@@ -74,40 +60,59 @@ def row(
     return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
 
 
+def norm(theirs: str, ours: str, ends: tuple[str, str] = (".weight", ".bias")) -> tuple[Row, Row]:
+    """Rows of a norm: its scale, and the bias of LayerNorm."""
+    return (
+        row(theirs + ends[0], f"{ours}/scale", "D", "D"),
+        row(theirs + ends[1], f"{ours}/bias", "D", "D"),
+    )
+
+
+def projection(
+    theirs: str,
+    ours: str,
+    theirs_axes: str,
+    ours_axes: str,
+    ends: tuple[str, str] = (".weight", ".bias"),
+) -> tuple[Row, Row]:
+    """Rows of a product, or of several that share a tensor, and of the bias on its outputs."""
+    last = ours_axes[-1]
+    outputs = next(found for found in _DIMENSION.findall(theirs_axes) if last in found)
+    letters = [letter for letter in ours_axes.split() if letter in outputs]
+    kernels = " ".join(f"{name}/kernel" for name in ours.split())
+    return (
+        row(theirs + ends[0], kernels, theirs_axes, ours_axes),
+        row(theirs + ends[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of config.json and the keys of ours that say the same.
+    """One key of config.json and the keys of ours that say the same."""
 
-    Attributes:
-      theirs: its name, and older names of it that are read but not written. "a.b" is key b of the
-        object a.
-      ours: our keys, which all take the value. None where we have no choice: `values` then holds
-        what can be imported, the first of which is written.
-      default: what transformers takes where config.json is silent or says null, or a function of
-        config.json that gives it; REQUIRED if it takes nothing.
-      values: pairs of their value and ours; None for equal values. Where several of theirs mean the
-        same, the first is written.
-      is_written: whether config.json gets it.
-      is_computed: whether the default is the only value: another, there or in our keys, contradicts
-        the keys that it is computed from.
-      unset: a value of theirs that means silence.
-      remedy: added to the message about a value that cannot be imported.
-      implied: the value, by config.json, that our keys have anyway: an import leaves them out.
-      read: their value and config.json -> our value, or REQUIRED if we have none; where pairs of
-        values cannot say it.
-      write: all our keys -> their value, or REQUIRED if they have none.
-    """
-
+    # its name, and older names of it that are read but not written. "a.b" is key b of the object a.
     theirs: tuple[str, ...]
+    # our keys, which all take the value. None where we have no choice: `values` then holds what can
+    # be imported, the first of which is written.
     ours: tuple[str, ...] = ()
+    # what transformers takes where config.json is silent or says null, or a function of config.json
+    # that gives it; REQUIRED if it takes nothing
     default: Any = REQUIRED
+    # pairs of their value and ours; None for equal values. Where several of theirs mean the same,
+    # the first is written.
     values: tuple[tuple[Any, Any], ...] | None = None
-    is_written: bool = True
+    is_written: bool = True  # whether config.json gets it
+    # whether the default is the only value: another, there or in our keys, contradicts the keys
+    # that it is computed from
     is_computed: bool = False
-    unset: Any = None
-    remedy: str = ""
+    unset: Any = None  # a value of theirs that means silence
+    remedy: str = ""  # added to the message about a value that cannot be imported
+    # the value, by config.json, that our keys have anyway: an import leaves them out
     implied: Callable[[Mapping[str, Any]], Any] | None = None
+    # their value and config.json -> our value, or REQUIRED if we have none; where pairs of values
+    # cannot say it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    # all our keys -> their value, or REQUIRED if they have none
     write: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
@@ -115,17 +120,10 @@ class Setting:
         """The key of config.json as it is written."""
         return self.theirs[0]
 
-    def value_in(self, config: Mapping[str, Any]) -> Any:
-        """The value of a config.json, or its default; REQUIRED if there is none."""
-        found = [config[name] for name in self.theirs if self._is_set(name, config)]
-        return found[-1] if found else self.value_of_silence(config)
-
-    def is_given(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json says it."""
-        return any(self._is_set(name, config) for name in self.theirs)
-
-    def _is_set(self, name: str, config: Mapping[str, Any]) -> bool:
-        return name in config and (self.unset is None or config[name] != self.unset)
+    def given(self, config: Mapping[str, Any]) -> list[Any]:
+        """The values that a config.json has of it under its names."""
+        found = [config[name] for name in self.theirs if name in config]
+        return [value for value in found if self.unset is None or value != self.unset]
 
     def value_of_silence(self, config: Mapping[str, Any]) -> Any:
         """The default; REQUIRED if there is none."""
@@ -139,18 +137,16 @@ class Setting:
         """Our value of one of theirs, in a config.json; REQUIRED if we have none."""
         if self.read is not None:
             return self.read(value, config)
-        if self.values is None:
-            return value
-        return next((ours for theirs, ours in self.values if theirs == value), REQUIRED)
+        pairs = ((value, value),) if self.values is None else self.values
+        return next((ours for theirs, ours in pairs if theirs == value), REQUIRED)
 
     def theirs_of(self, values: Mapping[str, Any]) -> Any:
         """Their value, from all our keys; REQUIRED if they have none."""
         if self.write is not None:
             return self.write(values)
         value = values[self.ours[0]] if self.ours else None
-        if self.values is None:
-            return value
-        return next((theirs for theirs, ours in self.values if ours == value), REQUIRED)
+        pairs = ((value, value),) if self.values is None else self.values
+        return next((theirs for theirs, ours in pairs if ours == value), REQUIRED)
 
 
 def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
@@ -221,42 +217,38 @@ def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Everything that is known about one `model_type` of Hugging Face.
+    """Everything that is known about one `model_type` of Hugging Face."""
 
-    Attributes:
-      model_type: as in config.json.
-      architecture: the class that `architectures` of config.json names.
-      decoder_block: our bundle of part choices that comes nearest.
-      parts: our keys with the values that every model of the family has.
-      settings: config.json and our keys.
-      rows: tensors.
-      prefix: of the names of all tensors but the head; files of the bare model leave it out. "" if
-        they have none in common.
-      head: name of the head's tensor, which a model that ties it to the token table need not have.
-      ignored: ends of names of tensors that are no weights.
-      window: key of the number of tokens that a token sees at most, where all layers have one.
-      in_transformers: whether transformers has the class.
-      auto_map: of config.json, for classes that lie beside it as Python files: what transformers
-        asks for and "module.class". A family with neither has no model_type in config.json and is
-        known by `architectures`; `model_type` is then only what it is called here.
-      code: where these files are published.
-      reasons: key of ours -> why the family has it as it is, or what makes it so, for messages.
-    """
-
-    model_type: str
-    architecture: str
-    decoder_block: str
-    parts: Mapping[str, Any]
-    settings: tuple[Setting, ...]
-    rows: tuple[Row, ...]
+    model_type: str  # as in config.json
+    architecture: str  # the class that `architectures` of config.json names
+    decoder_block: str  # our bundle of part choices that comes nearest
+    # our keys with the values that every model of the family has, besides SHARED_PARTS
+    own: Mapping[str, Any]
+    settings: tuple[Setting, ...]  # config.json and our keys
+    rows: tuple[Row, ...]  # tensors
+    # of the names of all tensors but the head; files of the bare model leave it out. "" if they
+    # have none in common.
     prefix: str
+    # name of the head's tensor, which a model that ties it to the token table need not have
     head: str = "lm_head.weight"
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # ends of names of tensors that are no weights
+    # key of the number of tokens that a token sees at most, where all layers have one
     window: str = ""
-    in_transformers: bool = True
+    in_transformers: bool = True  # whether transformers has the class
+    # of config.json, for classes that lie beside it as Python files: what transformers asks for and
+    # "module.class". A family with neither has no model_type in config.json and is known by
+    # `architectures`; `model_type` is then only what it is called here.
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    code: str = ""
+    code: str = ""  # where these files are published
+    # key of ours -> why the family has it as it is, or what makes it so, for messages
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """All keys of ours that no setting decides, with their values."""
+        decided = {name for setting in self.settings for name in setting.ours}
+        every = {**SHARED_PARTS, **self.own}
+        return {name: value for name, value in every.items() if name not in decided}
 
     @property
     def has_model_type(self) -> bool:
@@ -300,3 +292,4 @@ SHARED_PARTS: Mapping[str, Any] = {
 }
 
 BOOLEANS = ((True, True), (False, False))
+PARALLEL = ((True, "parallel"), (False, "sequential"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from MaxText.checkpointing import layout
 from MaxText.checkpointing.description import metadata_if_any
@@ -15,14 +16,13 @@ from MaxText.checkpointing.growth.plan import new_part
 from MaxText.checkpointing.growth.settling import Growth, Settled, settle_source
 from MaxText.checkpointing.growth.source import KEY, Source, open_source
 from MaxText.checkpointing.starting_point import Start
-from MaxText.configuration.catalogue import by_section
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.conversion import run_folder, tokenizer_copy
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.request import Request
-from MaxText.conversion.settings import with_effect
-from MaxText.conversion.weights import model_of, num_bytes
+from MaxText.conversion.settings import model_keys
+from MaxText.conversion.weights import Weights, model_of, num_bytes
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.monitoring.lineage import line_of
@@ -30,28 +30,20 @@ from MaxText.monitoring.lineage import line_of
 Show = Callable[[str], None]
 
 
-class GrownWeights:
-    """The larger model, made one array at a time.
-
-    Attributes:
-      config: its configuration.
-      model: its parameters' names and shapes.
-      formats: of its arrays.
-    """
+class GrownWeights(Weights):
+    """The larger model, made one array at a time."""
 
     def __init__(self, growth: Growth, config: Config):
         """Draws what new slots need of a fresh model, as train.py does with the same seed."""
         self.config = config
         self.model = model_of(config)
-        self.formats: dict[str, np.dtype] = {
-            name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()
-        }
+        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 
-        def draw(key: jax.Array) -> dict[str, jax.Array]:
-            parameters = self.model.initialize(key)
-            return {name: _leaf(parameters, name) for name in names}
+        def draw(key: jax.Array) -> dict[str, Any]:
+            parameters = traverse_util.flatten_dict(self.model.initialize(key), sep="/")
+            return {name: parameters[name] for name in names}
 
         seed = config.model.initialization.init_weights_seed
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
@@ -68,19 +60,8 @@ class GrownWeights:
         return sum(sizes[name] for name in self._fresh) + run_folder.peak_bytes(self)
 
 
-def _leaf(tree: dict, name: str) -> jax.Array:
-    for part in name.split("/"):
-        tree = tree[part]
-    return tree  # type: ignore[return-value]
-
-
 def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show) -> None:
     """Grows a model and writes it as a run whose only checkpoint holds its parameters.
-
-    Args:
-      request: of convert.py.
-      show_memory: tells the peak in bytes.
-      show: receives lines.
 
     Raises:
       UserError: nothing would grow, or it cannot.
@@ -113,21 +94,11 @@ def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show)
     show_memory(weights.peak_bytes(), show)
     comment = [f"Model grown by convert.py from {source.folder}."]
     with run_folder.whole_or_nothing(request.target) as partial:
-        run_folder.write_run(partial, weights, _keys(settled.config), comment, _metadata(settled))
+        run_folder.write_run(
+            partial, weights, model_keys(flat(settled.config)), comment, _metadata(settled)
+        )
         copied = _copy_tokenizer(source, partial)
     run_folder.show_run(request.target, copied, show)
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    """What config.yml sets: all keys of the model that have an effect."""
-    resolved = flat(config)
-    of_model = {
-        key.name: resolved[key.name]
-        for section, keys in by_section().items()
-        if section[0] == "model"
-        for key in keys
-    }
-    return with_effect(resolved, of_model)
 
 
 def _metadata(settled: Settled) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class Found(NamedTuple):
     format: str
     file: Path
 
+    def __str__(self) -> str:
+        return f"{self.format}[{','.join(map(str, self.shape))}]"
+
 
 def local_path(text: str) -> Path:
     """A path as it was typed, with ~ written out.

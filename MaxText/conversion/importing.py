@@ -1,37 +1,32 @@
-"""A folder of Hugging Face as arrays of ours, one array at a time."""
+"""A folder of Hugging Face as arrays of ours, one array at a time, also for a run that starts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from MaxText.checkpointing.matching import ConfigHint, check_matches, describe_casts
 from MaxText.configuration.loading import configure
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
-from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.family import Family
-from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, read_json
+from MaxText.conversion.hugging_face_folder import CONFIG, TensorFiles, find_folder, read_json
 from MaxText.conversion.settings import family_of, in_their_words, to_keys
-from MaxText.conversion.tensor_map import Tensor, TensorMap
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of, nested
 from MaxText.errors import UserError
 
-_MOST_LINES = 20
 
-
-class FolderWeights:
+class FolderWeights(Weights):
     """The weights of a folder under our names.
 
     Attributes:
       folder: where they lie.
       config_json: its config.json.
       keys: our keys of its model.
-      config: the configuration that they make.
-      model: its parameters' names and shapes.
       map: tensors of theirs and arrays of ours.
-      formats: of our arrays.
     """
 
     def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
@@ -49,7 +44,7 @@ class FolderWeights:
         self.family = family_of(self.config_json, str(folder))
         keys = to_keys(self.family, self.config_json, str(folder), given or {})
         try:
-            self.config: Config = configure(**keys)
+            self.config = configure(**keys)
         except ConfigurationError as error:
             theirs = in_their_words(self.family, error.problems, given or {})
             if not theirs:
@@ -63,41 +58,39 @@ class FolderWeights:
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
         self._names = self._match()
-        # float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
-        self.formats: dict[str, np.dtype] = {
-            name: self._format(self.map.sources(name)) for name in self.model.parameters
+        self._stored = {
+            tensor: self.files.found[name].format for tensor, name in self._names.items()
+        }
+        self.formats = {
+            name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
+            for name in self.model.parameters
         }
 
     def _match(self) -> dict[str, str]:
         """Name of every tensor of the table -> its name in the files."""
         found, prefix = self.files.found, self.family.prefix
-        names, problems = {}, []
+        names = {}
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.older, tensor.name.removeprefix(prefix))
-            name = next((name for name in possible if name in found), None)
-            if name is None:
-                problems.append(f"missing     {tensor.name}: wanted {_shape(tensor.shape)}")
-                continue
-            names[tensor.name] = name
-            if found[name].shape != tensor.shape:
-                problems.append(
-                    f"other shape {name}: stored {_shape(found[name].shape)}, {CONFIG} gives "
-                    f"{_shape(tensor.shape)}"
-                )
-            elif found[name].format not in ("float32", "bfloat16", "float16"):
-                problems.append(
-                    f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and "
-                    "float16 can be read"
-                )
+            names[tensor.name] = next((one for one in possible if one in found), tensor.name)
         head = self._tied_head()
-        known = {*names.values(), *([head] if head else [])}
-        problems += [
-            f"extra       {name}: stored {_shape(found[name].shape)}, unknown to this model"
-            for name in found
-            if name not in known and not name.endswith(self.family.ignored or ("\0",))
-        ]
-        if problems:
-            raise UserError(_explain(self.folder, self.family, list(found), problems))
+        check_arrays(
+            {
+                name: one
+                for name, one in found.items()
+                if name in names.values()
+                or not (name == head or name.endswith(self.family.ignored or ("\0",)))
+            },
+            {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
+            f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
+            self._advice(),
+            [
+                f"other kind  {name}: stored {found[name].format}; float32, bfloat16 and float16 "
+                "can be read"
+                for name in names.values()
+                if name in found and found[name].format not in ("float32", "bfloat16", "float16")
+            ],
+        )
         if head and not self._is_token_table(head, names):
             raise UserError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
@@ -105,6 +98,15 @@ class FolderWeights:
                 f"matrix of its own, set tie_word_embeddings to false in {CONFIG}."
             )
         return names
+
+    def _advice(self) -> str:
+        """What to do about tensors that do not fit."""
+        for other in FAMILIES.values():
+            is_like = any(name.startswith(other.prefix or "\0") for name in self.files.found)
+            if is_like and other.prefix != self.family.prefix:
+                named = f"Its tensors are named as {other.model_type} names them"
+                return f"{named}: is {CONFIG} another's?"
+        return f"Check that {CONFIG} and the tensors belong together."
 
     def _tied_head(self) -> str | None:
         """The head's tensor in files of a model that ties it: a copy of the token table."""
@@ -118,47 +120,81 @@ class FolderWeights:
         table = names[self.map.sources("token_embedder/embedding")[0].name]
         return np.array_equal(self.files.read(head), self.files.read(table))
 
-    def _format(self, tensors: list[Tensor]) -> np.dtype:
-        formats = {self.files.found[self._names[tensor.name]].format for tensor in tensors}
-        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
-
     @property
     def widened(self) -> dict[str, str]:
         """Formats of the tensors that are stored in a narrower one than our array of them."""
-        stored = {tensor: self.files.found[name].format for tensor, name in self._names.items()}
         return {
-            tensor.name: stored[tensor.name]
+            tensor.name: self._stored[tensor.name]
             for tensor in self.map.tensors
-            if stored[tensor.name] != self.formats[tensor.ours[0]].name
+            if self._stored[tensor.name] != self.formats[tensor.ours[0]].name
         }
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours."""
-        info = self.model.parameters[ours]
-        array = np.empty(info.shape, self.formats[ours])
-        for tensor in self.map.sources(ours):
-            part = self.map.part(ours, self.files.read(self._names[tensor.name]))
-            array[tensor.place] = part
-        return array
+        return self.map.array(
+            ours, self.formats[ours], lambda name: self.files.read(self._names[name])
+        )
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+def open_weights(
+    path: str, key: str, config_flat: Mapping[str, Any]
+) -> tuple[FolderWeights, dict[str, Any]]:
+    """The weights of a folder, and the current configuration with what the folder says of them.
+
+    Raises:
+      UserError: no such folder, or one that cannot be imported.
+    """
+    given = {}
+    if config_flat["position_embedding"] != "learned":
+        # A window that the run's texts do not exceed is no obstacle.
+        given["max_target_length"] = config_flat["max_target_length"]
+    weights = FolderWeights(find_folder(path, key), given)
+    theirs = flat(weights.config)
+    return weights, {**config_flat, **{name: theirs[name] for name in weights.keys}}
 
 
-def _explain(folder: Path, family: Family, found: list[str], problems: list[str]) -> str:
-    lines = [f"{folder} does not hold the {family.model_type} model of its {CONFIG}:"]
-    lines += [f"  {problem}" for problem in problems[:_MOST_LINES]]
-    if len(problems) > _MOST_LINES:
-        lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
-    named_like = [
-        other.model_type
-        for other in FAMILIES.values()
-        if other.prefix not in ("", family.prefix)
-        and any(name.startswith(other.prefix) for name in found)
-    ]
-    if named_like:
-        lines.append(f"Its tensors are named as {named_like[0]} names them: is {CONFIG} another's?")
-    else:
-        lines.append(f"Check that {CONFIG} and the tensors belong together.")
-    return "\n".join(lines)
+def open_folder(
+    path: str,
+    key: str,
+    abstract_params: Any,
+    config_flat: Mapping[str, Any],
+    show: Callable[[str], None],
+) -> tuple[str, dict[str, Any], Callable[[], Any]]:
+    """The path of a folder, the configuration with what it says, and what reads its parameters.
+
+    It is compared with the configuration by names and shapes alone.
+
+    Args:
+      abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
+
+    Raises:
+      UserError: no such folder, one that cannot be imported, or one of another model.
+    """
+    weights, stored_flat = open_weights(path, key, config_flat)
+    shapes = {
+        name: jax.ShapeDtypeStruct(info.shape, weights.formats[name])
+        for name, info in weights.model.parameters.items()
+    }
+    try:
+        hint = ConfigHint(stored_flat, config_flat)
+        casts = check_matches({"params": nested(shapes)}, {"params": abstract_params}, hint)
+    except UserError as error:
+        raise UserError(
+            f"{key}={path}: {error}\n"
+            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
+        ) from None
+    for line in describe_casts(casts):
+        show(line)
+
+    def read() -> Any:
+        def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            # One array at a time is on the host; each device takes its part of it.
+            array = weights.read("/".join(entry.key for entry in location))
+            sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            return jax.make_array_from_callback(
+                wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
+            )
+
+        return jax.tree_util.tree_map_with_path(place, abstract_params)
+
+    return str(weights.folder), stored_flat, read

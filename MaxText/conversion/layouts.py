@@ -26,15 +26,10 @@ _GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A tensor of theirs and our arrays.
+    """A tensor of theirs and our arrays."""
 
-    Attributes:
-      theirs: for example "(N J H) D".
-      ours: letters of one array of ours, for example "D N H"; the same letters without J.
-    """
-
-    theirs: str
-    ours: str
+    theirs: str  # for example "(N J H) D"
+    ours: str  # letters of one array of ours, for example "D N H"; the same letters without J
 
     def __post_init__(self):
         letters = "".join(self._groups)

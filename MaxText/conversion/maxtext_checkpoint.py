@@ -2,7 +2,9 @@
 
 Its tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
 second dimension is the layer (param_scan_axis=1); layers that are written out are `layers_0`,
-`layers_1` and so on.
+`layers_1` and so on. Source of the names: AI-Hypercomputer/maxtext, its layers and its checkpoint
+conversion; for slots TokenFormer's and for dense connections MUDDFormer's JAX program, which were
+made from it.
 """
 
 import math
@@ -14,25 +16,65 @@ from etils import epath
 
 from MaxText.buckets.paths import path_of
 from MaxText.configuration.schema import Config
-from MaxText.conversion.maxtext_names import (
-    CONNECTION_NAMES,
-    ITEMS,
-    LAYER_AXIS,
-    LAYER_NAMES,
-    NAMES,
-    OF_MUDDFORMER,
-    PREFIX,
-    SHARED_SLOTS,
-    SLOT_NAMES,
-    SOURCE_NORM,
-    SOURCE_NORM_NAMES,
-)
 from MaxText.conversion.stored_arrays import StoredArrays
-from MaxText.conversion.weights import model_of
+from MaxText.conversion.weights import Weights, check_arrays, common_format, model_of
 from MaxText.errors import UserError
 
+# Where the arrays of a step lie: MaxText, MUDDFormer's program, older versions of MaxText.
+_OF_MUDDFORMER = "state"
+_ITEMS = ("items", _OF_MUDDFORMER, "default")
+
+# Names of ours outside of layers -> names in their tree.
+_NAMES = {
+    "token_embedder/embedding": "token_embedder/embedding",
+    "position_embedder/embedding": "decoder/position_embedder/embedding",
+    "decoder_norm/scale": "decoder/decoder_norm/scale",
+    "decoder_norm/bias": "decoder/decoder_norm/bias",
+    "logits_dense/kernel": "decoder/logits_dense/kernel",
+}
+# normalization_type -> part of a layer of ours -> its name in theirs. Llama's layer names the norm
+# before the MLP by what comes before it; that of gpt3, the one with LayerNorm, has it in the MLP.
+_LAYER_NAMES = {
+    "rms_norm": {"pre_mlp_layer_norm": "post_self_attention_layer_norm"},
+    "layer_norm": {
+        "pre_self_attention_layer_norm": "pre_self_attention_norm",
+        "pre_mlp_layer_norm": "mlp/mlp_layer_norm",
+    },
+}
+# Slots: ours -> theirs, without the kernel or bias at the end.
+_SLOT_NAMES = {
+    "self_attention/query/keys": "self_attention/qkv_key_slot",
+    "self_attention/key/keys": "self_attention/qkv_key_slot",
+    "self_attention/value/keys": "self_attention/qkv_key_slot",
+    "self_attention/query/values": "self_attention/q_value_slot",
+    "self_attention/key/values": "self_attention/k_value_slot",
+    "self_attention/value/values": "self_attention/v_value_slot",
+    "self_attention/out/keys": "self_attention/proj_key_slot",
+    "self_attention/out/values": "self_attention/proj_value_slot",
+    "mlp/keys": "mlp/wi",
+    "mlp/values": "mlp/wo",
+}
+# Those that share an array, [D, 3, n], or [3, n] of biases: which of the three they are.
+_SHARED_SLOTS = {
+    "self_attention/query/keys": 0,
+    "self_attention/key/keys": 1,
+    "self_attention/value/keys": 2,
+}
+# Sums after a layer of ours, connections/after/{layer + 1}/ -> names of the layer in theirs.
+_CONNECTION_NAMES = {
+    "norm/scale": "decoder/layers_{layer}/pre_dense_proj1_norm/scale",
+    "wi/kernel": "decoder/layers_{layer}/dynamic_dense_conn1/kernel",
+    "wo/kernel": "decoder/layers_{layer}/dynamic_dense_conn2/kernel",
+    "static": "decoder/layers_{layer}/dense_proj2.bias",
+    "post_norms/r/scale": "decoder/mudd_postnorm_{layer}/scale",
+}
+# Scales of the embedding and of each layer's output, rows of one array of ours.
+_SOURCE_NORM = "connections/source_norm/scale"
+_SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer}/scale")
+# Dimension of the layer in arrays of scanned layers: param_scan_axis.
+_LAYER_AXIS = 1
+
 _DESCRIPTION = ("_METADATA", "manifest.ocdbt")
-_MOST_LINES = 20
 # What rotary turns: queries and keys, and the norms before it.
 _TURNED = re.compile(r"/(query|key)(_norm)?/")
 # The layer of an array of ours that is one layer's alone.
@@ -40,28 +82,18 @@ _OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
 
 
 class _Place(NamedTuple):
-    """Where an array of ours lies.
+    """Where an array of ours lies."""
 
-    Attributes:
-      paths: of their arrays: one, or several that are stacked, one for each row of ours.
-      shape: of each.
-      is_stack: whether ours has a first dimension for the paths.
-      is_scanned: whether theirs holds all layers, along LAYER_AXIS.
-    """
-
-    paths: list[str]
-    shape: tuple[int, ...]
-    is_stack: bool = False
-    is_scanned: bool = False
+    paths: list[str]  # of their arrays: one, or several that are stacked, one for each row of ours
+    shape: tuple[int, ...]  # of each
+    is_stack: bool = False  # whether ours has a first dimension for the paths
+    is_scanned: bool = False  # whether theirs holds all layers, along _LAYER_AXIS
 
 
-class MaxTextWeights:
+class MaxTextWeights(Weights):
     """A checkpoint of MaxText.
 
     Attributes:
-      config: the configuration that the user named.
-      model: its parameters' names and shapes.
-      formats: of our arrays, those of theirs.
       query_scaling: where 1/sqrt(head_dim) is: MaxText's Llama and Mistral train it as a part of
         the query's weights ("weights"), its gpt3, Qwen3 and other programs divide the scores
         ("model").
@@ -72,7 +104,7 @@ class MaxTextWeights:
 
         Args:
           path: a run, its checkpoints, a step folder or its items.
-          query_scaling: one of QUERY_SCALINGS; "" takes "model" with LayerNorm (gpt3), with norms
+          query_scaling: "weights" or "model"; "" takes "model" with LayerNorm (gpt3), with norms
             of queries and keys, whose scale would undo a factor in the weights, and where the
             arrays lie as MUDDFormer's program leaves them, else "weights".
 
@@ -83,7 +115,7 @@ class MaxTextWeights:
         _check_parts(config, query_scaling)
         self.config = config
         self.model = model_of(config)
-        self._layer_names = LAYER_NAMES[config.model.block.normalization_type]
+        self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
         given = path_of(path, "from")
         if "://" not in path:
             given = given.absolute()  # as Orbax asks for
@@ -91,13 +123,14 @@ class MaxTextWeights:
         in_model = (
             config.model.block.normalization_type == "layer_norm"
             or config.model.attention.use_qk_norm
-            or self.folder.name == OF_MUDDFORMER
+            or self.folder.name == _OF_MUDDFORMER
         )
         self.query_scaling = query_scaling or ("model" if in_model else "weights")
         self._arrays = StoredArrays(self.folder)
         self._places = self._match()
-        self.formats: dict[str, np.dtype] = {
-            ours: self._format(place.paths) for ours, place in self._places.items()
+        self.formats = {
+            ours: common_format(self._arrays.leaves[path].dtype.name for path in place.paths)
+            for ours, place in self._places.items()
         }
 
     def _match(self) -> dict[str, _Place]:
@@ -109,77 +142,51 @@ class MaxTextWeights:
             "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
         )
         written_out = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
-        places, problems = {}, []
-        for ours, info in self.model.parameters.items():
-            place = places[ours] = self._place(ours, info.shape, prefix, written_out)
-            shape = place.shape
-            for path in place.paths:
-                if path not in found:
-                    problems.append(f"missing     {path}: wanted {list(map(int, shape))}")
-                elif found[path].shape != shape:
-                    wanted = list(map(int, shape))
-                    problems.append(f"other shape {path}: stored {found[path]}, wanted {wanted}")
-        known = {path for place in places.values() for path in place.paths}
-        problems += [
-            f"extra       {path}: stored {leaf}, unknown to this model"
-            for path, leaf in found.items()
-            if path not in known
-        ]
-        if problems:
-            problems = list(dict.fromkeys(problems))  # arrays of ours may share one of theirs
-            lines = [f"  {problem}" for problem in problems[:_MOST_LINES]]
-            if len(problems) > _MOST_LINES:
-                lines.append(f"  ... and {len(problems) - _MOST_LINES} more")
-            raise UserError(
-                f"{self.folder} does not fit the configuration that was named:\n"
-                + "\n".join(lines)
-                + "\nName the configuration that the checkpoint was trained with, in MaxText's key "
-                "names: convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are "
-                "MaxText's llama2, mistral, gpt3 and qwen3 blocks, with separate projections "
-                "(fused_qkv and fused_mlp off), TokenFormer's and MUDDFormer's."
-            )
+        places = {
+            ours: self._place(ours, info.shape, prefix, written_out)
+            for ours, info in self.model.parameters.items()
+        }
+        check_arrays(
+            found,
+            {path: place.shape for place in places.values() for path in place.paths},
+            f"{self.folder} does not fit the configuration that was named",
+            "Name the configuration that the checkpoint was trained with, in MaxText's key names: "
+            "convert.py CONFIG.yml from=maxtext:..., or model_name=NAME. Known are MaxText's "
+            "llama2, mistral, gpt3 and qwen3 blocks, with separate projections (fused_qkv and "
+            "fused_mlp off), TokenFormer's and MUDDFormer's.",
+        )
         return places
 
     def _place(self, ours: str, shape: tuple[int, ...], prefix: str, written_out: bool) -> _Place:
-        """Where one array of ours should lie.
-
-        Args:
-          shape: of ours.
-          prefix: of all their paths.
-          written_out: whether their layers are.
-        """
+        """Where one array of ours should lie."""
         num_layers = self.model.section.shape.dimensions.num_layers
-        if ours == SOURCE_NORM:
-            first, later = SOURCE_NORM_NAMES
+        if ours == _SOURCE_NORM:
+            first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
             return _Place([prefix + name for name in names], shape[1:], is_stack=True)
         if match := _OF_SUM.fullmatch(ours):
-            name = CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
+            name = _CONNECTION_NAMES[match[2]].format(layer=int(match[1]) - 1)
             return _Place([prefix + name], shape)
         within, layers = self.model.placed(ours)
         if layers is None:
-            return _Place([prefix + NAMES[ours]], shape)
+            return _Place([prefix + _NAMES[ours]], shape)
         theirs = self._layer_name(within)
         if "layers" not in self.model.parameters[ours].logical_axes:
             return _Place([f"{prefix}decoder/layers_{layers[0]}/{theirs}"], shape)
         shape = shape[1:]
-        if _slots_of(within) in SHARED_SLOTS:
-            shape = (*shape[:-1], len(SHARED_SLOTS), shape[-1])
+        if _slots_of(within) in _SHARED_SLOTS:
+            shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
         if written_out or len(layers) < num_layers:
             paths = [f"{prefix}decoder/layers_{i}/{theirs}" for i in layers]
             return _Place(paths, shape, is_stack=True)
-        shape = (*shape[:LAYER_AXIS], num_layers, *shape[LAYER_AXIS:])
+        shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
         return _Place([f"{prefix}decoder/layers/{theirs}"], shape, is_scanned=True)
 
     def _layer_name(self, within: str) -> str:
-        if slots := SLOT_NAMES.get(_slots_of(within)):
+        if slots := _SLOT_NAMES.get(_slots_of(within)):
             return f"{slots}/{within.rpartition('/')[2]}"
         part, _, rest = within.partition("/")
         return f"{self._layer_names.get(part, part)}/{rest}"
-
-    def _format(self, paths: list[str]) -> np.dtype:
-        formats = {self._arrays.leaves[path].dtype.name for path in paths}
-        return np.dtype("bfloat16" if formats == {"bfloat16"} else "float32")
 
     def read(self, ours: str) -> np.ndarray:
         """One array of ours."""
@@ -187,8 +194,8 @@ class MaxTextWeights:
         parts = [self._arrays.read(path) for path in place.paths]
         array = np.stack(parts) if place.is_stack else parts[0]
         if place.is_scanned:
-            array = np.moveaxis(array, LAYER_AXIS, 0)
-        if (which := SHARED_SLOTS.get(_slots_of(self.model.placed(ours)[0]))) is not None:
+            array = np.moveaxis(array, _LAYER_AXIS, 0)
+        if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(ours)[0]))) is not None:
             array = array[..., which, :]
         if self.config.model.position.rope_type == "llama3.1" and _TURNED.search(ours):
             # There dimension 2i pairs with 2i + 1, here i with i + H/2.
@@ -201,7 +208,7 @@ class MaxTextWeights:
 
 
 def _slots_of(within: str) -> str:
-    """A name within a layer without kernel or bias, as in SLOT_NAMES."""
+    """A name within a layer without kernel or bias, as in _SLOT_NAMES."""
     return within.rpartition("/")[0]
 
 
@@ -267,10 +274,10 @@ def _find_items(given: epath.Path, shown: str) -> epath.Path:
         )
         steps.sort(key=lambda child: int(child.name))
         for step in (folder, *reversed(steps)):
-            for items in (step, *(step / name for name in ITEMS)):
+            for items in (step, *(step / name for name in _ITEMS)):
                 if any((items / name).exists() for name in _DESCRIPTION):
                     return items
     raise UserError(
-        f"from={PREFIX}{shown}: no checkpoint there. Looked for a run (<run>/checkpoints/<step>/"
+        f"from=maxtext:{shown}: no checkpoint there. Looked for a run (<run>/checkpoints/<step>/"
         "items), its checkpoints, a step folder, or its items."
     )

@@ -3,68 +3,82 @@
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from MaxText.configuration.catalogue import all_keys
+from MaxText.configuration.layering import ARGUMENT, YAML_PATH
 from MaxText.configuration.maxtext_keys import ALIASES, absent
 from MaxText.configuration.problems import nearest
 from MaxText.conversion.families.known import FAMILIES
-from MaxText.conversion.fattorib_checkpoint import PREFIX as FATTORIB
 from MaxText.conversion.hugging_face_folder import PREFIX as HUGGING_FACE
 from MaxText.conversion.hugging_face_folder import is_file, is_folder, local_path
-from MaxText.conversion.maxtext_names import PREFIX as MAXTEXT
-from MaxText.conversion.maxtext_names import QUERY_SCALINGS
 from MaxText.errors import UserError
 
-_ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
-_YAML = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
-_DTYPES = ("float32", "bfloat16", "float16")
-_OPTIONS = (
-    "from", "to", "export", "family", "dtype", "max_shard_size", "query_scaling", "length",
-    "tokenizer",
-)  # fmt: skip
 GROW = "grow"
+_OTHER_PROGRAMS = ("maxtext", "fattorib")  # whose checkpoints are named as maxtext:PATH
 # Keys about the training that follows a growth.
 _OF_TRAINING = ("growth_moments", "growth_data", "growth_old_slots_learning_rate")
 
 
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}.")
+        return text
+
+    return read
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
+    if number < 1:
+        raise ValueError("is no size. Write for example max_shard_size=5GB.")
+    return int(number)
+
+
+def _tokens(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("is no number of tokens from 1.")
+    return int(text)
+
+
+# How options besides from and to are read, and the kind of source or target that they are for.
+_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "export": (_one_of("stablehlo"), "to stablehlo"),
+    "family": (_one_of(*FAMILIES), "to hf"),
+    "dtype": (_one_of("float32", "bfloat16", "float16"), "to hf"),
+    "max_shard_size": (_bytes, "to hf"),
+    "query_scaling": (_one_of("weights", "model"), "from maxtext"),
+    "length": (_tokens, "to stablehlo"),
+    "tokenizer": (str, "to hf"),
+}
+_NAMES = ("from", "to", *_OPTIONS)
+
+
 @dataclasses.dataclass
 class Request:
-    """A conversion.
+    """A conversion."""
 
-    Attributes:
-      source: a folder of Hugging Face, a run, or a checkpoint of another program, without its
-        prefix.
-      source_kind: "hf", "run", "maxtext" or "fattorib".
-      target: where the result goes, without its prefix.
-      target_kind: "hf", "run" or "stablehlo".
-      family: model_type to export as; "" for the first that fits.
-      dtype: format of exported tensors; "" for the one that they are stored in.
-      max_shard_bytes: above it an export is several files.
-      query_scaling: of a checkpoint of MaxText; "" for what its block does.
-      length: tokens of an exported program; 0 for max_target_length.
-      tokenizer: folder of the tokenizer to export; "" for that of the run or its data set.
-      verify: compare with transformers before anything is left.
-      grow: make a larger model; the target is a run.
-      config_file: a configuration named first, or "".
-      keys: key=value arguments that are those of train.py.
-    """
-
+    # a folder of Hugging Face, a run, or a checkpoint of another program, without its prefix
     source: str = ""
-    source_kind: str = ""
-    target: Path = Path()
-    target_kind: str = ""
-    family: str = ""
-    dtype: str = ""
-    max_shard_bytes: int = 5_000_000_000
-    query_scaling: str = ""
-    length: int = 0
-    tokenizer: str = ""
-    verify: bool = False
-    grow: bool = False
-    config_file: str = ""
+    source_kind: str = ""  # "hf", "run", "maxtext" or "fattorib"
+    target: Path = Path()  # where the result goes, without its prefix
+    target_kind: str = ""  # "hf", "run" or "stablehlo"
+    export: str = ""  # the format of a target that is a file, or ""
+    family: str = ""  # model_type to export as; "" for the first that fits
+    dtype: str = ""  # format of exported tensors; "" for the one that they are stored in
+    max_shard_size: int = 5_000_000_000  # bytes; above it an export is several files
+    query_scaling: str = ""  # of a checkpoint of MaxText; "" for what its block does
+    length: int = 0  # tokens of an exported program; 0 for max_target_length
+    tokenizer: str = ""  # folder of the tokenizer to export; "" for that of the run or its data set
+    verify: bool = False  # compare with transformers before anything is left
+    grow: bool = False  # make a larger model; the target is a run
+    config_file: str = ""  # a configuration named first, or ""
+    # key=value arguments that are those of train.py
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -82,27 +96,31 @@ def read(arguments: Sequence[str]) -> Request:
     """
     request, given = Request(), {}
     for argument in arguments:
-        match = _ARGUMENT.fullmatch(argument)
+        match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
         if argument == "--verify":
             request.verify = True
         elif argument == GROW:
             request.grow = True
-        elif name in _OPTIONS:
+        elif name in _NAMES:
             if name in given and given[name] != text:
                 raise UserError(f"{name} is given twice: {given[name]} and {text}.")
             given[name] = text
         elif name:
             request.keys[name] = text
-        elif _YAML.fullmatch(argument) and not argument.startswith("-"):
+        elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
             if request.config_file:
                 raise UserError(f"{argument}: there is already {request.config_file}.")
             request.config_file = argument
         else:
             raise UserError(_unknown(argument))
-    _take_options(request, given)
+    for name in [name for name in _OPTIONS if name in given]:
+        try:
+            setattr(request, name, _OPTIONS[name][0](given[name]))
+        except ValueError as error:
+            raise UserError(f"{name}={given[name]} {error}") from error
     _take_places(request, given)
-    _check_combination(request, given)
+    (_check_growth if request.grow else _check_conversion)(request, given)
     return request
 
 
@@ -117,43 +135,19 @@ def _check_spelling(request: Request) -> None:
     for name, text in request.keys.items():
         if name in known or name in ALIASES or absent(name):
             continue
-        close = nearest(name, {*_OPTIONS, "verify", *known})
-        if {*_OPTIONS, "verify"}.intersection(close):
+        close = nearest(name, {*_NAMES, "verify", *known})
+        if {*_NAMES, "verify"}.intersection(close):
             raise UserError(
                 f"{name}={text}: no such option or key. Did you mean {_spelled(close)}?"
             )
 
 
 def _unknown(argument: str) -> str:
-    close = nearest(argument.lstrip("-").partition("=")[0], [*_OPTIONS, "verify", GROW])
+    close = nearest(argument.lstrip("-").partition("=")[0], [*_NAMES, "verify", GROW])
     meant = f" Did you mean {_spelled(close[:1])}?" if close else ""
     if not argument.startswith("-") and os.path.exists(local_path(argument)):
         meant = f" Write from={argument} or to={argument}."
     return f"{argument}: no such option.{meant} --help explains them."
-
-
-def _take_options(request: Request, given: dict[str, str]) -> None:
-    choices = {"family": tuple(FAMILIES), "dtype": _DTYPES, "query_scaling": QUERY_SCALINGS}
-    for name, known in choices.items():
-        if name in given:
-            if given[name] not in known:
-                raise UserError(f"{name}={given[name]} is none of {', '.join(known)}.")
-            setattr(request, name, given[name])
-    if "max_shard_size" in given:
-        match = _SIZE.fullmatch(given["max_shard_size"])
-        number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
-        if number < 1:
-            raise UserError(
-                f"max_shard_size={given['max_shard_size']} is no size. Write for example "
-                "max_shard_size=5GB."
-            )
-        request.max_shard_bytes = int(number)
-    request.tokenizer = given.get("tokenizer", "")
-    if "length" in given:
-        text = given["length"]
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise UserError(f"length={text} is no number of tokens from 1.")
-        request.length = int(text)
 
 
 def _take_places(request: Request, given: dict[str, str]) -> None:
@@ -166,31 +160,23 @@ def _take_places(request: Request, given: dict[str, str]) -> None:
                 "which."
             )
     source, target = given["from"], given["to"]
-    if source.startswith(MAXTEXT):
-        request.source, request.source_kind = source.removeprefix(MAXTEXT), "maxtext"
-    elif source.startswith(FATTORIB):
-        request.source, request.source_kind = source.removeprefix(FATTORIB), "fattorib"
+    kind, colon, path = source.partition(":")
+    if colon and kind in _OTHER_PROGRAMS:
+        request.source, request.source_kind = path, kind
     else:
-        request.source = source
-        request.source_kind = "hf" if is_folder(source) else "run"
-    export = given.get("export", "")
-    if export not in ("", "stablehlo"):
-        raise UserError(f"export={export} is unknown. Write export=stablehlo, or leave it out.")
-    if target.startswith((MAXTEXT, FATTORIB)):
+        request.source, request.source_kind = source, "hf" if is_folder(source) else "run"
+    if target.partition(":")[0] in _OTHER_PROGRAMS and ":" in target:
         raise UserError(f"to={target}: this layout is read, not written. Write to=hf:FOLDER.")
-    request.target_kind = "hf" if target.startswith(HUGGING_FACE) else export or "run"
-    if export and request.target_kind == "hf":
-        raise UserError(f"export={export} writes one file, but to={target} is a folder.")
+    request.target_kind = "hf" if target.startswith(HUGGING_FACE) else request.export or "run"
+    if request.export and request.target_kind == "hf":
+        raise UserError(f"export={request.export} writes one file, but to={target} is a folder.")
     request.target = local_path(target.removeprefix(HUGGING_FACE))
     if str(request.target) in (".", ""):
         raise UserError(f"to={target} names nothing new. Write for example to={target}exported.")
 
 
-def _check_combination(request: Request, given: dict[str, str]) -> None:
+def _check_conversion(request: Request, given: dict[str, str]) -> None:
     kinds = (request.source_kind, request.target_kind)
-    if request.grow:
-        _check_growth(request, given)
-        return
     if kinds == ("hf", "hf"):
         raise UserError("from= and to= are both folders of Hugging Face: copy the folder instead.")
     if request.source_kind == "run" and is_file(local_path(request.source)):
@@ -220,16 +206,10 @@ def _check_combination(request: Request, given: dict[str, str]) -> None:
         raise UserError(
             f"{name}={request.keys[name]} has no part in this: the run's own configuration decides."
         )
-    meant_for = {
-        "family": request.target_kind == "hf",
-        "dtype": request.target_kind == "hf",
-        "max_shard_size": request.target_kind == "hf",
-        "tokenizer": request.target_kind == "hf",
-        "query_scaling": request.source_kind == "maxtext",
-        "length": request.target_kind == "stablehlo",
-    }
-    if wrong := [name for name, fits in meant_for.items() if name in given and not fits]:
-        raise UserError(f"{wrong[0]}={given[wrong[0]]} has no effect on this conversion.")
+    here = (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name, (_, place) in _OPTIONS.items():
+        if name in given and place not in here:
+            raise UserError(f"{name}={given[name]} has no effect on this conversion.")
 
 
 def _check_growth(request: Request, given: dict[str, str]) -> None:

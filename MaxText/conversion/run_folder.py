@@ -53,9 +53,6 @@ def check_free(target: Path) -> None:
 def whole_or_nothing(target: Path) -> Iterator[Path]:
     """A new folder beside the target that takes its name at the end, and is removed on errors.
 
-    Args:
-      target: what `check_free` accepted.
-
     Raises:
       UserError: it cannot be written.
     """
@@ -158,8 +155,6 @@ def write_run(
     """Fills a run folder.
 
     Args:
-      keys: what config.yml sets.
-      comment: its first lines.
       extra_metadata: added to what train.py would say of the checkpoint.
     """
     import orbax.checkpoint as ocp
@@ -202,12 +197,7 @@ def config_yml(keys: Mapping[str, Any], comment: list[str]) -> str:
 
 
 def show_run(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:
-    """Tells what was written and how to train from it.
-
-    Args:
-      target: the run.
-      tokenizer: files that were copied.
-    """
+    """Tells what was written and how to train from it."""
     show(
         f"Wrote {target}: {CONFIG_YML}, checkpoints/0"
         + (f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")

@@ -1,20 +1,30 @@
-"""config.json as our keys, by the tables of `families/`."""
+"""config.json as our keys and our keys as config.json, by the tables of `families/`."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_args
 
 from MaxText.configuration import values as typed_values
-from MaxText.configuration.catalogue import Key, all_keys
+from MaxText.configuration.catalogue import Key, all_keys, flat
+from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.problems import Problem
+from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
 from MaxText.conversion.family import REQUIRED, TEXTS, Family, Setting
 from MaxText.errors import UserError
 
 # The object that says how rotary frequencies are changed, and what newer versions put in as well.
-ROPE_SCALING = "rope_scaling"
+_ROPE_SCALING = "rope_scaling"
 _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
 _WORD = re.compile(r"[a-z]\w+")
+_SIZES = {  # sizes after global_parameter_scale, which config.json has no word for
+    "base_emb_dim": "emb_dim",
+    "base_num_query_heads": "num_query_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "base_mlp_dim": "mlp_dim",
+    "base_num_decoder_layers": "num_layers",
+    "head_dim": "head_dim",
+}
 
 
 def named_family(config: Mapping[str, Any]) -> Family | None:
@@ -56,8 +66,6 @@ def to_keys(
     """Our keys that make the model of a config.json.
 
     Args:
-      config: config.json.
-      where: the folder, for messages.
       given: keys that the user set, which may shorten the length below a window.
 
     Raises:
@@ -70,36 +78,51 @@ def to_keys(
     problems: list[str] = []
     keys: dict[str, Any] = {"decoder_block": family.decoder_block, **family.parts}
     for setting in family.settings:
-        if not says_something(setting, keys):
+        if not _says_something(setting, keys):
             continue
-        value = setting.value_in(config)
+        found = setting.given(config)
+        value = found[-1] if found else setting.value_of_silence(config)
+        ours = REQUIRED if value is REQUIRED else setting.ours_of(value, config)
+        problem = _problem(setting, value, ours, config)
         # What is computed from a wrong number is wrong as well, and the number has been named.
-        derived = callable(setting.default) and not setting.is_given(config)
-        if value is REQUIRED:
-            if not (derived and problems):
-                problems.append(f"{setting.name} is missing")
-            continue
-        ours = setting.ours_of(value, config)
-        if ours is REQUIRED:
-            problems.append(_cannot(setting, value))
-            continue
-        if (wrong := _unfit(setting, value)) and not (derived and problems):
-            problems.append(wrong)
-        elif setting.is_computed:
-            wanted = setting.value_of_silence(config)
-            if wanted not in (value, REQUIRED):
-                problems.append(
-                    f"{setting.name}={value} contradicts the other keys, which give {wanted}"
-                )
-        # Later defaults may be computed from this one.
-        config.setdefault(setting.name, value)
-        if not setting.is_implied(value, config):
-            keys |= dict.fromkeys(setting.ours, ours)
+        if problem and not (problems and callable(setting.default) and not found):
+            problems.append(problem)
+        if ours is not REQUIRED:
+            # Later defaults may be computed from this one.
+            config.setdefault(setting.name, value)
+            if not setting.is_implied(value, config):
+                keys |= dict.fromkeys(setting.ours, ours)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{where}: config.json ({family.model_type}) cannot be imported:\n{lines}")
     keys |= given
     return with_effect(keys, keys)
+
+
+def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any]) -> str:
+    """What is wrong with the value of a setting, which is `ours` here; "" if nothing."""
+    name = setting.name
+    if value is REQUIRED:
+        return f"{name} is missing"
+    if ours is REQUIRED:
+        known = ["null" if theirs is None else str(theirs) for theirs, _ in setting.values or ()]
+        only = f": only {' or '.join(known)} can be" if known else " cannot be"
+        return f"{name}={value}{only} imported. {setting.remedy}".rstrip()
+    taken_as_it_is = setting.values is None and setting.read is None
+    for key in [all_keys()[ours] for ours in setting.ours] if taken_as_it_is else ():
+        try:
+            number = typed_values.convert(value, key.annotation)
+        except typed_values.WrongValue as error:
+            return f"{name}: {error}"
+        # -1 means "computed" in some of our keys, and nothing in theirs.
+        if key.annotation is int and number < 1:
+            return f"{name}={number} is not >= 1"
+        if key.out_of_bounds(number):
+            return f"{name}={number} is not {key.bounds_text}"
+    wanted = setting.value_of_silence(config) if setting.is_computed else REQUIRED
+    if wanted not in (value, REQUIRED):
+        return f"{name}={value} contradicts the other keys, which give {wanted}"
+    return ""
 
 
 def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -120,45 +143,17 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
                 "layers have the same here."
             )
         if value is not None:
-            plain[name if name in _ROPE_PLAIN else f"{ROPE_SCALING}.{name}"] = value
+            plain[name if name in _ROPE_PLAIN else f"{_ROPE_SCALING}.{name}"] = value
     # A null here means "no window", not "the default".
-    return (
-        plain | {"sliding_window": config["sliding_window"]}
-        if "sliding_window" in config
-        else plain
-    )
+    if "sliding_window" in config:
+        plain["sliding_window"] = config["sliding_window"]
+    return plain
 
 
-def _unfit(setting: Setting, value: Any) -> str:
-    """What is wrong with a value that our keys are to take as it is; "" if nothing."""
-    taken_as_it_is = setting.values is None and setting.read is None
-    for name in setting.ours if taken_as_it_is else ():
-        key = all_keys()[name]
-        try:
-            number = typed_values.convert(value, key.annotation)
-        except typed_values.WrongValue as error:
-            return f"{setting.name}: {error}"
-        # -1 means "computed" in some of our keys, and nothing in theirs.
-        if key.annotation is int and number < 1:
-            return f"{setting.name}={number} is not >= 1"
-        if key.out_of_bounds(number):
-            return f"{setting.name}={number} is not {key.bounds_text}"
-    return ""
-
-
-def says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
+def _says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
     """Whether a model with these keys has the part that a setting is about."""
     schema = all_keys()
     return not setting.ours or any(_has_effect(schema[name], values) for name in setting.ours)
-
-
-def _cannot(setting: Setting, value: Any) -> str:
-    if setting.values is None:
-        return f"{setting.name}={value} cannot be imported. {setting.remedy}".rstrip()
-    possible = " or ".join(
-        "null" if theirs is None else str(theirs) for theirs, _ in setting.values
-    )
-    return f"{setting.name}={value}: only {possible} can be imported. {setting.remedy}".rstrip()
 
 
 def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +172,13 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
     }
 
 
+def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
+    """The keys of the model that have an effect; of all or of those that were chosen."""
+    known = [key.name for key in all_keys().values() if key.section[0] == "model"]
+    names = [name for name in known if chosen is None or name in chosen]
+    return with_effect(values, {name: values[name] for name in names})
+
+
 def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     schema = all_keys()
     return all(
@@ -190,18 +192,193 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
 
     Args:
       problems: what a configuration made of `to_keys` was refused for.
-      given: keys that the user set.
     """
     names = {ours: setting.name for setting in family.settings for ours in setting.ours}
     lines = []
     for problem in problems:
         keys = set(_WORD.findall(problem.what))
-        if not keys & names.keys() or keys & given.keys() or _elsewhere(problem):
+        by_variable = any(not place.startswith("argument of") for place in problem.where)
+        if not keys & names.keys() or keys & given.keys() or by_variable:
             return ""
         lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _elsewhere(problem: Problem) -> bool:
-    """Whether an environment variable has a part in a problem."""
-    return any(not place.startswith("argument of configure()") for place in problem.where)
+# --- Our keys as config.json ----------------------------------------------------------------------
+
+
+def find_family(config: Config, asked: str) -> Family:
+    """The family that a configuration of ours belongs to.
+
+    Args:
+      asked: the model_type that the user wants, or "" for the first that fits.
+
+    Raises:
+      UserError: no family has these parts; says what differs.
+    """
+    if asked and asked not in FAMILIES:
+        raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
+    candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
+    mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    for family in candidates:
+        if not mismatches[family.model_type]:
+            return family
+    if asked:
+        lines = [f"family={asked} has other parts than this model:", *mismatches[asked]]
+        raise UserError("\n  ".join(lines))
+    distances = {
+        family.model_type: len(mismatches[family.model_type]) + _num_one_sided(family, config)
+        for family in candidates
+    }
+    nearest, *others = sorted(distances, key=lambda name: distances[name])
+    what = "no family that can be written has the parts of this model. The nearest is"
+    lines = "\n  ".join([f"{what} {nearest}, but for:", *mismatches[nearest]])
+    counts = ", ".join(f"{name} {distances[name]}" for name in others)
+    raise UserError(f"{lines}\nThe others differ in as many keys or more: {counts}.")
+
+
+def _num_one_sided(family: Family, config: Config) -> int:
+    """How many keys of the model mean something for one alone: this model, or the family's."""
+    values = our_values(config)
+    ours, theirs = (model_keys(v) for v in (values, {**values, **family.parts}))
+    return len(ours.keys() ^ theirs.keys())
+
+
+def _mismatches(family: Family, config: Config) -> list[str]:
+    """What differs: keys of ours, their values, and why where the family says so."""
+    values = our_values(config)
+    found = [
+        f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
+        for name, wanted in with_effect(values, family.parts).items()
+        if values[name] != wanted
+    ]
+    written: dict[str, Any] = {}
+    for setting in family.settings:
+        ours = {name: values[name] for name in setting.ours}
+        if not ours or not _says_something(setting, values):
+            continue
+        if len(set(ours.values())) > 1:
+            found.append(" and ".join(f"{name}={value}" for name, value in ours.items()))
+            continue
+        value = next(iter(ours.values()))
+        if setting.is_computed:
+            wanted = setting.value_of_silence(written)
+            # Where a size it is computed from does not fit, that has been said.
+            if wanted not in (value, REQUIRED):
+                found.append(f"{setting.ours[0]}={value}, not {wanted}")
+        if not setting.is_written:
+            continue
+        theirs = setting.theirs_of(values)
+        if theirs is REQUIRED:
+            found.append(f"{setting.ours[0]}={_shown(value)}{_reason(family, setting.ours[0])}")
+        written[setting.name] = theirs
+    return found
+
+
+def _reason(family: Family, name: str) -> str:
+    reason = family.reasons.get(name)
+    return f" ({reason})" if reason else ""
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def our_values(config: Config) -> dict[str, Any]:
+    """Keys of the model, with sizes as they are after scaling."""
+    values, dimensions = flat(config), config.model.shape.dimensions
+    values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
+    # A table of positions decides the length of the other side; a rotary model has none.
+    if values["trainable_position_size"] == -1:
+        values["trainable_position_size"] = values["max_target_length"]
+    if values["position_embedding"] == "learned":
+        values["max_target_length"] = values["trainable_position_size"]
+    return values | _slots(config) | _in_one_form(config)
+
+
+def _in_one_form(config: Config) -> dict[str, Any]:
+    """What can be said in several ways, with the default where it means the default."""
+    model, dimensions = config.model, config.model.shape.dimensions
+    experts = model.mixture_of_experts
+    scale = model.attention.attention_scale
+    return {
+        "attention_types": ()
+        if set(model.mixers) <= {"attention"}
+        else model.attention.attention_types,
+        "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
+        "moe_layers": None
+        if all(one.section.mixture_of_experts.num_experts > 1 for one in model.layers)
+        else experts.moe_layers,
+        "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
+        "moe_activations": None
+        if experts.moe_activations == model.feed_forward.mlp_activations
+        else experts.moe_activations,
+    }
+
+
+def _slots(config: Config) -> dict[str, Any]:
+    """Numbers of slots with every -1 replaced, and zooms that differ from them, else -1."""
+    section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    values: dict[str, Any] = {"zoom_dim": 0.0}
+    for place in get_args(SlotPlace):
+        number, zoom = section.num_slots(place, emb_dim), section.zoom(place, emb_dim)
+        values[f"{place}_slot_num"] = number
+        values[f"{place}_zoom_dim"] = -1.0 if zoom == number else zoom
+    # What query, key and value have is what the others follow unless they are set.
+    return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
+
+
+def to_config_json(family: Family, config: Config) -> dict[str, Any]:
+    """config.json of a model of ours that belongs to the family."""
+    values = our_values(config)
+    result: dict[str, Any] = {"architectures": [family.architecture]}
+    if family.has_model_type:
+        result["model_type"] = family.model_type
+    if family.auto_map:
+        result["auto_map"] = dict(family.auto_map)
+    for setting in family.settings:
+        if setting.is_written and _says_something(setting, values):
+            *objects, name = setting.name.split(".")
+            place = result.setdefault(objects[0], {}) if objects else result
+            place[name] = setting.theirs_of(values)
+    if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
+        del result[_ROPE_SCALING]  # what silence means, also to versions that do not know the word
+    return result
+
+
+def kept_window(
+    family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The window and the length of the folder that unchanged weights came from, where they hold.
+
+    Where an import shortened the length to the window, layers are global here. The longer texts of
+    the first folder are then lost for us, not for the export.
+    """
+    if not family.window or family.window not in kept or written[family.window] is not None:
+        return {}
+    window = kept[family.window]
+    length = next(s.name for s in family.settings if "max_target_length" in s.ours)
+    if window is None or written[length] > window:
+        return {}
+    result = {family.window: window}
+    if written[length] == window and length in kept:
+        result[length] = kept[length]
+    return result
+
+
+def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of the folder that the weights came from for what no key of ours decides.
+
+    Several may mean the same, and the program beside that folder may know only its own.
+    """
+    undecided = [s for s in family.settings if not s.ours and s.name in kept]
+    return {
+        s.name: kept[s.name] for s in undecided if s.ours_of(kept[s.name], kept) is not REQUIRED
+    }
+
+
+def settled_names(family: Family) -> set[str]:
+    """Keys of config.json that the table decides, older and newer names included."""
+    names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
+    return names | {"rope_parameters", "rope_scaling", "architectures",
+                    *(("model_type",) if family.has_model_type else ())}  # fmt: skip

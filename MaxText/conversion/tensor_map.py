@@ -2,34 +2,26 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from MaxText.conversion.family import Family, Row
+from MaxText.conversion.family import Family, Row, numbered
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs.
+    """One tensor of theirs."""
 
-    Attributes:
-      name: with the layer's number in it.
-      shape: as it is stored there.
-      row: the row of the table it comes from.
-      ours: the arrays of ours that it is part of.
-      place: in these arrays: layer and expert, as far as one array holds several of them.
-      older: other names that it may have in a file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    row: Row
-    ours: tuple[str, ...]
+    name: str  # with the layer's number in it
+    shape: tuple[int, ...]  # as it is stored there
+    row: Row  # the row of the table it comes from
+    ours: tuple[str, ...]  # the arrays of ours that it is part of
+    # in these arrays: layer and expert, as far as one array holds several of them
     place: tuple[int, ...]
-    older: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()  # other names that it may have in a file
 
 
 class UnknownParameters(UserError):
@@ -65,15 +57,17 @@ class TensorMap:
         num_experts = model.section.mixture_of_experts.num_experts
         for row in family.rows if rows is None else rows:
             for layer in range(num_layers) if row.in_layers else (0,):
-                stored = [self._stored(name, layer) for name in row.arrays(num_layers, layer)]
+                stored = [
+                    self._stored(numbered(name, num_layers, layer), layer) for name in row.ours
+                ]
                 ours = tuple(name for name, _ in stored)
                 if ours[0] in model.parameters:
                     outer = stored[0][1]
                     for expert in range(num_experts) if row.in_experts else (0,):
                         place = (*outer, expert) if row.in_experts else outer
-                        name = row.name(num_layers, layer, expert)
+                        name = numbered(row.theirs, num_layers, layer, expert)
                         shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
-                        older = row.older_names(num_layers, layer)
+                        older = tuple(numbered(one, num_layers, layer) for one in row.older)
                         tensor = Tensor(name, shape, row, ours, place, older)
                         self.groups.setdefault(ours, []).append(tensor)
         named = [name for ours in self.groups for name in ours]
@@ -110,6 +104,13 @@ class TensorMap:
     def sources(self, ours: str) -> list[Tensor]:
         """The tensors that an array of ours is made of: one, or one for each layer and expert."""
         return self._places[ours][0]
+
+    def array(self, ours: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """An array of ours, of tensors of theirs that are read by name one after the other."""
+        array = np.empty(self.model.parameters[ours].shape, dtype)
+        for tensor in self.sources(ours):
+            array[tensor.place] = self.part(ours, read(tensor.name))
+        return array
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
         """What a tensor of theirs contributes to an array of ours; a view."""

@@ -102,10 +102,6 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
 
     Its tokenizer_config.json says whether texts of the data set begin with the id for that, as the
     manifest does there.
-
-    Args:
-      source: folder or file of the tokenizer.
-      run_folder: local or remote, an epath.Path.
     """
     folder = source if source.is_dir() else source.parent
     names = {source.name, "special_tokens_map.json"}

@@ -61,8 +61,6 @@ def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     """Runs the same random tokens through both.
 
     Args:
-      weights: ours.
-      folder: what transformers loads.
       dtype: the format that the folder's tensors were rounded to; ours are then rounded as well,
         so that what is compared is the model and not the rounding.
     """
@@ -87,12 +85,8 @@ def _our_logits(weights: Weights, tokens: np.ndarray, dtype: str) -> np.ndarray:
     )
     section = section.model_copy(update={"numerics": numerics})
     model = Model(resolve(section, "cpu")[0])
-    params = nested(
-        {
-            name: weights.read(name).astype(dtype or weights.formats[name])
-            for name in model.parameters
-        }
-    )
+    formats = {name: dtype or weights.formats[name] for name in model.parameters}
+    params = nested({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 
     @jax.jit
     def run(params, tokens_BT):
@@ -118,10 +112,8 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     """Mean of -log p(next token), in double."""
     scores = logits[:, :-1].astype(np.float64)
-    largest = scores.max(-1, keepdims=True)
-    normalizer = largest[..., 0] + np.log(np.exp(scores - largest).sum(-1))
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
-    return float((normalizer - chosen).mean())
+    return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())
 
 
 def verify(
@@ -130,7 +122,6 @@ def verify(
     """Compares, says what was found, and refuses a folder that computes something else.
 
     Args:
-      shown: how messages name the folder.
       dtype: the format that the folder's tensors were rounded to.
 
     Raises:

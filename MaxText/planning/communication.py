@@ -39,19 +39,12 @@ _MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What an update sends over one mesh axis.
+    """What an update sends over one mesh axis."""
 
-    Attributes:
-      axis: of the mesh.
-      size: devices along it.
-      num_bytes: that a device receives.
-      bandwidth: bytes per second at which it can.
-    """
-
-    axis: str
-    size: int
-    num_bytes: float
-    bandwidth: float
+    axis: str  # of the mesh
+    size: int  # devices along it
+    num_bytes: float  # that a device receives
+    bandwidth: float  # bytes per second at which it can
 
     @property
     def seconds(self) -> float:

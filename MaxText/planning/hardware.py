@@ -18,38 +18,24 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-      name: "v5p", "H100".
-      device_kind: of a jax device.
-      platform: "tpu" or "gpu".
-      memory: bytes that a program can use.
-      bandwidth: bytes per second between memory and the cores.
-      links: bytes per second that a chip sends to its neighbours over all links together.
-      torus: dimensions of the network of chips; 0 for a switch, which gives all of `links` to any
-        partners.
-      neighbours: chips that `links` connect; beyond them `network` counts.
-      network: bytes per second of a chip to chips that links do not reach.
-      cores: what the number in an accelerator type counts, per chip: TensorCores, or 1 for chips.
-      devices: jax devices of a chip.
-      efficiency: shares of the peak that products reach in whole train steps, least and most.
-      efficiency_source: where these are from.
-    """
-
-    name: str
-    device_kind: str
-    platform: str
-    memory: float
-    bandwidth: float
-    links: float
+    name: str  # "v5p", "H100"
+    device_kind: str  # of a jax device
+    platform: str  # "tpu" or "gpu"
+    memory: float  # bytes that a program can use
+    bandwidth: float  # bytes per second between memory and the cores
+    links: float  # bytes per second that a chip sends to its neighbours over all links together
+    # dimensions of the network of chips; 0 for a switch, which gives all of `links` to any partners
     torus: int
-    neighbours: int
-    network: float
+    neighbours: int  # chips that `links` connect; beyond them `network` counts
+    network: float  # bytes per second of a chip to chips that links do not reach
+    # what the number in an accelerator type counts, per chip: TensorCores, or 1 for chips
     cores: int = 1
-    devices: int = 1
+    devices: int = 1  # jax devices of a chip
+    # shares of the peak that products reach in whole train steps, least and most
     efficiency: tuple[float, float] = (0.4, 0.7)
-    efficiency_source: str = "assumed: no published row"
+    efficiency_source: str = "assumed: no published row"  # where these are from
 
     @property
     def peak(self) -> PeakFlops:
@@ -93,19 +79,12 @@ _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Chips to train on.
+    """Chips to train on."""
 
-    Attributes:
-      name: as the user wrote it.
-      chip: their kind; None for this machine's CPU.
-      num_chips: of all slices or servers.
-      num_slices: parts that only a slow network connects.
-    """
-
-    name: str
-    chip: Chip | None
-    num_chips: int
-    num_slices: int = 1
+    name: str  # as the user wrote it
+    chip: Chip | None  # their kind; None for this machine's CPU
+    num_chips: int  # of all slices or servers
+    num_slices: int = 1  # parts that only a slow network connects
 
     @property
     def num_devices(self) -> int:

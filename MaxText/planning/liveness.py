@@ -15,36 +15,23 @@ from MaxText.planning.traced import Node, Traced, Value
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """An array that is in memory at the peak.
+    """An array that is in memory at the peak."""
 
-    Attributes:
-      size: bytes.
-      shape: on one device.
-      writer: the primitive that wrote it.
-    """
-
-    size: float
-    shape: tuple[int, ...]
-    writer: str
+    size: float  # bytes
+    shape: tuple[int, ...]  # on one device
+    writer: str  # the primitive that wrote it
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory of a program besides what it is given.
+    """Memory of a program besides what it is given."""
 
-    Attributes:
-      outside: bytes at the peak that no body of a loop works with.
-      in_loops: bytes that the body of the loop that runs then works with; 0 where none does.
-      between: bytes of what lives from the first loop to the last, if the peak is there.
-      alive: what else is in memory at the peak outside of that body, largest first.
-      in_body: the same inside of it.
-    """
-
-    outside: float
-    in_loops: float
-    between: float
+    outside: float  # bytes at the peak that no body of a loop works with
+    in_loops: float  # bytes that the body of the loop that runs then works with; 0 where none does
+    between: float  # bytes of what lives from the first loop to the last, if the peak is there
+    # what else is in memory at the peak outside of that body, largest first
     alive: tuple[Alive, ...]
-    in_body: tuple[Alive, ...] = ()
+    in_body: tuple[Alive, ...] = ()  # the same inside of it
 
     @property
     def size(self) -> float:
@@ -79,18 +66,12 @@ _NOTHING = Need(0.0, 0.0, 0.0, ())
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """A node that writes.
-
-    Attributes:
-      reads: arrays in memory.
-      writes: arrays it makes.
-      body: what the largest of its bodies works with.
-    """
+    """A node that writes."""
 
     node: Node
-    reads: frozenset[Value]
-    writes: tuple[Value, ...]
-    body: Need
+    reads: frozenset[Value]  # arrays in memory
+    writes: tuple[Value, ...]  # arrays it makes
+    body: Need  # what the largest of its bodies works with
 
 
 def _steps(program: Traced) -> list[_Step]:

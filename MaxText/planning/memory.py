@@ -29,29 +29,20 @@ from MaxText.training.objective import loss_sums, num_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-      parameters: in weight_dtype.
-      optimizer: the optimizer's state, with the guard's and the step counter; of what lies in the
-        host's memory, nothing.
-      fetched: of the optimizer's state, what is there only while the update is made.
-      batch: ids and weights of all microbatches.
-      gradients: one for every parameter; of several microbatches their sum as well.
-      need: what loss and gradients of a microbatch need besides what they are given, gradients
-        included. Between its loops are the weights of scanned layers in the format of products:
-        the compiler converts all of them before the first loop, and that loop hands them on to the
-        backward pass.
-      update: what the optimizer's update works with besides gradients.
-    """
-
-    parameters: float
+    parameters: float  # in weight_dtype
+    # the optimizer's state, with the guard's and the step counter; of what lies in the host's
+    # memory, nothing
     optimizer: float
-    fetched: float
-    batch: float
-    gradients: float
+    fetched: float  # of the optimizer's state, what is there only while the update is made
+    batch: float  # ids and weights of all microbatches
+    gradients: float  # one for every parameter; of several microbatches their sum as well
+    # what loss and gradients of a microbatch need besides what they are given, gradients included.
+    # Between its loops are the weights of scanned layers in the format of products: the compiler
+    # converts all of them before the first loop, and that loop hands them on to the backward pass.
     need: Need
-    update: float
+    update: float  # what the optimizer's update works with besides gradients
 
     @property
     def state(self) -> float:
@@ -142,7 +133,6 @@ def _trace(
     """As trace; meshes on which a device computes with the same shapes share it.
 
     Args:
-      size: of the batch.
       weights: of each parameter, the share that a device gathers.
     """
     model, objective = model_of(section), section.objective
@@ -213,12 +203,7 @@ def _need_of_update(
     shards: tuple[tuple[tuple[int, ...], Any], ...],
     platform: str,
 ) -> float:
-    """As _update_need.
-
-    Args:
-      structure: of parameters and the optimizer's state.
-      shards: shape and format of each of these arrays on one device.
-    """
+    """As _update_need."""
     arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
     params, moments = jax.tree.unflatten(structure, arrays)
     closed = jax.make_jaxpr(optimizer.update)(params, moments, params)

@@ -18,16 +18,11 @@ FULL = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run of a configuration needs.
+    """What a run of a configuration needs."""
 
-    Attributes:
-      program: what is compiled.
-      hardware: where it runs.
-      memory, exchanged, time: of an update.
-    """
-
-    program: Program
-    hardware: Hardware
+    program: Program  # what is compiled
+    hardware: Hardware  # where it runs
+    # of an update
     memory: Memory
     exchanged: tuple[Exchange, ...]
     time: StepTime

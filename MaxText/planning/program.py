@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.configuration.layer_plan import PipelineSchedule
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.pipeline_schedule import PipelineSchedule
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard, Optimizer, Schedule
 from MaxText.input_pipeline.batch import Batch, batch_shapes
@@ -54,25 +54,15 @@ class AbsentDevice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What train.py would compile.
+    """What train.py would compile."""
 
-    Attributes:
-      config: with the model section's `auto` resolved.
-      choices: one line for each `auto`.
-      layout: mesh and rules.
-      sizes: of the mesh, inside a slice and across slices.
-      model: the whole model.
-      rows: B of a microbatch over all devices.
-      length: T.
-    """
-
-    config: Config
-    choices: tuple[str, ...]
-    layout: Layout
-    sizes: MeshSizes
-    model: Model
-    rows: int
-    length: int
+    config: Config  # with the model section's `auto` resolved
+    choices: tuple[str, ...]  # one line for each `auto`
+    layout: Layout  # mesh and rules
+    sizes: MeshSizes  # of the mesh, inside a slice and across slices
+    model: Model  # the whole model
+    rows: int  # B of a microbatch over all devices
+    length: int  # T
 
     @property
     def platform(self) -> str:
@@ -162,9 +152,6 @@ def make_program(
     """The program of a configuration.
 
     Args:
-      num_devices: jax devices.
-      platform: "cpu", "gpu" or "tpu".
-      device_kind: as jax names it, "TPU v5".
       num_slices: parts of the devices that only a slow network connects.
 
     Raises:

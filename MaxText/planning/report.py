@@ -20,7 +20,6 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
     """Memory, communication, time and money of a run.
 
     Args:
-      tokens: of the run.
       price: of a chip or GPU for an hour; None leaves money out.
     """
     program = plan.program
@@ -180,12 +179,7 @@ def proposals(
     tokens: float,
     price: float | None,
 ) -> str:
-    """Plans that fit, the fastest first.
-
-    Args:
-      config, arguments: that they were looked for, and the command line that makes it.
-      tokens, price: as of describe.
-    """
+    """Plans that fit, the fastest first."""
     header = ["mesh", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
     if price is not None:
         header.append("cost")

@@ -31,39 +31,25 @@ CPU_EFFICIENCY = (0.3, 0.8)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What runs at once: a product, a reduction, a copy.
+    """What runs at once: a product, a reduction, a copy."""
 
-    Attributes:
-      operations: 2 for every multiply-add of products, nothing else counted.
-      num_bytes: read from memory and written.
-      times: how often.
-    """
-
-    operations: float
-    num_bytes: float
-    times: int
+    operations: float  # 2 for every multiply-add of products, nothing else counted
+    num_bytes: float  # read from memory and written
+    times: int  # how often
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The time of an update.
+    """The time of an update."""
 
-    Attributes:
-      fast, slow: seconds, the interval.
-      computing: seconds of computation at best and at worst.
-      communicating: seconds of communication, if nothing else goes on.
-      operations: that a device executes, products only.
-      count: operations on a token by the rule of MFU.
-      peak: of a device.
-    """
-
+    # seconds, the interval
     fast: float
     slow: float
-    computing: tuple[float, float]
-    communicating: float
-    operations: float
-    count: FlopCount
-    peak: PeakFlops
+    computing: tuple[float, float]  # seconds of computation at best and at worst
+    communicating: float  # seconds of communication, if nothing else goes on
+    operations: float  # that a device executes, products only
+    count: FlopCount  # operations on a token by the rule of MFU
+    peak: PeakFlops  # of a device
 
     @property
     def middle(self) -> float:
@@ -188,12 +174,7 @@ def step_time(
     *,
     fused_attention: bool = False,
 ) -> StepTime:
-    """The time of an update.
-
-    Args:
-      peak: of a device; of a CPU, measured.
-      fused_attention: as in work_of.
-    """
+    """The time of an update."""
     chip = hardware.chip
     work = work_of(
         trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)

@@ -80,25 +80,18 @@ def tiled_size(shape: Sequence[int], width: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of the program.
+    """An array of the program."""
 
-    Attributes:
-      shape: of one device.
-      size: bytes.
-      width: bytes of an element.
-      weight: of a parameter, or a view of parameters alone, the share of it that a device gathers
-        to compute with; 0 for other arrays.
-      is_square: scores of attention, or made of them at their size.
-      roots: arrays in memory that it is read from; itself where it is written.
-      readers: numbers of the nodes that read it.
-    """
-
-    shape: tuple[int, ...] = ()
-    size: float = 0.0
-    width: int = 0
+    shape: tuple[int, ...] = ()  # of one device
+    size: float = 0.0  # bytes
+    width: int = 0  # bytes of an element
+    # of a parameter, or a view of parameters alone, the share of it that a device gathers to
+    # compute with; 0 for other arrays
     weight: float = 0.0
-    is_square: bool = False
+    is_square: bool = False  # scores of attention, or made of them at their size
+    # arrays in memory that it is read from; itself where it is written
     roots: frozenset["Value"] = frozenset()
+    # numbers of the nodes that read it
     readers: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -109,22 +102,15 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An equation that is no call.
+    """An equation that is no call."""
 
-    Attributes:
-      name: of its primitive.
-      reads, makes: its operands and results.
-      params: of its primitive.
-      bodies: for a loop or branches, their programs.
-      times: how often a body runs.
-    """
-
-    name: str
+    name: str  # of its primitive
+    # its operands and results
     reads: list[Value]
     makes: list[Value]
-    params: dict[str, Any]
-    bodies: tuple["Traced", ...] = ()
-    times: int = 1
+    params: dict[str, Any]  # of its primitive
+    bodies: tuple["Traced", ...] = ()  # for a loop or branches, their programs
+    times: int = 1  # how often a body runs
 
     @property
     def is_written(self) -> bool:
@@ -134,15 +120,10 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A program, or the body of a loop.
+    """A program, or the body of a loop."""
 
-    Attributes:
-      nodes: what results depend on, in its order.
-      results: what it hands out.
-    """
-
-    nodes: tuple[Node, ...]
-    results: tuple[Value, ...]
+    nodes: tuple[Node, ...]  # what results depend on, in its order
+    results: tuple[Value, ...]  # what it hands out
 
 
 def traced(
@@ -158,8 +139,6 @@ def traced(
     Args:
       weights: of each argument, the share of a parameter that a device gathers to compute with;
         0 for what is no parameter.
-      size_of: how many bytes an array takes.
-      is_square: of each argument; None for none.
       first_slice: for the body of a loop, the first argument that is a slice of a stack.
     """
     given = [_value(variable.aval, size_of) for variable in jaxpr.invars]

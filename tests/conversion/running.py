@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from MaxText.configuration.loading import load
 from MaxText.conversion import request
 from MaxText.conversion.converting import convert
-from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import model_of, nested
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")

@@ -14,11 +14,10 @@ from safetensors.numpy import load_file
 from MaxText.checkpointing import description, layout
 from MaxText.checkpointing.given_parameters import open_parameters
 from MaxText.configuration.loading import configure, load
-from MaxText.conversion.config_json import find_family
 from MaxText.conversion.hugging_face_folder import find_folder
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.run_checkpoint import RunWeights
-from MaxText.conversion.stored_arrays import StoredArrays
+from MaxText.conversion.settings import find_family
+from MaxText.conversion.stored_arrays import RunWeights, StoredArrays
 from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration

@@ -11,7 +11,7 @@ from flax.serialization import msgpack_serialize
 from safetensors.numpy import load_file
 
 from MaxText.conversion import request
-from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
 from tests.conversion.golden_models import of_fattorib
@@ -110,8 +110,9 @@ def test_files_that_cannot_be_read(here):
         (["decoder_block=llama2"], "text", ["layers/mlp/wi_0/kernel"]),
         ([], "params_1", ["Name its configuration"]),
         (ALIBI.arguments, "params_1", ["missing     LayerNorm_0/bias: wanted [64]",
-                                       "other shape wte/embedding: stored [5, 64], wanted [97, 64]",
-                                       "extra       more/kernel: stored [3]"]),
+                                       "other shape wte/embedding: stored float32[5,64], "
+                                       "wanted [97, 64]",
+                                       "extra       more/kernel: stored float32[3]"]),
     ):  # fmt: skip
         with pytest.raises(UserError) as caught:
             run(*arguments, f"from=fattorib:{name}", "to=run")

@@ -12,7 +12,7 @@ from MaxText.configuration.loading import configure
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.configuration.saved import flat
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.errors import UserError
 from MaxText.monitoring.lineage import line_of
 from tests.checkpointing.growing import (

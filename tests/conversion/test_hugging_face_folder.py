@@ -96,8 +96,8 @@ def test_missing_extra_and_misshapen_tensors_in_one_table(tmp_path):
             FolderWeights(write(tmp_path / name, config, tensors))
         for problem in (
             "missing     model.norm.weight: wanted [16]",
-            "extra       model.layers.7.mlp.up_proj.weight: stored [24, 16]",
-            "other shape model.embed_tokens.weight: stored [41, 16], config.json gives [40, 16]",
+            "extra       model.layers.7.mlp.up_proj.weight: stored float32[24,16]",
+            "other shape model.embed_tokens.weight: stored float32[41,16], wanted [40, 16]",
             "other kind  model.layers.0.input_layernorm.weight: stored I32",
         ):
             assert problem in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.run_checkpoint import RunWeights
+from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import model_of, nested
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree

@@ -66,4 +66,4 @@ def test_command_lines_that_are_refused(arguments, told, monkeypatch):
 def test_sizes():
     for text, size in {"5GB": 5e9, "200MB": 2e8, "1.5k": 1500, "800": 800}.items():
         asked = request.read(["from=a", "to=hf:b", f"max_shard_size={text}"])
-        assert asked.max_shard_bytes == size
+        assert asked.max_shard_size == size

@@ -7,11 +7,10 @@ from safetensors.numpy import load_file
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.layer_sections import MIXERS
 from MaxText.configuration.loading import configure
-from MaxText.conversion.config_json import find_family, our_values, to_config_json
 from MaxText.conversion.exporting import FolderExport
 from MaxText.conversion.families.known import FAMILIES
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.settings import family_of, to_keys
+from MaxText.conversion.settings import family_of, find_family, our_values, to_config_json, to_keys
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weights import model_of
 from MaxText.errors import UserError

@@ -9,8 +9,8 @@ import pytest
 from MaxText.compilation.compiling import plan_step
 from MaxText.configuration.loading import load
 from MaxText.planning import fitting
+from MaxText.planning.fitting import candidates
 from MaxText.planning.hardware import find
-from MaxText.planning.meshes import candidates
 from MaxText.planning.planning import peak_of
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule

@@ -115,7 +115,7 @@ def _run(path: str) -> Source:
 
 
 def _folder(path: str, config_flat: Mapping[str, Any]) -> Source:
-    from MaxText.conversion.starting_weights import open_weights
+    from MaxText.conversion.importing import open_weights
 
     weights, theirs = open_weights(path, KEY, config_flat)
 

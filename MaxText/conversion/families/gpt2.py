@@ -2,11 +2,12 @@
 
 from MaxText.conversion.family import (
     BOOLEANS,
-    SHARED_PARTS,
     Family,
     computed,
     multiple,
+    norm,
     only,
+    projection,
     ratio,
     row,
     same,
@@ -23,51 +24,31 @@ ACTIVATIONS = (
     ("silu", ("silu",)),
 )
 
-ROWS = (
+# Of GPT-Neo as well.
+AROUND_LAYERS = (
     row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
     row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
-    row(_LAYER + "ln_1.weight", "layers/pre_self_attention_layer_norm/scale", "D", "D"),
-    row(_LAYER + "ln_1.bias", "layers/pre_self_attention_layer_norm/bias", "D", "D"),
-    row(
-        _LAYER + "attn.c_attn.weight",
-        f"{_ATTENTION}query/kernel {_ATTENTION}key/kernel {_ATTENTION}value/kernel",
-        "D (J N H)",
-        "D N H",
-    ),
-    row(
-        _LAYER + "attn.c_attn.bias",
-        f"{_ATTENTION}query/bias {_ATTENTION}key/bias {_ATTENTION}value/bias",
-        "(J N H)",
-        "N H",
-    ),
-    row(_LAYER + "attn.c_proj.weight", _ATTENTION + "out/kernel", "(N H) D", "N H D"),
-    row(_LAYER + "attn.c_proj.bias", _ATTENTION + "out/bias", "D", "D"),
-    row(_LAYER + "ln_2.weight", "layers/pre_mlp_layer_norm/scale", "D", "D"),
-    row(_LAYER + "ln_2.bias", "layers/pre_mlp_layer_norm/bias", "D", "D"),
-    row(_LAYER + "mlp.c_fc.weight", "layers/mlp/wi/kernel", "D F", "D F"),
-    row(_LAYER + "mlp.c_fc.bias", "layers/mlp/wi/bias", "F", "F"),
-    row(_LAYER + "mlp.c_proj.weight", "layers/mlp/wo/kernel", "F D", "F D"),
-    row(_LAYER + "mlp.c_proj.bias", "layers/mlp/wo/bias", "D", "D"),
-    row("transformer.ln_f.weight", "decoder_norm/scale", "D", "D"),
-    row("transformer.ln_f.bias", "decoder_norm/bias", "D", "D"),
+    *norm(_LAYER + "ln_1", "layers/pre_self_attention_layer_norm"),
+    *norm(_LAYER + "ln_2", "layers/pre_mlp_layer_norm"),
+    *norm("transformer.ln_f", "decoder_norm"),
     row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
 )
+PARTS = {
+    "block_arrangement": "sequential",
+    "normalization_type": "layer_norm",
+    "normalization_bias": True,
+    "position_embedding": "learned",
+    "qkv_bias": True,
+    "proj_bias": True,
+    "ffn_bias": True,
+    "use_qk_norm": False,
+}
 
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     decoder_block="gpt2",
-    parts={
-        **SHARED_PARTS,
-        "block_arrangement": "sequential",
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "position_embedding": "learned",
-        "qkv_bias": True,
-        "proj_bias": True,
-        "ffn_bias": True,
-        "use_qk_norm": False,
-    },
+    own=PARTS,
     settings=(
         same("vocab_size", "vocab_size"),
         same("n_positions", "trainable_position_size max_target_length"),
@@ -85,7 +66,18 @@ GPT2 = Family(
         # Only the order of a scaling and a conversion to float32, which we always have.
         only("reorder_and_upcast_attn", False, True),
     ),
-    rows=ROWS,
+    rows=(
+        *AROUND_LAYERS,
+        *projection(
+            _LAYER + "attn.c_attn",
+            f"{_ATTENTION}query {_ATTENTION}key {_ATTENTION}value",
+            "D (J N H)",
+            "D N H",
+        ),
+        *projection(_LAYER + "attn.c_proj", _ATTENTION + "out", "(N H) D", "N H D"),
+        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "D F", "D F"),
+        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "F D", "F D"),
+    ),
     prefix="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
 )

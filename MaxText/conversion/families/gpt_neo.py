@@ -3,32 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.conversion.families.gpt2 import ACTIVATIONS
+from MaxText.conversion.families.gpt2 import ACTIVATIONS, AROUND_LAYERS, PARTS
 from MaxText.conversion.family import (
     BOOLEANS,
     REQUIRED,
-    SHARED_PARTS,
     Family,
     Setting,
     computed,
     multiple,
+    projection,
     ratio,
-    row,
     same,
 )
 
 _LAYER = "transformer.h.{layer}."
 _THERE = _LAYER + "attn.attention."
 _HERE = "layers/self_attention/"
-_KINDS = {"global", "local"}
-_REMEDY = "Layers are global or local, as many as num_layers says."
 
 
 def _kinds(types: Any) -> list[str] | None:
     """[[[global, local], 2]] as [global, local, global, local]; None if it is no such list."""
     try:
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
-        return kinds if set(kinds) <= _KINDS else None
+        return kinds if set(kinds) <= {"global", "local"} else None
     except (TypeError, ValueError):
         return None
 
@@ -56,54 +53,17 @@ def _write_layers(values: Mapping[str, Any]) -> Any:
     return types if types is REQUIRED else _kinds(types)
 
 
-def _default_types(config: Mapping[str, Any]) -> Any:
-    return [[["global", "local"], config["num_layers"] // 2]]
-
-
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
     """The window where no layer has one, which our keys do not take."""
-    return (
-        REQUIRED if "local" in (_kinds(config["attention_types"]) or ()) else config["window_size"]
-    )
+    has_local = "local" in (_kinds(config["attention_types"]) or ())
+    return REQUIRED if has_local else config["window_size"]
 
-
-ROWS = (
-    row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
-    row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
-    row(_LAYER + "ln_1.weight", "layers/pre_self_attention_layer_norm/scale", "D", "D"),
-    row(_LAYER + "ln_1.bias", "layers/pre_self_attention_layer_norm/bias", "D", "D"),
-    row(_THERE + "q_proj.weight", _HERE + "query/kernel", "(N H) D", "D N H"),
-    row(_THERE + "k_proj.weight", _HERE + "key/kernel", "(N H) D", "D N H"),
-    row(_THERE + "v_proj.weight", _HERE + "value/kernel", "(N H) D", "D N H"),
-    row(_THERE + "out_proj.weight", _HERE + "out/kernel", "D (N H)", "N H D"),
-    row(_THERE + "out_proj.bias", _HERE + "out/bias", "D", "D"),
-    row(_LAYER + "ln_2.weight", "layers/pre_mlp_layer_norm/scale", "D", "D"),
-    row(_LAYER + "ln_2.bias", "layers/pre_mlp_layer_norm/bias", "D", "D"),
-    row(_LAYER + "mlp.c_fc.weight", "layers/mlp/wi/kernel", "F D", "D F"),
-    row(_LAYER + "mlp.c_fc.bias", "layers/mlp/wi/bias", "F", "F"),
-    row(_LAYER + "mlp.c_proj.weight", "layers/mlp/wo/kernel", "D F", "F D"),
-    row(_LAYER + "mlp.c_proj.bias", "layers/mlp/wo/bias", "D", "D"),
-    row("transformer.ln_f.weight", "decoder_norm/scale", "D", "D"),
-    row("transformer.ln_f.bias", "decoder_norm/bias", "D", "D"),
-    row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
-)
 
 GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     decoder_block="gpt_neo",
-    parts={
-        **{name: value for name, value in SHARED_PARTS.items() if name != "attention_types"},
-        "block_arrangement": "sequential",
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "position_embedding": "learned",
-        "attention_scale": 1.0,
-        "qkv_bias": False,
-        "proj_bias": True,
-        "ffn_bias": True,
-        "use_qk_norm": False,
-    },
+    own={**PARTS, "attention_scale": 1.0, "qkv_bias": False},
     settings=(
         same("vocab_size", "vocab_size"),
         same("max_position_embeddings", "trainable_position_size max_target_length", default=2048),
@@ -115,18 +75,33 @@ GPT_NEO = Family(
         same("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
         same("activation_function", "mlp_activations", default="gelu_new", values=ACTIVATIONS),
         Setting(
-            ("attention_types",), ("attention_types",), _default_types,
-            remedy=_REMEDY, read=_read_types, write=_write_types,
+            ("attention_types",),
+            ("attention_types",),
+            lambda config: [[["global", "local"], config["num_layers"] // 2]],
+            remedy="Layers are global or local, as many as num_layers says.",
+            read=_read_types,
+            write=_write_types,
         ),
         Setting(
-            ("attention_layers",), ("attention_types",),
+            ("attention_layers",),
+            ("attention_types",),
             lambda config: _kinds(config["attention_types"]),
-            remedy="It differs from attention_types.", read=_read_layers, write=_write_layers,
+            remedy="It differs from attention_types.",
+            read=_read_layers,
+            write=_write_layers,
         ),
         same("window_size", "sliding_window_size", default=256, implied=_window_of_no_layer),
         same("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
     ),
-    rows=ROWS,
+    rows=(
+        *AROUND_LAYERS,
+        *projection(_THERE + "q_proj", _HERE + "query", "(N H) D", "D N H"),
+        *projection(_THERE + "k_proj", _HERE + "key", "(N H) D", "D N H"),
+        *projection(_THERE + "v_proj", _HERE + "value", "(N H) D", "D N H"),
+        *projection(_THERE + "out_proj", _HERE + "out", "D (N H)", "N H D"),
+        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "F D", "D F"),
+        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "D F", "F D"),
+    ),
     prefix="transformer.",
     ignored=(".attention.bias", ".attention.masked_bias"),
-)  # fmt: skip
+)

@@ -1,15 +1,11 @@
 """The families that have a table, and those that are refused for a reason worth saying."""
 
 from MaxText.conversion.families.fattorib import FATTORIB
-from MaxText.conversion.families.gemma import GEMMA
 from MaxText.conversion.families.gpt2 import GPT2
 from MaxText.conversion.families.gpt_neo import GPT_NEO
 from MaxText.conversion.families.gpt_neox import GPT_NEOX
-from MaxText.conversion.families.llama import LLAMA
-from MaxText.conversion.families.mistral import MISTRAL
-from MaxText.conversion.families.mixtral import MIXTRAL
+from MaxText.conversion.families.llama import GEMMA, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
-from MaxText.conversion.families.qwen import QWEN2, QWEN3
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 

@@ -1,16 +1,31 @@
-"""Llama (Touvron et al. 2023; Grattafiori et al. 2024), and the rows that its descendants share.
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024) and its descendants.
+
+Mistral (Jiang et al. 2023) has, in the first version, a sliding window. Mixtral (Jiang et al. 2024)
+has experts in place of Mistral's feed-forward; tensors are named as in the published files, one for
+each expert: transformers 5 stacks experts in memory and writes and reads these names. Qwen2 (Yang
+et al. 2024) has biases on query, key and value, Qwen3 (2025) norms of q and k. Gemma, the first
+version (Gemma Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, the rows of the token
+table by sqrt(hidden_size) when they are looked up, the gate goes through the tanh form of GELU, and
+the head is the token table.
 
 Rotary dimensions pair by halves, as ours do, so no row is permuted.
 """
 
-from MaxText.conversion.families.rotary_scaling import ROTARY_SCALING
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from MaxText.conversion.family import (
     BOOLEANS,
-    SHARED_PARTS,
+    REQUIRED,
+    TEXTS,
     Family,
     Row,
+    Setting,
     like,
+    norm,
     only,
+    projection,
     ratio,
     row,
     same,
@@ -18,41 +33,30 @@ from MaxText.conversion.family import (
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION = "layers/self_attention/"
+_EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
+_PLAIN_YARN = "Sine and cosine are multiplied by 0.1 ln(factor) + 1 here, from factor alone."
+_ROPE_TYPES = (("default",) * 2, ("llama3", "llama3.1"), ("linear",) * 2, ("yarn",) * 2)
 
-
-def _projection(theirs: str, ours: str, theirs_axes: str, ours_axes: str) -> tuple[Row, ...]:
-    """A product and its bias, which some members of the family have."""
-    outputs = theirs_axes[: theirs_axes.index(")") + 1] if theirs_axes[0] == "(" else theirs_axes[0]
-    return (
-        row(f"{_LAYER}{theirs}.weight", f"layers/{ours}/kernel", theirs_axes, ours_axes),
-        row(f"{_LAYER}{theirs}.bias", f"layers/{ours}/bias", outputs, outputs.strip("()")),
-    )
-
-
-ROWS = (
-    row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
-    row(_LAYER + "input_layernorm.weight", "layers/pre_self_attention_layer_norm/scale", "D", "D"),
-    *_projection("self_attn.q_proj", "self_attention/query", "(N H) D", "D N H"),
-    *_projection("self_attn.k_proj", "self_attention/key", "(K H) D", "D K H"),
-    *_projection("self_attn.v_proj", "self_attention/value", "(K H) D", "D K H"),
-    *_projection("self_attn.o_proj", "self_attention/out", "D (N H)", "N H D"),
-    row(_LAYER + "self_attn.q_norm.weight", _ATTENTION + "query_norm/scale", "H", "H"),
-    row(_LAYER + "self_attn.k_norm.weight", _ATTENTION + "key_norm/scale", "H", "H"),
-    row(_LAYER + "post_attention_layernorm.weight", "layers/pre_mlp_layer_norm/scale", "D", "D"),
-    *_projection("mlp.gate_proj", "mlp/wi_0", "F D", "D F"),
-    *_projection("mlp.up_proj", "mlp/wi_1", "F D", "D F"),
-    *_projection("mlp.down_proj", "mlp/wo", "D F", "F D"),
-    row("model.norm.weight", "decoder_norm/scale", "D", "D"),
-    row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+# `rope_scaling` of config.json: how rotary frequencies are changed for longer texts. Newer versions
+# of transformers write the same object as `rope_parameters`, with rope_theta in it. It stands after
+# the setting of the length, which is a default here.
+ROTARY_SCALING: tuple[Setting, ...] = (
+    same("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
+    same("rope_scaling.factor", "rope_factor"),
+    same(
+        "rope_scaling.original_max_position_embeddings original_max_position_embeddings",
+        "original_max_position_embeddings",
+        default=like("max_position_embeddings"),
+    ),
+    same("rope_scaling.low_freq_factor", "low_freq_factor"),
+    same("rope_scaling.high_freq_factor", "high_freq_factor"),
+    same("rope_scaling.beta_fast", "beta_fast", default=32.0),
+    same("rope_scaling.beta_slow", "beta_slow", default=1.0),
+    only("rope_scaling.attention_factor", None, remedy=_PLAIN_YARN),
+    only("rope_scaling.mscale", None, remedy=_PLAIN_YARN),
+    only("rope_scaling.mscale_all_dim", None, remedy=_PLAIN_YARN),
+    only("rope_scaling.truncate", True, remedy="The transition begins and ends at whole pairs."),
 )
-
-PARTS = {
-    **SHARED_PARTS,
-    "block_arrangement": "sequential",
-    "normalization_type": "rms_norm",
-    "position_embedding": "rotary",
-    "rotary_pct": 1.0,
-}
 
 # Our gated feed-forward is activation(wi_0 x) * wi_1 x, gate first.
 _ACTIVATIONS = (
@@ -63,39 +67,261 @@ _ACTIVATIONS = (
     ("gelu_pytorch_tanh", ("gelu", "linear")),
     ("relu", ("relu", "linear")),
 )
-
-SIZES = (
-    same("vocab_size", "vocab_size"),
-    same("hidden_size", "base_emb_dim"),
-    same("num_hidden_layers", "base_num_decoder_layers"),
-    same("num_attention_heads", "base_num_query_heads"),
-    same("num_key_value_heads", "base_num_kv_heads", default=like("num_attention_heads")),
-    same("intermediate_size", "base_mlp_dim"),
-    same("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
-    same("rope_theta", "rope_max_timescale", default=10_000.0),
-    only("partial_rotary_factor", 1.0, 1),
+_ACTIVATIONS_OF_GEMMA = (
+    ("gelu_pytorch_tanh", ("gelu", "linear")),
+    # The first files say "gelu" and mean its tanh form, as transformers knows.
+    ("gelu", ("gelu", "linear")),
+    ("gelu_new", ("gelu", "linear")),
+    ("silu", ("silu", "linear")),
+    ("relu", ("relu", "linear")),
+)
+_MLP = (
+    *projection(_LAYER + "mlp.gate_proj", "layers/mlp/wi_0", "F D", "D F"),
+    *projection(_LAYER + "mlp.up_proj", "layers/mlp/wi_1", "F D", "D F"),
+    *projection(_LAYER + "mlp.down_proj", "layers/mlp/wo", "D F", "F D"),
+)
+_EXPERTS = (
+    row(_LAYER + "block_sparse_moe.gate.weight", "layers/mlp/gate/kernel", "E D", "D E"),
+    row(_EXPERT + "w1.weight", "layers/mlp/experts/wi_0", "F D", "D F"),
+    row(_EXPERT + "w3.weight", "layers/mlp/experts/wi_1", "F D", "D F"),
+    row(_EXPERT + "w2.weight", "layers/mlp/experts/wo", "D F", "F D"),
 )
 
-SETTINGS = (
-    *SIZES,
-    same("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
-    same("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
-)
+
+def _rows(feed_forward: tuple[Row, ...]) -> tuple[Row, ...]:
+    return (
+        row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
+        *norm(_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
+        *projection(_LAYER + "self_attn.q_proj", _ATTENTION + "query", "(N H) D", "D N H"),
+        *projection(_LAYER + "self_attn.k_proj", _ATTENTION + "key", "(K H) D", "D K H"),
+        *projection(_LAYER + "self_attn.v_proj", _ATTENTION + "value", "(K H) D", "D K H"),
+        *projection(_LAYER + "self_attn.o_proj", _ATTENTION + "out", "D (N H)", "N H D"),
+        row(_LAYER + "self_attn.q_norm.weight", _ATTENTION + "query_norm/scale", "H", "H"),
+        row(_LAYER + "self_attn.k_norm.weight", _ATTENTION + "key_norm/scale", "H", "H"),
+        *norm(_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
+        *feed_forward,
+        *norm("model.norm", "decoder_norm"),
+        row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+    )
+
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     decoder_block="llama2",
-    parts={**PARTS, "use_qk_norm": False},
+    own={
+        "block_arrangement": "sequential",
+        "normalization_type": "rms_norm",
+        "position_embedding": "rotary",
+        "rotary_pct": 1.0,
+        "use_qk_norm": False,
+    },
     settings=(
-        *SETTINGS,
+        same("vocab_size", "vocab_size"),
+        same("hidden_size", "base_emb_dim"),
+        same("num_hidden_layers", "base_num_decoder_layers"),
+        same("num_attention_heads", "base_num_query_heads"),
+        same("num_key_value_heads", "base_num_kv_heads", default=like("num_attention_heads")),
+        same("intermediate_size", "base_mlp_dim"),
+        same("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
+        same("rope_theta", "rope_max_timescale", default=10_000.0),
+        only("partial_rotary_factor", 1.0, 1),
+        same("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
+        same("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
         same("max_position_embeddings", "max_target_length", default=2048),
         same("head_dim", "head_dim", default=ratio("hidden_size", "num_attention_heads")),
         same("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
         same("mlp_bias", "ffn_bias", default=False, values=BOOLEANS),
         *ROTARY_SCALING,
     ),
-    rows=ROWS,
+    rows=_rows(_MLP),
     prefix="model.",
     ignored=(".rotary_emb.inv_freq",),
+)
+
+
+def _descendant(
+    architecture: str,
+    own: Mapping[str, Any],
+    *settings: Setting,
+    without: Collection[str] = (),
+    **fields: Any,
+) -> Family:
+    """A family that differs from Llama.
+
+    Args:
+      own: keys of ours with other values than Llama's, or that Llama has settings for.
+      settings: in place of Llama's of the same name, or additional.
+      without: names of Llama's settings that it does not have.
+      fields: of Family.
+    """
+    others = {setting.name: setting for setting in settings}
+    names = {setting.name for setting in LLAMA.settings}
+    kept = [others.get(one.name, one) for one in LLAMA.settings if one.name not in without]
+    more = [setting for setting in settings if setting.name not in names]
+    return dataclasses.replace(
+        LLAMA,
+        model_type=architecture.removesuffix("ForCausalLM").lower(),
+        architecture=architecture,
+        own={**LLAMA.own, **own},
+        settings=(*kept, *more),
+        **fields,
+    )
+
+
+# A window of all layers, as Mistral and Mixtral have it: ours are layers of kind local.
+_WINDOW = "sliding_window"
+
+
+def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
+    """Kinds of attention: all global where no text is longer than the window."""
+    if value is None:
+        return ()
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return REQUIRED
+    length = config.get(TEXTS, config["max_position_embeddings"])
+    # A length that is no number is named as such elsewhere.
+    if isinstance(length, int | float) and value >= length:
+        return ()
+    return ((("local",), config.get("num_hidden_layers")),)
+
+
+def _unused_window(config: Mapping[str, Any]) -> Any:
+    """The window where no layer has one, which our keys do not take."""
+    return REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
+
+
+def _write_window(values: Mapping[str, Any]) -> Any:
+    types = values["attention_types"]
+    is_local = all(set(pattern) == {"local"} for pattern, _ in types)
+    return (values["sliding_window_size"] if is_local else REQUIRED) if types else None
+
+
+def _window(default: int | None) -> tuple[Setting, ...]:
+    """The two settings; they stand after those of the length and the number of layers.
+
+    Args:
+      default: tokens that a token sees, itself included, where config.json is silent.
+    """
+    return (
+        Setting(
+            (_WINDOW,),
+            ("attention_types",),
+            default,
+            remedy="It is a number of tokens, or null.",
+            read=_read_window,
+            write=_write_window,
+        ),
+        Setting(
+            (_WINDOW,),
+            ("sliding_window_size",),
+            default,
+            is_written=False,
+            implied=_unused_window,
+            read=lambda value, config: value,
+        ),
+    )
+
+
+def _several(theirs: str, ours: str, default: int, remedy: str) -> Setting:
+    """A number that is at least 2."""
+
+    def possible(value: Any) -> Any:
+        return value if type(value) is int and value > 1 else REQUIRED
+
+    return Setting(
+        tuple(theirs.split()),
+        (ours,),
+        default,
+        remedy=remedy,
+        read=lambda value, config: possible(value),
+        write=lambda values: possible(values[ours]),
+    )
+
+
+def _length(default: int) -> Setting:
+    return same("max_position_embeddings", "max_target_length", default=default)
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+_NO_BIASES = {"qkv_bias": False, "proj_bias": False, "ffn_bias": False}
+_NO_WINDOW = only(
+    "use_sliding_window", False, remedy="Every layer attends to all earlier tokens here."
+)
+
+MISTRAL = _descendant(
+    "MistralForCausalLM",
+    _NO_BIASES,
+    _length(131_072),
+    *_window(4096),
+    without=_BIASES,
+    window=_WINDOW,
+)
+
+MIXTRAL = _descendant(
+    "MixtralForCausalLM",
+    {
+        **_NO_BIASES,
+        "moe_layers": None,
+        "moe_mlp_dim": -1,
+        "moe_activations": None,
+        "eval_capacity_factor": -1.0,
+        "moe_second_policy_eval": "all",
+    },
+    same("num_key_value_heads", "base_num_kv_heads", default=8),
+    same("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
+    same("rope_theta", "rope_max_timescale", default=1e6),
+    _length(131_072),
+    _several(
+        "num_local_experts num_experts", "num_experts", 8, "One expert is an ordinary Mistral."
+    ),
+    _several(
+        "num_experts_per_tok",
+        "num_experts_per_tok",
+        2,
+        "The gate of a single expert is its probability here, and 1 there.",
+    ),
+    same("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
+    only("router_jitter_noise", 0.0),
+    *_window(None),
+    without=_BIASES,
+    window=_WINDOW,
+    rows=_rows(_EXPERTS),
+)
+
+QWEN2 = _descendant(
+    "Qwen2ForCausalLM",
+    {**_NO_BIASES, "qkv_bias": True},
+    _length(32_768),
+    _NO_WINDOW,
+    without=_BIASES,
+    ignored=(),
+)
+
+QWEN3 = _descendant(
+    "Qwen3ForCausalLM",
+    {"use_qk_norm": True, "ffn_bias": False},
+    _length(32_768),
+    same("head_dim", "head_dim", default=128),
+    _NO_WINDOW,
+    without=("mlp_bias",),
+    ignored=(),
+)
+
+GEMMA = _descendant(
+    "GemmaForCausalLM",
+    {"normalization_zero_centered": True, "scale_embedding": True, "ffn_bias": False},
+    _length(8192),
+    same("head_dim", "head_dim", default=256),
+    same("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+    same(
+        "hidden_act",
+        "mlp_activations",
+        default="gelu_pytorch_tanh",
+        values=_ACTIVATIONS_OF_GEMMA,
+    ),
+    only("hidden_activation", "gelu_pytorch_tanh"),
+    only("use_bidirectional_attention", False),
+    without=("mlp_bias",),
+    decoder_block="gemma",
 )

@@ -11,14 +11,16 @@ from typing import Any
 
 from MaxText.conversion.family import (
     BOOLEANS,
+    PARALLEL,
     REQUIRED,
-    SHARED_PARTS,
     Family,
     Row,
     Setting,
     derived,
     like,
+    norm,
     only,
+    projection,
     ratio,
     row,
     same,
@@ -30,56 +32,38 @@ _NORM = "pre_self_attention_layer_norm"
 _SUM = "connections/after/{layer+1}/"
 
 
-def _norm(theirs: str, ours: str) -> tuple[Row, ...]:
-    """Scale, and the bias of LayerNorm."""
-    return (
-        row(f"{theirs}.weight", f"{ours}/scale", "D", "D"),
-        row(f"{theirs}.bias", f"{ours}/bias", "D", "D"),
-    )
-
-
-def _projection(theirs: str, ours: str, theirs_axes: str, ours_axes: str) -> tuple[Row, ...]:
-    """A product and its bias, which MUDDPythia has."""
-    outputs = theirs_axes[: theirs_axes.index(")") + 1] if theirs_axes[0] == "(" else theirs_axes[0]
-    return (
-        row(f"{_LAYER}{theirs}.weight", f"{_OURS}{ours}/kernel", theirs_axes, ours_axes),
-        row(f"{_LAYER}{theirs}.bias", f"{_OURS}{ours}/bias", outputs, outputs.strip("()")),
-    )
-
-
 _ROWS = (
     row("tok_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
-    *_norm(f"{_LAYER}attention_norm", _OURS + _NORM),
-    *_norm(f"{_LAYER}attention_norms.0", f"{_OURS}{_NORM}_q"),
-    *_norm(f"{_LAYER}attention_norms.1", f"{_OURS}{_NORM}_k"),
-    *_norm(f"{_LAYER}attention_norms.2", f"{_OURS}{_NORM}_v"),
-    *_projection("attention.wq", "self_attention/query", "(N H) D", "D N H"),
-    *_projection("attention.wk", "self_attention/key", "(K H) D", "D K H"),
-    *_projection("attention.wv", "self_attention/value", "(K H) D", "D K H"),
-    *_projection("attention.wo", "self_attention/out", "D (N H)", "N H D"),
+    *norm(f"{_LAYER}attention_norm", _OURS + _NORM),
+    *norm(f"{_LAYER}attention_norms.0", f"{_OURS}{_NORM}_q"),
+    *norm(f"{_LAYER}attention_norms.1", f"{_OURS}{_NORM}_k"),
+    *norm(f"{_LAYER}attention_norms.2", f"{_OURS}{_NORM}_v"),
+    *projection(f"{_LAYER}attention.wq", f"{_OURS}self_attention/query", "(N H) D", "D N H"),
+    *projection(f"{_LAYER}attention.wk", f"{_OURS}self_attention/key", "(K H) D", "D K H"),
+    *projection(f"{_LAYER}attention.wv", f"{_OURS}self_attention/value", "(K H) D", "D K H"),
+    *projection(f"{_LAYER}attention.wo", f"{_OURS}self_attention/out", "D (N H)", "N H D"),
     row(f"{_LAYER}attention.q_norm.weight", f"{_OURS}self_attention/query_norm/scale", "H", "H"),
     row(f"{_LAYER}attention.k_norm.weight", f"{_OURS}self_attention/key_norm/scale", "H", "H"),
-    *_norm(f"{_LAYER}ffn_norm", f"{_OURS}pre_mlp_layer_norm"),
+    *norm(f"{_LAYER}ffn_norm", f"{_OURS}pre_mlp_layer_norm"),
 )
 _CONNECTIONS = (
     row("dense_bs.{layer}", f"{_SUM}static", "C L", "C L"),
     row("dynamic_dense.{layer}.w1.weight", f"{_SUM}wi/kernel", "W D", "D W"),
     row("dynamic_dense.{layer}.w2.weight", f"{_SUM}wo/kernel", "(C L) W", "W C L"),
-    *_norm("norm", "decoder_norm"),
+    *norm("norm", "decoder_norm"),
     row("output.weight", "logits_dense/kernel", "V D", "D V"),
 )
 _GATED = (
-    *_projection("feed_forward.w1", "mlp/wi_0", "F D", "D F"),
-    *_projection("feed_forward.w3", "mlp/wi_1", "F D", "D F"),
-    *_projection("feed_forward.w2", "mlp/wo", "D F", "F D"),
+    *projection(f"{_LAYER}feed_forward.w1", f"{_OURS}mlp/wi_0", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w3", f"{_OURS}mlp/wi_1", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w2", f"{_OURS}mlp/wo", "D F", "F D"),
 )
 _PLAIN = (
-    *_projection("feed_forward.w1", "mlp/wi", "F D", "D F"),
-    *_projection("feed_forward.w2", "mlp/wo", "D F", "F D"),
+    *projection(f"{_LAYER}feed_forward.w1", f"{_OURS}mlp/wi", "F D", "D F"),
+    *projection(f"{_LAYER}feed_forward.w2", f"{_OURS}mlp/wo", "D F", "F D"),
 )
 
 _PARTS: Mapping[str, Any] = {
-    **SHARED_PARTS,
     "dense_conn": True,
     "dense_ways": ("q", "k", "v", "r"),
     "dense_dynamic": True,
@@ -122,11 +106,7 @@ def _multiple_of(config: Mapping[str, Any]) -> int:
 
 
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
-    """What both families have.
-
-    Args:
-      epsilon, width, expands: defaults.
-    """
+    """What both families have."""
     return (
         same("vocab_size", "vocab_size"),
         same("block_size", "max_target_length", default=2048),
@@ -153,23 +133,33 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
     )
 
 
-_IGNORED = (".kv_cache.k_cache", ".kv_cache.v_cache", "layer_cache.layer_cache")
-
-
-def _auto_map(architecture: str) -> dict[str, str]:
+def _family(
+    architecture: str, own: dict[str, Any], settings: tuple[Setting, ...], mlp: tuple[Row, ...]
+) -> Family:
     name = architecture.lower()
-    return {
-        "AutoConfig": f"configuration_{name}.{architecture}Config",
-        "AutoModelForCausalLM": f"modeling_{name}.{architecture}",
-    }
+    return Family(
+        model_type=name,
+        architecture=architecture,
+        decoder_block=name,
+        own={**_PARTS, **own},
+        settings=settings,
+        rows=(*_ROWS, *mlp, *_CONNECTIONS),
+        prefix="",
+        head="output.weight",
+        ignored=(".kv_cache.k_cache", ".kv_cache.v_cache", "layer_cache.layer_cache"),
+        in_transformers=False,
+        auto_map={
+            "AutoConfig": f"configuration_{name}.{architecture}Config",
+            "AutoModelForCausalLM": f"modeling_{name}.{architecture}",
+        },
+        code=f"Caiyun-AI/{architecture}-2.8B",
+        reasons=_REASONS,
+    )
 
 
-MUDDFORMER = Family(
-    model_type="muddformer",
-    architecture="MUDDFormer",
-    decoder_block="muddformer",
-    parts={
-        **_PARTS,
+MUDDFORMER = _family(
+    "MUDDFormer",
+    {
         "block_arrangement": "sequential",
         "normalization_type": "rms_norm",
         "mlp_activations": ("silu", "linear"),
@@ -179,23 +169,13 @@ MUDDFORMER = Family(
         "proj_bias": False,
         "ffn_bias": False,
     },
-    settings=_settings(1e-6, _multiple_of, expands=False),
-    rows=(*_ROWS, *_GATED, *_CONNECTIONS),
-    prefix="",
-    head="output.weight",
-    ignored=_IGNORED,
-    in_transformers=False,
-    auto_map=_auto_map("MUDDFormer"),
-    code="Caiyun-AI/MUDDFormer-2.8B",
-    reasons=_REASONS,
+    _settings(1e-6, _multiple_of, expands=False),
+    _GATED,
 )
 
-MUDDPYTHIA = Family(
-    model_type="muddpythia",
-    architecture="MUDDPythia",
-    decoder_block="muddpythia",
-    parts={
-        **_PARTS,
+MUDDPYTHIA = _family(
+    "MUDDPythia",
+    {
         "normalization_type": "layer_norm",
         "normalization_bias": True,
         "mlp_activations": ("gelu_erf",),
@@ -203,25 +183,13 @@ MUDDPYTHIA = Family(
         "qkv_bias": True,
         "proj_bias": True,
     },
-    settings=(
+    (
         *_settings(1e-5, REQUIRED, expands=True),
         same("rotary_pct", "rotary_pct", default=0.25),
-        same(
-            "use_parallel_residual",
-            "block_arrangement",
-            default=True,
-            values=((True, "parallel"), (False, "sequential")),
-        ),
+        same("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
         same("use_linear_bias", "ffn_bias", default=True, values=BOOLEANS),
         only("window_size", None, remedy=_ALL_GLOBAL),
         only("window_type", None, remedy=_ALL_GLOBAL),
     ),
-    rows=(*_ROWS, *_PLAIN, *_CONNECTIONS),
-    prefix="",
-    head="output.weight",
-    ignored=_IGNORED,
-    in_transformers=False,
-    auto_map=_auto_map("MUDDPythia"),
-    code="Caiyun-AI/MUDDPythia-2.8B",
-    reasons=_REASONS,
+    _PLAIN,
 )

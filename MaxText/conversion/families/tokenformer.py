@@ -7,12 +7,12 @@ columns here; value slots are rows in both.
 """
 
 from MaxText.conversion.family import (
-    SHARED_PARTS,
     Family,
     Row,
     computed,
     like,
     multiple,
+    norm,
     only,
     ratio,
     row,
@@ -21,7 +21,6 @@ from MaxText.conversion.family import (
 )
 
 _LAYER = "sequential.{layer+2}."
-_NORM = "sequential.{num_layers+3}.norm."
 
 
 def _slots(theirs: str, ours: str, letter: str) -> tuple[Row, ...]:
@@ -41,16 +40,14 @@ ROWS = (
     *_slots("attention.value", "self_attention/value", "Q"),
     *_slots("attention.proj", "self_attention/out", "O"),
     *_slots("mlp", "mlp", "S"),
-    row(_NORM + "weight", "decoder_norm/scale", "D", "D"),
-    row(_NORM + "bias", "decoder_norm/bias", "D", "D"),
+    *norm("sequential.{num_layers+3}.norm", "decoder_norm"),
 )
 
 TOKENFORMER = Family(
     model_type="tokenformer",
     architecture="TokenFormerForCausalLM",
     decoder_block="tokenformer_pytorch",
-    parts={
-        **SHARED_PARTS,
+    own={
         "attention_projections": "pattention",
         "feed_forward_type": "pattention",
         "block_arrangement": "sequential",
