@@ -8,6 +8,7 @@ from importlib import metadata
 import pytest
 from packaging.version import Version
 
+from MaxText.configuration import import_modules, registry
 from tests.house.sources import REPOSITORY
 
 # Compiling is most of the suite's time, and its programs are tiny: compile them fast, not well.
@@ -50,6 +51,15 @@ def compilation_cache(pytestconfig):
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parts_of_this_module():
+    """Parts that a test's modules register are not there for the tests of other files."""
+    before = registry.registrations()
+    yield
+    if registry.registrations() != before:
+        import_modules.forget(before)
 
 
 @pytest.fixture

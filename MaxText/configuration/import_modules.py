@@ -116,6 +116,13 @@ def _import(name: str, place: str) -> Problem | None:
     return None
 
 
+def forget(parts: Sequence[registry.Registration]) -> None:
+    """Takes back all imports, so that these parts alone are registered."""
+    registry.keep_only(parts)
+    _hashes.clear()
+    _files.clear()
+
+
 def _last_line(error: BaseException) -> tuple[str, ...]:
     """The last line of the user's own code where an error was raised."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -133,7 +140,11 @@ def _import_module(name: str) -> str:
     sys.path.insert(0, here)
     try:
         importlib.invalidate_caches()
-        module = importlib.import_module(name)
+        known = sys.modules.get(name)
+        if known is not None and name not in _hashes:  # imported, and forgotten since
+            module = importlib.reload(known)
+        else:
+            module = importlib.import_module(name)
     finally:
         sys.path.remove(here)
     return _sha256(Path(module.__file__)) if module.__file__ else ""
