@@ -88,7 +88,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                 "L": {"mixer": "linear_attention", "base_num_kv_heads": 2},
                 "A": {"num_experts": 4, "use_qk_norm": True},
             },
-        },
+        }
+        | DROPS,
     ),
     "denseformer, experts": ("denseformer", UNROLLED | {"num_experts": 4, "dense_mixing": "sum"}),
 }

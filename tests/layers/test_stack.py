@@ -147,7 +147,8 @@ def test_layers_are_numbered_through_a_pattern(stacked):
     def numbers(apply_layers):
         def apply(layer, x, index):
             width = layer.unread.shape[0] - D
-            return layer(x) + 10.0 * index * jnp.eye(1, D, 0), {"widths": jnp.float32(width)}
+            number = jnp.asarray(index, jnp.float32)
+            return layer(x) + 0.1 * number, {"widths": width * number, "numbers": number**2}
 
         return apply_layers(apply)
 
@@ -164,7 +165,9 @@ def test_layers_are_numbered_through_a_pattern(stacked):
 
     (y, scalars), (z, others) = numbers(scanned), numbers(unrolled)
     np.testing.assert_allclose(y, z, rtol=1e-6)
-    assert scalars["widths"] == others["widths"] == (0 if stacked else sum(kinds))
+    assert scalars == others
+    assert scalars["numbers"] == sum(i**2 for i in range(8))
+    assert scalars["widths"] == (0 if stacked else sum(i * kind for i, kind in enumerate(kinds)))
     together = blueprint.join(blueprint.layer_weights(stack.weights_of(layers)))
     jax.tree.map(np.testing.assert_array_equal, together, stack.weights_of(layers))
 
