@@ -34,10 +34,6 @@ class FolderWeights(Weights):
 
         Args:
           given: keys that the user set on top.
-
-        Raises:
-          UserError: the family or a setting cannot be imported, or tensors are missing, extra,
-            of another shape, or no floating-point numbers.
         """
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
@@ -166,9 +162,6 @@ def open_folder(
 
     Args:
       abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
-
-    Raises:
-      UserError: no such folder, one that cannot be imported, or one of another model.
     """
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {
