@@ -69,12 +69,12 @@ class FolderWeights(Weights):
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.older, tensor.name.removeprefix(prefix))
             names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head = self._tied_head()
+        head, used = self._tied_head(), set(names.values())
         check_arrays(
             {
                 name: one
                 for name, one in found.items()
-                if name in names.values()
+                if name in used
                 or not (name == head or name.endswith(self.family.ignored or ("\0",)))
             },
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
