@@ -351,13 +351,15 @@ def _finer(step: int) -> list[int]:
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config | None:
-    """The configuration with some keys changed; None if a rule of train.py forbids that.
+    """The configuration with some keys changed; None if a bound or a rule of train.py forbids that.
 
     A schedule that is as long as the run stays so.
     """
     values = flat(config)
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
         changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
+    if any(all_keys()[name].out_of_bounds(value) for name, value in changes.items()):
+        return None
     result = build(values | changes)
     return None if broken_rules(result) else result
 

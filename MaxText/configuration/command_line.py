@@ -78,12 +78,7 @@ def fail(error: UserError) -> NoReturn:
 
 @contextlib.contextmanager
 def ending_well(stopped: str = "") -> Iterator[None]:
-    """What is done inside ends the program with one line where a user can mend what went wrong.
-
-    Raises:
-      SystemExit: 2 after a mistake of the user, 130 after Ctrl-C, 141 where whoever read the
-        output (head, less) has seen enough.
-    """
+    """What is done inside ends the program with one line where a user can mend what went wrong."""
     early_signals.leave_to_python()
     try:
         yield

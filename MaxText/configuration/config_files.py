@@ -71,9 +71,6 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
 
     Args:
       beside: folder of the file that refers to it, if any.
-
-    Raises:
-      FileProblem: there is no such file.
     """
     try:
         given = Path(name).expanduser()
@@ -122,9 +119,6 @@ def read(path: Path) -> tuple[list[Entry], list[Problem]]:
 
     Returns:
       Entries, and problems that concern single keys (given twice, nested too deep).
-
-    Raises:
-      FileProblem: the file is not readable as a YAML mapping.
     """
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:

@@ -70,9 +70,6 @@ def letters(pattern: str, num_layers: int) -> str:
     Args:
       pattern: prefix(cycle)suffix, where the cycle is repeated as often as layers are left, or a
         cycle alone.
-
-    Raises:
-      ValueError: the layers are no repeats of the cycle; a further line says what would fit.
     """
     found = _PATTERN.fullmatch(pattern)
     if found is None:

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from MaxText.configuration import (
     axis_rules,
@@ -84,16 +84,36 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
     return _resolve(import_modules.gather(arguments, overrides, os.environ), None).config
 
 
+class _Winners(NamedTuple):
+    """What won."""
+
+    typed: dict[str, Any]  # values by key
+    origins: dict[str, Origin]
+    kept: list[Setting]  # that took part, weakest first
+    wrong: set[str]  # keys with a problem
+
+    @property
+    def last(self) -> dict[str, Setting]:
+        """The setting that won, by key."""
+        return {setting.name: setting for setting in self.kept}
+
+    def is_deliberate(self, name: str) -> bool:
+        """Whether the user wrote another value than the default for this run."""
+        is_default = self.typed[name] == all_keys()[name].default
+        return self.origins[name].layer in _DELIBERATE and not is_default
+
+
 def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     layering.announce(gathered.notices)
     problems = list(gathered.problems)
     problems += [layering.unexpanded(name, one.place) for name, one in gathered.for_compare.items()]
-    typed, origins, kept, wrong = _winners(gathered.settings, problems)
+    winners = _winners(gathered.settings, problems)
+    typed, origins, kept, wrong = winners
     _derive(typed, origins, gathered.config_path)
-    idle = _without_effect(typed, origins, kept, wrong)
+    idle = _without_effect(winners)
     problems += _inert_family(origins, kept)
     config = build({name: value for name, value in typed.items() if name not in wrong})
-    broken, of_rules = _broken_rules(config, typed, origins, kept, wrong, program)
+    broken, of_rules = _broken_rules(config, winners, program)
     # What rules miss may stand in a file that could not be read.
     problems += [] if gathered.is_file_missing else broken
     idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
@@ -105,10 +125,7 @@ def _resolve(gathered: Gathered, program: str | None) -> Loaded:
     return Loaded(config, origins, gathered.config_path, tuple(kept))
 
 
-def _winners(
-    settings: Sequence[Setting], problems: list[Problem]
-) -> tuple[dict[str, Any], dict[str, Origin], list[Setting], set[str]]:
-    """Typed values and origins by key, the settings that took part, and keys with a problem."""
+def _winners(settings: Sequence[Setting], problems: list[Problem]) -> _Winners:
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
     origins = {name: Origin(Layer.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys}
@@ -139,7 +156,7 @@ def _winners(
         typed["logical_axis_rules"] = axis_rules.merge(
             axis_rules.default_rules(), typed["logical_axis_rules"]
         )
-    return typed, origins, kept, wrong
+    return _Winners(typed, origins, kept, wrong)
 
 
 def _typed(setting: Setting, key: Key) -> Any:
@@ -269,23 +286,18 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         set_derived("base_output_directory", "./maxtext_output", "because it is empty")
 
 
-def _without_effect(
-    typed: Mapping[str, Any],
-    origins: Mapping[str, Origin],
-    kept: Sequence[Setting],
-    wrong: set[str],
-) -> dict[str, Problem]:
+def _without_effect(winners: _Winners) -> dict[str, Problem]:
     """Keys that were set on purpose and change nothing under the chosen parts, and why.
 
     A value that a preset, a bundle or a base file brings along is silently inert, and so is one
     of the config file when a stronger layer made the choice that switches it off: whoever writes
     `file.yml dataset_type=synthetic` does not have to empty dataset_path as well.
     """
-    last = {setting.name: setting for setting in kept}
-    problems = {}
+    typed, origins, _, wrong = winners
+    last, problems = winners.last, {}
     for name, key in all_keys().items():
         layer = origins[name].layer
-        if layer not in _DELIBERATE or name in wrong or typed[name] == key.default:
+        if name in wrong or not winners.is_deliberate(name):
             continue
         for group in key.conditions:
             if any(other in wrong or typed[other] in group[other] for other in group):
@@ -329,19 +341,14 @@ def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> lis
 
 
 def _broken_rules(
-    config: Config,
-    typed: Mapping[str, Any],
-    origins: Mapping[str, Origin],
-    kept: Sequence[Setting],
-    wrong: set[str],
-    program: str | None,
+    config: Config, winners: _Winners, program: str | None
 ) -> tuple[list[Problem], dict[str, Problem]]:
     """Problems, and keys that do nothing by name."""
-    last = {setting.name: setting for setting in kept}
+    last, origins = winners.last, winners.origins
     stem = Path(program).stem if program else None
     problems, idle = [], {}
     for rule in RULES:
-        if wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
+        if winners.wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
             continue
         # A derived value is only as wrong as the key it comes from, which has a rule of its own.
         if len(rule.keys) == 1 and origins[rule.keys[0]].layer is Layer.DERIVED:
@@ -358,11 +365,7 @@ def _broken_rules(
             # A message begins with the key that has no effect.
             first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
             subjects = [first[0]] if first else rule.keys
-            by_user = [
-                name
-                for name in subjects
-                if origins[name].layer in _DELIBERATE and typed[name] != all_keys()[name].default
-            ]
+            by_user = [name for name in subjects if winners.is_deliberate(name)]
             if not rule.is_idle:
                 problems.append(problem)
             elif by_user:

@@ -416,11 +416,7 @@ class Model(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        """How the layers pass through the stages of a mesh.
-
-        Raises:
-          ValueError: the layers cannot be cut like that; further lines say what to try instead.
-        """
+        """How the layers pass through the stages of a mesh."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
         unlike = self._unfit_for_stages()
         if unlike:

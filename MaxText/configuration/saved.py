@@ -1,6 +1,6 @@
 """A resolved configuration as flat YAML, and the differences between two of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from MaxText.configuration.catalogue import Key, all_keys, by_section, flat
@@ -14,7 +14,7 @@ __all__ = ["differences", "flat", "resolved_yaml", "under_todays_names"]
 _LINE = 100
 
 
-def resolved_yaml(config: Config, comment: Callable[[Key], str] | None = None) -> str:
+def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
     """All keys by section; loading it as the config file gives the same configuration.
 
     `schema_version` marks it as resolved, so that the preset it was made with is not laid over it
@@ -23,12 +23,22 @@ def resolved_yaml(config: Config, comment: Callable[[Key], str] | None = None) -
     Args:
       comment: gives a comment for the end of a key's line, or an empty string.
     """
-    values = flat(config)
-    lines = [f"schema_version: {SCHEMA_VERSION}"]
+    return section_lines([f"schema_version: {SCHEMA_VERSION}"], flat(config), comment)
+
+
+def section_lines(
+    head: Sequence[str], values: Mapping[str, Any], comment: Callable[[Key], str] = lambda key: ""
+) -> str:
+    """A YAML file of some keys, by section in the order of the schema, after its first lines."""
+    lines = [*head]
     for section, keys in by_section().items():
-        lines += ["", f"# {'.'.join(section)}"]
-        for key in keys:
-            lines += entry_lines(key.name, values[key.name], comment(key) if comment else "")
+        entries = [
+            line
+            for key in keys
+            if key.name in values
+            for line in entry_lines(key.name, values[key.name], comment(key))
+        ]
+        lines += ["", f"# {'.'.join(section)}", *entries] if entries else []
     return "\n".join(lines) + "\n"
 
 
@@ -36,9 +46,6 @@ def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any
     """The configuration that a checkpoint recorded, as this version calls its keys.
 
     Keys that are known to be gone are left out.
-
-    Raises:
-      UserError: a key is not known, so the model could silently become another one.
     """
     known = all_keys()
     values = {ALIASES.get(name, name): value for name, value in recorded.items()}

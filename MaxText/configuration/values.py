@@ -42,13 +42,7 @@ class WrongValue(ValueError):
 
 
 def from_node(node: yaml.Node) -> Any:
-    """A YAML node as Plain, str, lists and dicts of these.
-
-    Raises:
-      WrongValue: it has a tag beyond YAML's plain types (nothing would be run for it, but what it
-        asks for is not what would be read); it is nested too deep or has too many items, aliases
-        counted as often as they stand.
-    """
+    """A YAML node as Plain, str, lists and dicts of these."""
     items = 0
 
     def read(node: yaml.Node, depth: int) -> Any:

@@ -8,7 +8,6 @@ scores the value slots can carry the difference, because they are multiplied wit
 l2_norm_gelu the root is inside of gelu, and the norm takes out every factor of the keys.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from MaxText.conversion.settings import (
     to_config_json,
 )
 from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weights import Weights, num_bytes
 from MaxText.errors import UserError
 
@@ -135,11 +135,6 @@ class FolderExport:
         }
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object as Hugging Face's files are."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def write_configs(
     folder: Path,
     config_json: Mapping[str, Any],
@@ -192,9 +187,6 @@ def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
     Returns:
       The weights as they are and an empty line where no zoom is fixed, or no family would take them
       without it either.
-
-    Raises:
-      UserError: the zoom alone keeps the weights out of a family, and cannot be folded.
     """
     config = weights.config
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim

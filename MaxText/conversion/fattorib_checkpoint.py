@@ -30,9 +30,6 @@ class FattoribWeights(Weights):
         Args:
           path: params_STEP, a folder with such files, of which the newest is read, or a file
             of extract_weights.py; also gs://.
-
-        Raises:
-          UserError: no such file, or its arrays are not those of the configuration.
         """
         self.config, self.model = config, model_of(config)
         try:

@@ -61,11 +61,7 @@ class GrownWeights(Weights):
 
 
 def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show) -> None:
-    """Grows a model and writes it as a run whose only checkpoint holds its parameters.
-
-    Raises:
-      UserError: nothing would grow, or it cannot.
-    """
+    """Grows a model and writes it as a run whose only checkpoint holds its parameters."""
     # A wrong path is told by the name that was typed.
     if request.source_kind == "hf":
         find_folder(request.source, "from")

@@ -36,11 +36,7 @@ class Found(NamedTuple):
 
 
 def local_path(text: str) -> Path:
-    """A path as it was typed, with ~ written out.
-
-    Raises:
-      UserError: ~NAME of nobody.
-    """
+    """A path as it was typed, with ~ written out."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -48,11 +44,7 @@ def local_path(text: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file.
-
-    Raises:
-      UserError: a folder on the way may not be searched, or no file can have this name.
-    """
+    """Whether there is a file."""
     try:
         return path.is_file()
     except OSError as error:
@@ -74,9 +66,6 @@ def find_folder(path: str, key: str) -> Path:
 
     Args:
       key: what the user set to it, for the message.
-
-    Raises:
-      UserError: there is none, or the hub's cache does not hold the id.
     """
     name = path.removeprefix(PREFIX)
     folder = local_path(name)
@@ -106,11 +95,7 @@ def find_folder(path: str, key: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      UserError: it is missing or holds no JSON object.
-    """
+    """The object in a JSON file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

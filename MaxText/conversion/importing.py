@@ -34,10 +34,6 @@ class FolderWeights(Weights):
 
         Args:
           given: keys that the user set on top.
-
-        Raises:
-          UserError: the family or a setting cannot be imported, or tensors are missing, extra,
-            of another shape, or no floating-point numbers.
         """
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
@@ -73,12 +69,12 @@ class FolderWeights(Weights):
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.older, tensor.name.removeprefix(prefix))
             names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head = self._tied_head()
+        head, used = self._tied_head(), set(names.values())
         check_arrays(
             {
                 name: one
                 for name, one in found.items()
-                if name in names.values()
+                if name in used
                 or not (name == head or name.endswith(self.family.ignored or ("\0",)))
             },
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
@@ -166,9 +162,6 @@ def open_folder(
 
     Args:
       abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
-
-    Raises:
-      UserError: no such folder, one that cannot be imported, or one of another model.
     """
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {

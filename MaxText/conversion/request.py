@@ -89,11 +89,7 @@ class Request:
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """Reads a command line.
-
-    Raises:
-      UserError: an option is unknown, has no usable value, or does not go with the others.
-    """
+    """Reads a command line."""
     request, given = Request(), {}
     for argument in arguments:
         match = ARGUMENT.fullmatch(argument)

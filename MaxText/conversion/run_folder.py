@@ -24,8 +24,7 @@ from MaxText.checkpointing import layout
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.description import write_metadata
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.configuration.catalogue import by_section
-from MaxText.configuration.saved import entry_lines, flat
+from MaxText.configuration.saved import flat, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weights import Weights, nested, num_bytes
 from MaxText.errors import UserError
@@ -34,11 +33,7 @@ CONFIG_YML = "config.yml"
 
 
 def check_free(target: Path) -> None:
-    """Refuses a target that exists; an empty folder is as good as none.
-
-    Raises:
-      UserError: it exists, or is in a bucket.
-    """
+    """Refuses a target that exists; an empty folder is as good as none."""
     if re.match(r"\w+:/", str(target)):
         raise UserError(f"to={target} is in a bucket; write to a local disk and copy the result.")
     try:
@@ -51,11 +46,7 @@ def check_free(target: Path) -> None:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Path) -> Iterator[Path]:
-    """A new folder beside the target that takes its name at the end, and is removed on errors.
-
-    Raises:
-      UserError: it cannot be written.
-    """
+    """A new folder beside the target that takes its name at the end, and is removed on errors."""
     target = Path(os.path.abspath(target))
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -182,18 +173,8 @@ def write_run(
         raise failures[0]
     checksums = {f"params/{name}": array.checksum for name, array in pending.items()}
     write_metadata(layout.Stored(step / layout.ITEMS, 0), metadata, checksums)
-    (folder / CONFIG_YML).write_text(config_yml(keys, comment), encoding="utf-8")
-
-
-def config_yml(keys: Mapping[str, Any], comment: list[str]) -> str:
-    """A configuration file of some keys, in the order of the schema."""
-    lines = [f"# {line}".rstrip() for line in comment]
-    for section, known in by_section().items():
-        entries = [line for key in known if key.name in keys
-                   for line in entry_lines(key.name, keys[key.name])]  # fmt: skip
-        if entries:
-            lines += ["", f"# {'.'.join(section)}", *entries]
-    return "\n".join(lines) + "\n"
+    text = section_lines([f"# {line}".rstrip() for line in comment], keys)
+    (folder / CONFIG_YML).write_text(text, encoding="utf-8")
 
 
 def show_run(target: Path, tokenizer: list[str], show: Callable[[str], None]) -> None:

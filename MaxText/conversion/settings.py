@@ -38,11 +38,7 @@ def named_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json names.
-
-    Raises:
-      UserError: it names none, or one without a table.
-    """
+    """The family that a config.json names."""
     family, model_type = named_family(config), config.get("model_type")
     if family is not None:
         return family
@@ -67,9 +63,6 @@ def to_keys(
 
     Args:
       given: keys that the user set, which may shorten the length below a window.
-
-    Raises:
-      UserError: everything in it that our parts cannot do, in one message.
     """
     config = _flattened(config, where)
     shorter = str(given.get("max_target_length", ""))
@@ -212,9 +205,6 @@ def find_family(config: Config, asked: str) -> Family:
 
     Args:
       asked: the model_type that the user wants, or "" for the first that fits.
-
-    Raises:
-      UserError: no family has these parts; says what differs.
     """
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")

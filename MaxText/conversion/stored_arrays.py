@@ -50,11 +50,7 @@ class StoredArrays:
             raise _unreadable(folder, difference)
 
     def read(self, path: str) -> np.ndarray:
-        """One array in its own format.
-
-        Raises:
-          UserError: its files are damaged, or its numbers are not those that were saved.
-        """
+        """One array in its own format."""
         import orbax.checkpoint as ocp
 
         names = path.split("/")

@@ -1,8 +1,7 @@
 """The tokenizer's files, from one folder to another."""
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,19 @@ def _check_largest(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -
         )
 
 
-def copy_files(source: Path, target: Path) -> list[str]:
-    """Copies what there is of a tokenizer; returns the names."""
-    names = [name for name in _FILES if (source / name).is_file()]
+def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
+    """Copies what there is of a tokenizer, to a local or remote folder; returns the names."""
+    names = [name for name in possible if (source / name).is_file()]
     if names:
-        target.mkdir(exist_ok=True)
+        target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        shutil.copyfile(source / name, target / name)
+        (target / name).write_bytes((source / name).read_bytes())
     return names
+
+
+def write_json(path: Any, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object as Hugging Face's files are."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, int]]:
@@ -84,8 +88,7 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
     settings = read_json(target / CONFIG_NAME)
     # A tokenizer that prepare_data.py trained has no class of its own in transformers.
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (target / CONFIG_NAME).write_text(text, encoding="utf-8")
+    write_json(target / CONFIG_NAME, settings)
     tokenizer = _opened(target / TOKENIZER_NAME)
     ids = {}
     for name in ("bos_token", "eos_token", "pad_token"):
@@ -110,13 +113,11 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
         names = {*_FILES, *(path.name for kind in kinds for path in source.glob(kind))}
     target = run_folder / RUN_FOLDER_NAME
     target.mkdir(parents=True, exist_ok=True)
-    for name in sorted(names - {CONFIG_NAME}):
-        if (folder / name).is_file():
-            (target / name).write_bytes((folder / name).read_bytes())
+    copy_files(folder, target, sorted(names - {CONFIG_NAME}))
     settings = read_json(folder / CONFIG_NAME)
     if (folder / MANIFEST_NAME).is_file():
         settings["add_bos_token"] = bool(read_manifest(str(folder)).options.get("add_bos"))
-    (target / CONFIG_NAME).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    write_json(target / CONFIG_NAME, settings)
 
 
 def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:

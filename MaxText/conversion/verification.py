@@ -38,11 +38,7 @@ class Agreement(NamedTuple):
 
 
 def check_possible(family: Family) -> None:
-    """Refuses a comparison before any work is done.
-
-    Raises:
-      UserError: transformers does not have the family, or it or torch is not installed.
-    """
+    """Refuses a comparison before any work is done."""
     if not family.in_transformers:
         raise UserError(
             f"--verify compares with transformers, which has no {family.architecture}. "
@@ -123,9 +119,6 @@ def verify(
 
     Args:
       dtype: the format that the folder's tensors were rounded to.
-
-    Raises:
-      UserError: logits or loss differ by more than the tolerance.
     """
     found = compare(weights, folder, dtype)
     line = (

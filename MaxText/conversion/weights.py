@@ -66,9 +66,6 @@ def check_arrays(
       what: begins the message.
       advice: ends it.
       others: problems of another kind, one line each.
-
-    Raises:
-      UserError: arrays are missing, extra or of another shape.
     """
     shapes = {name: [int(size) for size in shape] for name, shape in wanted.items()}
     problems = [

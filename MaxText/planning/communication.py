@@ -85,14 +85,11 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
         info = parameters[name]
         num_bytes = info.size * width
         turns = 1.0  # in which they are gathered, for each time that all of them are used
-        if schedule is not None and "layers" in info.logical_axes:
+        in_layers = "layers" in info.logical_axes
+        if schedule is not None and in_layers:
             turns = schedule.num_turns / schedule.num_repeats
-            if schedule.num_repeats > 1:
-                share = (schedule.num_stages - 1) / schedule.num_stages
-                shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
-                bytes_of["stage"] += 2 * program.num_microbatches * shard * share
-        elif schedule is not None:
-            # Each stage's rows of embedding and head have a gradient of their own.
+        # Each stage's rows of embedding and head have a gradient of their own.
+        if schedule is not None and (schedule.num_repeats > 1 or not in_layers):
             share = (schedule.num_stages - 1) / schedule.num_stages
             shard = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
             bytes_of["stage"] += 2 * program.num_microbatches * shard * share

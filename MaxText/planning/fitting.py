@@ -52,11 +52,7 @@ class _Mesh:
 
 
 def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Plans that fit, the one with the shortest update first, MOST_PROPOSED at most.
-
-    Raises:
-      UserError: nothing fits; says what comes closest.
-    """
+    """Plans that fit, the one with the shortest update first, MOST_PROPOSED at most."""
     search = _Search(flat(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None

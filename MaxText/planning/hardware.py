@@ -132,9 +132,6 @@ def find(name: str) -> Hardware:
     TPUs go by accelerator type: the number of v2, v3, v4, v5p and tpu7x counts TensorCores, two a
     chip, that of v5e (v5litepod) and v6e counts chips. "2xv5p-128" is two slices. GPUs are counted:
     "8xH100". "cpu" is this machine.
-
-    Raises:
-      UserError: there is no such hardware.
     """
     text = name.strip()
     if text.lower() == "cpu":

@@ -39,11 +39,7 @@ class Plan:
 
 
 def program_on(config: Config, hardware: Hardware) -> Program:
-    """The program of a configuration on hardware.
-
-    Raises:
-      UserError: mesh, batch, evaluation or sharding do not fit the devices.
-    """
+    """The program of a configuration on hardware."""
     try:
         program = make_program(
             config,

@@ -97,27 +97,28 @@ def _largest(alive: Sequence) -> str:
 def _communication(plan: Plan) -> list[str]:
     if not plan.exchanged:
         return ["communication: none, one device"]
+    received = sum(one.num_bytes for one in plan.exchanged)
+
+    def row(axis: str, size: str, num_bytes: float, speed: str, seconds: float) -> list[str]:
+        return [axis, size, f"{num_bytes / _GB:.2f}", speed, f"{seconds:.3f}"]
+
     return [
         ruled_table(
             ["communication per update", "devices", "GB received", "GB/s", "seconds"],
             [
-                [
+                row(
                     one.axis,
                     str(one.size),
-                    f"{one.num_bytes / _GB:.2f}",
+                    one.num_bytes,
                     f"{one.bandwidth / _GB:.0f}",
-                    f"{one.seconds:.3f}",
-                ]
+                    one.seconds,
+                )
                 for one in plan.exchanged
             ],
-            [
-                "all, one after the other", "",
-                f"{sum(one.num_bytes for one in plan.exchanged) / _GB:.2f}", "",
-                f"{plan.time.communicating:.3f}",
-            ],
+            row("all, one after the other", "", received, "", plan.time.communicating),
             right=(1, 2, 3, 4),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
@@ -125,23 +126,12 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
     updates = tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
-        days = updates * seconds / 86400
-        cells = [
-            name,
-            f"{seconds:.4g}",
-            f"{time.mfu(seconds, per_device):.1%}",
-            f"{per_device / seconds:,.0f}",
-            f"{days:.3g}",
-        ]
-        if price is not None:
-            cells.append(f"{price * plan.hardware.num_chips * days * 24:,.0f}")
-        return cells
+        mfu, speed = time.mfu(seconds, per_device), per_device / seconds
+        cells = [name, f"{seconds:.4g}", f"{mfu:.1%}", f"{speed:,.0f}"]
+        return cells + _days_and_cost(plan, seconds, tokens, price)
 
-    header = ["time", "s per update", "MFU", "tokens/s/device", "days"]
-    if price is not None:
-        header.append("cost")
     table = ruled_table(
-        header,
+        ["time", "s per update", "MFU", "tokens/s/device", "days", *["cost"] * (price is not None)],
         [row("at best", time.fast), row("at worst", time.slow)],
         row("in the middle", time.middle),
         right=range(1, 6),
@@ -158,6 +148,13 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
         MFU_RULE,
     ]
     return [table, *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)]
+
+
+def _days_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
+    """Cells of a run whose updates take so long."""
+    days = tokens / plan.program.tokens_per_update * seconds / 86400
+    money = [] if price is None else [f"{price * plan.hardware.num_chips * days * 24:,.0f}"]
+    return [f"{days:.3g}", *money]
 
 
 def _mesh_words(program: Program) -> str:
@@ -180,29 +177,25 @@ def proposals(
     price: float | None,
 ) -> str:
     """Plans that fit, the fastest first."""
+    rows = [
+        [
+            _mesh_words(plan.program),
+            f"{plan.program.num_microbatches} x "
+            f"{plan.program.config.batch.per_device_batch_size:g}",
+            plan.program.config.model.memory.remat_policy,
+            f"{plan.memory.total / _GB:.1f}",
+            f"{plan.time.fast:.3g} - {plan.time.slow:.3g}",
+            f"{plan.time.mfu(plan.time.middle, plan.tokens_per_device):.1%}",
+            *_days_and_cost(plan, plan.time.middle, tokens, price),
+        ]
+        for plan in plans
+    ]
     header = ["mesh", "batch", "remat_policy", "GB", "s per update", "MFU", "days"]
-    if price is not None:
-        header.append("cost")
-    rows = []
-    for plan in plans:
-        found, seconds = plan.program.config, plan.time.middle
-        days = tokens / plan.program.tokens_per_update * seconds / 86400
-        rows.append(
-            [
-                _mesh_words(plan.program),
-                f"{plan.program.num_microbatches} x {found.batch.per_device_batch_size:g}",
-                found.model.memory.remat_policy,
-                f"{plan.memory.total / _GB:.1f}",
-                f"{plan.time.fast:.3g} - {plan.time.slow:.3g}",
-                f"{plan.time.mfu(seconds, plan.tokens_per_device):.1%}",
-                f"{days:.3g}",
-            ]
-        )
-        if price is not None:
-            rows[-1].append(f"{price * plan.hardware.num_chips * days * 24:,.0f}")
-    first, *others = rows
     table = ruled_table(
-        header, [first, *others], ["(other meshes are slower, or too large)"], right=range(3, 8)
+        header + ["cost"] * (price is not None),
+        rows,
+        ["(other meshes are slower, or too large)"],
+        right=range(3, 8),
     )
     line = shlex.join(["python", "MaxText/train.py", *command(arguments, plans[0], config)])
     return f"what fits, fastest first:\n{table}\nthe first:\n  {line}"

@@ -25,11 +25,7 @@ class Request:
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """Reads a command line.
-
-    Raises:
-      UserError: a word has no usable value, or no hardware is named.
-    """
+    """Reads a command line."""
     words: dict[str, str] = {}
     rest, fit = [], False
     for argument in arguments:
