@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 
 import pytest
 import yaml
@@ -17,12 +18,18 @@ COMMANDS = re.findall(r"^    python MaxText/(\w+\.py) (.*)$", PAGE, re.MULTILINE
 
 
 def test_quoted_code_stands_in_the_examples():
-    examples = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").iterdir()
-                if path.suffix in (".py", ".yml")]  # fmt: skip
+    def without_blank_lines(text):
+        return re.sub(r"\n\n+", "\n", text)
+
+    files = [path for path in (REPOSITORY / "examples").iterdir() if path.is_file()]
+    examples = [without_blank_lines(path.read_text(encoding="utf-8")) for path in files]
     quoted = re.findall(r"^```(?:python|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert len(quoted) >= 5
     for block in quoted:
-        assert any(block in text for text in examples), block
+        indented = [
+            textwrap.indent(without_blank_lines(block), " " * spaces) for spaces in (0, 4, 8)
+        ]
+        assert any(each in text for each in indented for text in examples), block
 
 
 def test_yaml_of_the_page_is_a_configuration(tmp_path):
