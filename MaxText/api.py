@@ -13,7 +13,7 @@ from etils import epath
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 
 Callback = Callable[[Mapping[str, Any]], None]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from MaxText.checkpointing.matching import path_name
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.key_value_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
 from MaxText.monitoring.flops import count_flops

@@ -113,9 +113,9 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *settled.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
-    from MaxText.input_pipeline.batch import batch_shapes
     from MaxText.input_pipeline.rows.batch_plan import plan_batches
     from MaxText.input_pipeline.run_batches import open_batches
+    from MaxText.layers.batch import batch_shapes
 
     length, sizes = model.section.shape.max_target_length, config.batch
     plan = plan_batches(sizes, length, lambda size: mesh.rows_of_update(sizes, layout, size))

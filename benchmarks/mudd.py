@@ -116,7 +116,7 @@ def compiled(shape: Shape, row: dict[str, Any], options: argparse.Namespace, dev
     import numpy as np
 
     from MaxText.configuration.loading import configure
-    from MaxText.input_pipeline.batch import Batch, batch_shapes
+    from MaxText.layers.batch import Batch, batch_shapes
     from MaxText.layers.model import Model
     from MaxText.parallelism.compiled_steps import memory_of
     from MaxText.parallelism.mesh import Layout, make_mesh

@@ -170,7 +170,7 @@ def memory(begin: str) -> None:
     """Prints predicted memory and the compiler's."""
     from jax.experimental import topologies
 
-    from MaxText.input_pipeline.batch import batch_shapes
+    from MaxText.layers.batch import batch_shapes
     from MaxText.parallelism import compiled_steps
     from MaxText.parallelism.mesh import make_layout
     from MaxText.planning.memory import memory_of

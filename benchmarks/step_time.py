@@ -50,7 +50,7 @@ def our_step(size, batch):
     import jax
 
     from MaxText.configuration.loading import configure
-    from MaxText.input_pipeline.batch import batch_shapes
+    from MaxText.layers.batch import batch_shapes
     from MaxText.layers.model import Model
     from MaxText.parallelism.mesh import Layout, make_mesh
     from MaxText.training import backend_defaults
@@ -108,7 +108,7 @@ def compare(name: str, rounds: int) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from MaxText.input_pipeline.batch import Batch
+    from MaxText.layers.batch import Batch
 
     size = hand_written.Size(*JOBS[name])
     generator = np.random.default_rng(0)

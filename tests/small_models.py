@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule

@@ -9,8 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.checkpointing.growth.settling import settle
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch import batch_shapes
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan, plan_batches
+from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.assembly import assemble

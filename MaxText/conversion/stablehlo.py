@@ -11,7 +11,7 @@ from jax import export
 
 from MaxText.conversion.weights import Weights, nested, num_bytes
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve
 

@@ -11,7 +11,7 @@ import numpy as np
 from MaxText.conversion.family import Family
 from MaxText.conversion.weights import Weights, nested
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve
 

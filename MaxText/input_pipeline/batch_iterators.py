@@ -9,10 +9,10 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
 from MaxText.input_pipeline.rows.left_out import Holes
 from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
+from MaxText.layers.batch import Batch
 
 # Words of a position -> the configuration keys they come from, for messages.
 _KEY_OF = {

@@ -13,9 +13,9 @@ from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.model_sections import RematPolicy
-from MaxText.input_pipeline.batch import Batch
 from MaxText.layers import alibi
 from MaxText.layers.arrangements import block_of
+from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.capture import record, scope

@@ -15,7 +15,8 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.stack import keep_layers_apart
-from MaxText.layers.weights import ParameterInfo, ShapesOnly
+from MaxText.layers.weights import ShapesOnly
+from MaxText.parallelism.constraints import ParameterInfo
 
 Parameters = dict  # nested, leaves are arrays
 

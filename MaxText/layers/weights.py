@@ -21,19 +21,6 @@ Shape = tuple[int, ...]
 Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
 
-class ParameterInfo(NamedTuple):
-    """What the abstract model knows about one parameter."""
-
-    shape: Shape
-    dtype: jnp.dtype
-    logical_axes: tuple[str | None, ...]
-    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
 class ShapesOnly(nnx.Rngs):
     """Takes the place of keys where shapes are all that is wanted: nothing is drawn or traced.
 

@@ -76,7 +76,7 @@ from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _POINTING = "Head-QK scores"

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 Rules = Sequence[tuple[str, Sequence[str]]]
 # Logical names of the dimensions of hidden states [B, T, D].
 HIDDEN = ("activation_batch", "activation_length", "activation_embed")
+
+
+class ParameterInfo(NamedTuple):
+    """What the abstract model knows about one parameter."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    logical_axes: tuple[str | None, ...]
+    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
 
 _in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(
     "axis_rules", default=None

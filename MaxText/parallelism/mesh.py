@@ -16,8 +16,7 @@ from MaxText.configuration.model_sections import Pipeline
 from MaxText.configuration.training_sections import Batch as BatchSection
 from MaxText.configuration.training_sections import Mesh as MeshSection
 from MaxText.errors import UserError
-from MaxText.layers.weights import ParameterInfo
-from MaxText.parallelism.constraints import Rules, axis_rules, partition_spec
+from MaxText.parallelism.constraints import ParameterInfo, Rules, axis_rules, partition_spec
 from MaxText.parallelism.device_mesh import arranged
 
 # Of the host, where devices can fetch from it.

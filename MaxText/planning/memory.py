@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.input_pipeline.batch import batch_shapes
+from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout

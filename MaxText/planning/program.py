@@ -20,8 +20,8 @@ from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard, Optimizer, Schedule
-from MaxText.input_pipeline.batch import Batch, batch_shapes
 from MaxText.input_pipeline.rows.batch_plan import plan_batches
+from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
 from MaxText.parallelism.mesh import Layout, check_lengths, rows_of_batch, rows_of_update

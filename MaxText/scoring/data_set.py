@@ -17,7 +17,6 @@ from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.trained_model import Show, TrainedModel
 from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.batch_iterators import EvalBatches
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.retrying import Incidents, Retrying
@@ -27,6 +26,7 @@ from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
 from MaxText.input_pipeline.rows.sliding_windows import SlidingWindows
 from MaxText.input_pipeline.rows.window_order import WindowOrder
 from MaxText.input_pipeline.rows.windows import Cutting
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.scoring.bytes_of_ids import IdBytes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.inference.trained_model import TrainedModel
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.parallelism.constraints import HIDDEN, constrain
 from MaxText.parallelism.mesh import rows_of_batch
 from MaxText.scoring.masked_text import MaskIds

@@ -10,7 +10,7 @@ import optax
 from MaxText.checkpointing.growth.old_slots import slow_old_slots
 from MaxText.checkpointing.growth.settling import Settled
 from MaxText.configuration.registry import registrations
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.configuration.model_sections import Objective
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
 

@@ -12,7 +12,7 @@ import optax.contrib
 from MaxText.configuration.registry import lookup
 from MaxText.configuration.training_sections import Optimizer
 from MaxText.errors import UserError
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 Names = Mapping[str, ParameterInfo]
 

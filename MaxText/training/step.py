@@ -12,7 +12,7 @@ import optax
 
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import platform, split_rows
 from MaxText.training import spike_guard

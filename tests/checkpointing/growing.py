@@ -16,7 +16,7 @@ from MaxText.checkpointing.matching import checkpoint_metadata
 from MaxText.checkpointing.starting_point import Start, restore_or_initialize
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule

@@ -6,7 +6,7 @@ import pytest
 
 from MaxText.checkpointing.growth.plan import new_part, plan
 from MaxText.checkpointing.matching import Leaf
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 # Names say nothing here: "a" makes slots, "b" sums over them, "c" is added to them.
 AXES = {

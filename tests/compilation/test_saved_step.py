@@ -11,7 +11,7 @@ from MaxText.compilation.compiling import compile_planned, plan_step
 from MaxText.compilation.hlo import Program
 from MaxText.configuration.catalogue import build, flat
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch import batch_shapes
+from MaxText.layers.batch import batch_shapes
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize

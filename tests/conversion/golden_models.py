@@ -18,7 +18,7 @@ from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.weights import Weights, nested
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from tests.conversion.small_folders import muddformer, tokenformer, write
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.generation.engine import Engine
 from MaxText.generation.token_choice import Choice
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
 from tests.small_models import tiny_config

@@ -136,3 +136,19 @@ def test_the_configuration_is_checked_without_jax():
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Package -> the packages that it may import, beside modules of MaxText itself (errors, ...).
+BELOW = {
+    "configuration": set(),
+    "parallelism": {"configuration"},
+    "layers": {"configuration", "parallelism"},
+}
+
+
+def test_imports_go_down():
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    for package, below in BELOW.items():
+        for path in python_files(f"MaxText/{package}"):
+            found = {name.split(".")[1] for name in imported_modules(path) if "MaxText." in name}
+            assert found & packages <= below | {package}, shown(path)

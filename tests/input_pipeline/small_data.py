@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.configuration.data_sections import Data
-from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
 from MaxText.input_pipeline.manifest import (
@@ -27,6 +26,7 @@ from MaxText.input_pipeline.preparation.token_writer import (
     write_split,
 )
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.layers.batch import Batch
 
 VOCAB_SIZE = 50_000
 EOS = 0

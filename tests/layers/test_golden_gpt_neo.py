@@ -15,7 +15,7 @@ from MaxText.conversion.families.gpt_neo import GPT_NEO
 from MaxText.conversion.family import row
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weights import nested
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import GOLDEN, below

@@ -12,10 +12,10 @@ from MaxText.configuration.loading import configure
 from MaxText.conformance import products
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.model import Model
-from MaxText.layers.weights import ParameterInfo
 from MaxText.monitoring.cost import MFU_RULE, model_cost
 from MaxText.monitoring.flops import FlopCount, Part, count_flops
 from MaxText.monitoring.tables import parameter_table
+from MaxText.parallelism.constraints import ParameterInfo
 from MaxText.training.objective import loss_sums
 from tests.layers.test_conformance import sums_as_products
 from tests.small_models import random_batch, tiny_config, trainer

@@ -8,7 +8,7 @@ import pytest
 from MaxText.configuration.training_sections import Batch, Mesh
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_layout, rows_of_batch
 from MaxText.training.recovery import copied, placed
 from MaxText.training.state import TrainState

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.inference.trained_model import TrainedModel
-from MaxText.input_pipeline.batch import Batch
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, make_mesh
 from tests.small_models import tiny_config

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.input_pipeline.batch import Batch
 from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.layers.batch import Batch
 from MaxText.scoring import lambada, masked_text, tasks, wikitext
 from MaxText.scoring.lambada import Passage
 from MaxText.scoring.masked_scorer import MaskedScorer

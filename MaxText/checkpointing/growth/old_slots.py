@@ -9,7 +9,7 @@ import optax
 
 from MaxText.checkpointing.growth.plan import SLOTS
 from MaxText.checkpointing.matching import path_name
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 
 def slow_old_slots(

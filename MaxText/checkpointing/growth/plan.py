@@ -12,7 +12,7 @@ import numpy as np
 
 from MaxText.checkpointing.matching import Leaf
 from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 SLOTS = "slots"
 LAYERS = "layers"

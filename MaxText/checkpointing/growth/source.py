@@ -10,7 +10,7 @@ from MaxText.checkpointing.description import metadata_if_any, read_position
 from MaxText.checkpointing.growth.plan import GrowthPlan, Misfits, plan
 from MaxText.checkpointing.matching import ConfigHint, Leaf, explain
 from MaxText.errors import UserError
-from MaxText.layers.weights import ParameterInfo
+from MaxText.parallelism.constraints import ParameterInfo
 
 KEY = "load_parameters_path"
 _PARAMS = "params/"
