@@ -57,8 +57,10 @@ def leave_results(
 
             records.events.flush()
             line(f"Loss curve: {draw_loss_curve(run_folder)}")
-    decodes = all(lookup("mixer", name).decodes() for name in set(model.section.mixers))
-    can_generate = tokenizer is not None and model.section.attention.causal and decodes
+    can_generate = tokenizer is not None and model.section.attention.causal
+    can_generate = can_generate and all(
+        lookup("mixer", name).decodes() for name in set(model.section.mixers)
+    )
     for text in _next_steps(run_folder, can_generate, config.run.import_modules):
         line(text)
     if diverged := records.trend.diverged:

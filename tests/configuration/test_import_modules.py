@@ -75,6 +75,7 @@ def leave_no_parts(tmp_path, monkeypatch):
     before = registry.registrations()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(import_modules, "_hashes", {})
+    monkeypatch.setattr(import_modules, "_files", {})
     yield
     registry.keep_only(before)
 

@@ -41,9 +41,14 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     records = space(
         terminal=space(line=lines.append), events=space(flush=lambda: None), trend=trend
     )
-    config = space(decoding=space(sample_tokens=8), monitoring=space(loss_curve=True))
+    config = space(
+        decoding=space(sample_tokens=8), monitoring=space(loss_curve=True),
+        run=space(import_modules=["my parts.py"]),
+    )  # fmt: skip
     batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
-    section = space(objective=space(is_in_nats=True), attention=space(causal=True))
+    section = space(
+        objective=space(is_in_nats=True), attention=space(causal=True), mixers=("attention",)
+    )
     built, state = space(model=space(section=section)), space(params={})
     run = epath.Path(tmp_path / "a run")
     (run / "checkpoints/12/items").mkdir(parents=True)
@@ -52,7 +57,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     for what, line in (("sample", sample), ("loss curve", curve)):
         assert all(word in line for word in ("WARNING", what, str(error)))
     assert checkpoint.endswith("checkpoints/12")
-    assert f"decode load_parameters_path='{run}'" in decode
+    assert f"decode load_parameters_path='{run}' import_modules=['my parts.py']" in decode
     assert f"report '{run}'" in report
     trend.diverged = "the loss ended at 9.1, above its first value 8.3"
     with pytest.raises(Diverged, match=r"ended at 9\.1"):
