@@ -33,6 +33,9 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
     return {"attention_types": [[list(names), repeats]]} | window
 
 
+# Several chunks: of one alone the state has no gradient, which the formula does not leave out.
+LINEAR = kinds("linear", "global") | {"linear_attention_chunk": 5}
+
 # name -> (decoder_block, keys)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {"base_num_kv_heads": 2, "use_qk_norm": True}),
@@ -142,7 +145,7 @@ def test_conformance(name):
 
 # Values of options, each as keys.
 OPTIONS: list[list[dict[str, Any]]] = [
-    [{}, kinds("local", repeats=2), kinds("linear", "global"), kinds("none", "local")],
+    [{}, kinds("local", repeats=2), LINEAR, kinds("none", "local")],
     [
         {},
         {"block_arrangement": "parallel"},
