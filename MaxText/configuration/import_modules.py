@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from MaxText.configuration import config_files, layering, registry, values
@@ -24,7 +23,7 @@ KEY = "import_modules"
 METADATA = "imported_modules"
 
 _hashes: dict[str, str] = {}  # by name as the user wrote it
-_files: dict[Path, tuple[str, ModuleType]] = {}  # path -> (SHA-256, module)
+_files: dict[Path, str] = {}  # path -> SHA-256 of what was imported
 
 
 def gather(
@@ -48,6 +47,8 @@ def gather(
         names = names_in(setting)
     except values.WrongValue:
         return gathered  # said where all types are checked
+    if not names:
+        return gathered
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
@@ -155,7 +156,7 @@ def _import_file(name: str) -> str:
         raise FileNotFoundError(0, "no file", name)
     path = Path(name).resolve()
     digest = _sha256(path)
-    if path in _files and _files[path][0] == digest:
+    if _files.get(path) == digest:
         return digest
     registry.forget(str(path))
     spec = importlib.util.spec_from_file_location(f"maxtext_parts_{path.stem}", path)
@@ -165,7 +166,7 @@ def _import_file(name: str) -> str:
     sys.modules[spec.name] = module  # dataclasses look their module up
     _files.pop(path, None)
     spec.loader.exec_module(module)
-    _files[path] = (digest, module)
+    _files[path] = digest
     return digest
 
 

@@ -41,7 +41,6 @@ class Registration:
       name: what users write.
       target: the class or function, or "module:name" of one that is imported when it is needed.
       keys: keys of the part's own, which join those of the configuration.
-      help: one line on what it is.
       place: file and line of the registration.
     """
 
@@ -49,7 +48,6 @@ class Registration:
     name: str
     target: Any
     keys: type[Section] | None
-    help: str
     place: str
 
     @property
@@ -87,8 +85,13 @@ def when_changed(forget: Callable[[], None]) -> None:
     _changed.append(forget)
 
 
+def _tell() -> None:
+    for forget_derived in _changed:
+        forget_derived()
+
+
 def register(
-    kind: str, name: str, *, keys: type[Section] | None = None, target: str = "", help: str = ""
+    kind: str, name: str, *, keys: type[Section] | None = None, target: str = ""
 ) -> Callable[[Any], Any]:
     """Registers a part; a decorator of its class or function.
 
@@ -97,7 +100,6 @@ def register(
       name: what users write: lower-case letters, digits and underscores.
       keys: a Section with keys of the part's own.
       target: "module:name" of a part that is imported later; then this is no decorator.
-      help: one line; by default the first one of the docstring.
 
     Raises:
       RegistrationError: the kind is unknown, the name is taken or no name, or a key exists.
@@ -107,19 +109,19 @@ def register(
 
     def add(given: Any) -> Any:
         if kind not in KINDS:
-            raise RegistrationError(f"{place}: there are no parts of kind {kind!r}: {_known()}")
+            raise RegistrationError(
+                f"{place}: there are no parts of kind {kind!r}: {', '.join(KINDS)}"
+            )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
-        earlier = _all().get((kind, name)) if kind in KINDS and not target else None
+        earlier = None if target else _all().get((kind, name))
         if earlier is not None:
             where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
             raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
         if keys is not None:
             _check_keys(keys, f"{place}: {kind} {name!r}")
-        line = help or ((given.__doc__ or "").strip().splitlines() or [""])[0]
-        _registered[kind, name] = Registration(kind, name, given, keys, line, place)
-        for forget in _changed:
-            forget()
+        _registered[kind, name] = Registration(kind, name, given, keys, place)
+        _tell()
         return given
 
     return add(target) if target else add
@@ -136,10 +138,6 @@ def _check_keys(keys: type[Section], who: str) -> None:
             raise RegistrationError(f"{who}: key {key!r} is not declared with key(...)")
         if (taken := all_keys().get(key)) is not None:
             raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
-
-
-def _known() -> str:
-    return ", ".join(KINDS)
 
 
 @functools.cache
@@ -175,8 +173,7 @@ def forget(module_file: str) -> None:
     """Takes back what a file has registered, so that it can be imported again."""
     for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
         del _registered[key]
-    for forget_derived in _changed:
-        forget_derived()
+    _tell()
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
@@ -185,8 +182,7 @@ def keep_only(parts: Iterable[Registration]) -> None:
     if kept != _registered:
         _registered.clear()
         _registered.update(kept)
-        for forget_derived in _changed:
-            forget_derived()
+        _tell()
 
 
 class Parts(Section):

@@ -2,34 +2,23 @@
 
 from MaxText.configuration.registry import register
 
-for _name, _target, _help in (
-    ("attention", "attention:Attention", "Softmax attention to all earlier tokens."),
-    ("local_attention", "attention:LocalAttention", "Attention to sliding_window_size tokens."),
-    ("linear_attention", "linear_attention:LinearAttention", "A state of fixed size (GPT-Neo)."),
-    ("none", "part:Nothing", "No mixer: the layer has a feed-forward alone."),
+for _kind, _name, _target in (
+    ("mixer", "attention", "layers.attention:Attention"),
+    ("mixer", "local_attention", "layers.attention:LocalAttention"),
+    ("mixer", "linear_attention", "layers.linear_attention:LinearAttention"),
+    ("mixer", "none", "layers.part:Nothing"),
+    ("projection", "dense", "layers.dense:projection"),
+    ("projection", "pattention", "layers.pattention:projection"),
+    ("norm", "rms_norm", "layers.normalization:rms_norm"),
+    ("norm", "layer_norm", "layers.normalization:layer_norm"),
+    ("norm", "scale_norm", "layers.normalization:scale_norm"),
+    ("norm", "scale_norm_centered", "layers.normalization:scale_norm_centered"),
+    ("feed_forward", "mlp", "layers.feed_forward:MLP"),
+    ("feed_forward", "pattention", "layers.pattention:PattentionFeedForward"),
+    ("optimizer", "adamw", "training.optimizer:adamw"),
+    ("optimizer", "adafactor", "training.optimizer:adafactor"),
+    ("optimizer", "lion", "training.optimizer:lion"),
+    ("optimizer", "muon", "training.optimizer:muon"),
+    ("optimizer", "sgd", "training.optimizer:sgd"),
 ):
-    register("mixer", _name, target=f"MaxText.layers.{_target}", help=_help)
-
-for _name, _target, _help in (
-    ("dense", "dense:projection", "A matrix."),
-    ("pattention", "pattention:projection", "Pattention over slots (TokenFormer)."),
-):
-    register("projection", _name, target=f"MaxText.layers.{_target}", help=_help)
-
-for _name in ("rms_norm", "layer_norm", "scale_norm", "scale_norm_centered"):
-    register("norm", _name, target=f"MaxText.layers.normalization:{_name}")
-
-for _name, _target, _help in (
-    ("mlp", "feed_forward:MLP", "An MLP, plain or gated, or experts of them."),
-    ("pattention", "pattention:PattentionFeedForward", "Pattention over slots (TokenFormer)."),
-):
-    register("feed_forward", _name, target=f"MaxText.layers.{_target}", help=_help)
-
-for _name, _help in (
-    ("adamw", "AdamW (Loshchilov and Hutter 2019)."),
-    ("adafactor", "Adafactor (Shazeer and Stern 2018)."),
-    ("lion", "Lion (Chen et al. 2023)."),
-    ("muon", "Muon for matrices, AdamW for the rest (Jordan et al. 2024)."),
-    ("sgd", "Stochastic gradient descent."),
-):
-    register("optimizer", _name, target=f"MaxText.training.optimizer:{_name}", help=_help)
+    register(_kind, _name, target=f"MaxText.{_target}")
