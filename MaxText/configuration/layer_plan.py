@@ -53,9 +53,14 @@ class LayerPlan(NamedTuple):
             place -= length
         raise AssertionError("runs make up the cycle")
 
+    def first_of(self, run: int) -> int:
+        """The first layer of a run."""
+        return self.prefix + sum(self.runs[:run])
+
     def layers_of(self, run: int) -> list[int]:
         """All layers of a run, in their order."""
-        return [i for i in range(self.prefix, self.end) if (self.cycled(i) or (-1,))[0] == run]
+        starts = range(self.first_of(run), self.end, self.cycle)
+        return [start + place for start in starts for place in range(self.runs[run])]
 
     def path(self, index: int) -> tuple[str, int | None]:
         """Where a layer's parameters are stored if layers differ in shapes.

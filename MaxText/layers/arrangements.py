@@ -10,7 +10,6 @@ import jax
 from flax import nnx
 
 from MaxText.configuration.model_sections import Layer
-from MaxText.configuration.registry import lookup
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
 from MaxText.layers.building import Building
 from MaxText.layers.connections import Inputs, Normalized
@@ -29,7 +28,7 @@ def block_of(layer: Layer) -> type[Block]:
     own = layer.section.block
     block: type[Block] = ParallelBlock if own.block_arrangement == "parallel" else Block
     if own.mixer == "none":
-        block = without_mixer(block)
+        block = BlockWithoutMixer
     elif layer.section.attention.static_sgu:
         block = with_static_sgu(block)
     if layer.section.dense_connections.mixes_attention_inputs and own.mixer != "none":
@@ -41,11 +40,9 @@ def block_of(layer: Layer) -> type[Block]:
 
 def mixer_of(layer: Layer) -> type[Mixer] | None:
     """The class of a layer's mixer; None for a layer without one."""
-    name = layer.section.block.mixer
-    if name == "none":
+    if layer.section.block.mixer == "none":
         return None
-    found = lookup("mixer", name)
-    return beside_static_sgu(found) if layer.section.attention.static_sgu else found
+    return block_of(layer).mixer_class(layer)
 
 
 class ParallelBlock(Block):
@@ -75,26 +72,20 @@ class ParallelBlock(Block):
         return y_BTD, summed(scalars, more), state
 
 
-@functools.cache
-def without_mixer(block: type[Block]) -> type[Block]:
-    """A block that has its feed-forward alone."""
+class BlockWithoutMixer(Block):
+    """y = x + mlp(norm(x)), for a layer that has its feed-forward alone."""
 
-    class WithoutMixer(Block):
-        """y = x + mlp(norm(x))."""
+    def build_mixer(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+        self.doubles = layer.section.attention.none_doubles_residual
+        self.is_parallel = layer.section.block.block_arrangement == "parallel"
 
-        def build_mixer(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
-            self.doubles = layer.section.attention.none_doubles_residual
-
-        def __call__(
-            self, inputs: Inputs, context: Context, state: Any = None
-        ) -> tuple[jax.Array, Scalars, Any]:
-            h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
-            is_parallel = issubclass(block, ParallelBlock)
-            out, scalars = self.feed_forward(inputs.r if is_parallel else h_BTD, context)
-            y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
-            return y_BTD, scalars, state
-
-    return WithoutMixer
+    def __call__(
+        self, inputs: Inputs, context: Context, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
+        out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
+        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        return y_BTD, scalars, state
 
 
 @functools.cache
@@ -104,7 +95,8 @@ def with_static_sgu(block: type[Block]) -> type[Block]:
     class WithStaticSGU(block):  # type: ignore[misc, valid-type]
         """See layers/static_sgu.py."""
 
-        def mixer_class(self, layer: Layer) -> Any:
+        @classmethod
+        def mixer_class(cls, layer: Layer) -> Any:
             return beside_static_sgu(super().mixer_class(layer))
 
     return WithStaticSGU

@@ -45,7 +45,8 @@ class Block(nnx.Module):
         self.pre_self_attention_layer_norm = self.norm(layer, init, rngs)
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
-    def mixer_class(self, layer: Layer) -> type[Mixer]:
+    @classmethod
+    def mixer_class(cls, layer: Layer) -> type[Mixer]:
         """The registered mixer of a layer."""
         return lookup("mixer", layer.section.block.mixer)
 

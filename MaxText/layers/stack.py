@@ -76,10 +76,6 @@ class Blueprint:
     is_stacked: bool
     is_shared: bool
 
-    def run_graphdef(self, run: int) -> Any:
-        """That of the layers of a run."""
-        return self.graphdefs[self.plan.prefix + sum(self.plan.runs[:run])]
-
     def cycle_weights(self, weights: dict) -> Any:
         """The stacked weights of the repeated layers alone, of all layers' weights."""
         plan = self.plan
@@ -148,8 +144,7 @@ def stack(
     """
     shapes_only = isinstance(rngs, ShapesOnly)
     first_of = [
-        plan.prefix + sum(plan.runs[: place[0]]) if (place := plan.cycled(i)) else i
-        for i in range(plan.num_layers)
+        plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
     ]
     abstract = {index: make_layer(index, ShapesOnly()) for index in dict.fromkeys(first_of)}
     graphdefs = {index: nnx.graphdef(layer) for index, layer in abstract.items()}
@@ -296,11 +291,9 @@ def apply_scanned(
 
     def single(x_BTD: jax.Array, index: int) -> jax.Array:
         def one_layer(x_BTD, weights):
-            own = weights if not blueprint.is_stacked else row(weights)
-            return apply(nnx.merge(blueprint.graphdefs[index], own), x_BTD, index)
-
-        def row(weights: dict) -> dict:
-            return jax.tree.map(lambda leaf: leaf[0 if blueprint.is_shared else index], weights)
+            if blueprint.is_stacked:
+                weights = _row(weights, 0 if blueprint.is_shared else index)
+            return apply(nnx.merge(blueprint.graphdefs[index], weights), x_BTD, index)
 
         own = weights if blueprint.is_stacked else weights[str(index)]
         y_BTD, scalars = rematerialized(one_layer, policy, in_scan=False)(x_BTD, own)
@@ -341,35 +334,35 @@ def scan_cycle(
     """
     plan, is_shared = blueprint.plan, blueprint.is_shared
 
-    def rows(weights: Any, run: int) -> Any:
-        """The weights of a run's layers, of those of one cycle."""
-        if is_shared or not blueprint.is_stacked:
-            return weights if is_shared else weights[str(run)]
-        start = sum(plan.runs[:run])
-        return jax.tree.map(lambda leaf: leaf[start : start + plan.runs[run]], weights)
-
     def one_run(x_BTD: jax.Array, weights: Any, run: int, start: Any) -> tuple[jax.Array, Scalars]:
-        graphdef, length = blueprint.run_graphdef(run), plan.runs[run]
-        in_scan = num_repeats > 1 or length > 1  # a loop of one turn is none to the compiler
+        first, length = plan.first_of(run), plan.runs[run]
+        graphdef, row = blueprint.graphdefs[first], 0
+        if not blueprint.is_stacked:
+            weights = weights[str(run)]
+        elif not is_shared:
+            row = first - plan.prefix
 
         def one_layer(x_BTD, weights, index):
             # In here, as weights cut out before would be kept for the backward pass.
-            own = first_row(rows(weights, run)) if length == 1 else weights
-            own = first_row(own) if is_shared and length > 1 else own
+            own = _row(weights, row) if length == 1 or is_shared else weights
             return apply(nnx.merge(graphdef, own if select is None else select(own)), x_BTD, index)
 
+        # A loop of one turn is none to the compiler.
+        in_scan = num_repeats > 1 or length > 1
         one_layer = rematerialized(one_layer, policy, in_scan=in_scan)
         if length == 1:
-            return one_layer(x_BTD, weights, start)
+            y_BTD, scalars = one_layer(x_BTD, weights, start)
+            return token_by_token(y_BTD), scalars
 
         def turn(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, Scalars]:
             own, place = given
             y_BTD, scalars = one_layer(x_BTD, weights if is_shared else own, start + place)
             return token_by_token(y_BTD), scalars
 
-        places = jnp.arange(length)
-        own = None if is_shared else rows(weights, run)
-        x_BTD, scalars = jax.lax.scan(turn, x_BTD, (own, places))
+        own = None
+        if not is_shared:
+            own = jax.tree.map(lambda leaf: leaf[row : row + length], weights)
+        x_BTD, scalars = jax.lax.scan(turn, x_BTD, (own, jnp.arange(length)))
         return x_BTD, jax.tree.map(jnp.sum, scalars)
 
     def one_cycle(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[Scalars]]:
@@ -377,7 +370,6 @@ def scan_cycle(
         scalars = []
         for run, length in enumerate(plan.runs):
             x_BTD, found = one_run(x_BTD, weights, run, start)
-            x_BTD = token_by_token(x_BTD)
             scalars.append(found)
             start = start + length
         return x_BTD, scalars
@@ -399,9 +391,9 @@ def scan_cycle(
     return x_BTD, totals
 
 
-def first_row(weights: Any) -> Any:
-    """The first of stacked layers."""
-    return jax.tree.map(lambda leaf: leaf[0], weights)
+def _row(weights: Any, index: int) -> Any:
+    """One of stacked layers."""
+    return jax.tree.map(lambda leaf: leaf[index], weights)
 
 
 def _add(totals: Scalars, found: Scalars) -> None:

@@ -21,6 +21,7 @@ from flax import nnx
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
@@ -96,9 +97,8 @@ def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
             """Those of the mixer, and of the sums, through which no gradient passes."""
             kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
             rows, num_blocks = sgu_blocks(kernel, length)
-            summed = min(kernel + 1, length)
             sums = Flops(
-                width * (summed - summed**2 / (2 * length)),
+                width * keys_by_rule(length, causal=True, window=kernel + 1),
                 width * num_blocks * rows * (kernel + rows) / length,
                 backward=0,
             )
