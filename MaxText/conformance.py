@@ -179,16 +179,18 @@ class Subject:
         return losses, logits, decoded
 
 
-def random_batch(config: Config, num_rows: int) -> Batch:
-    """Random tokens, uneven weights and two documents in each row."""
-    generator = np.random.default_rng(0)
-    size, cut = (num_rows, config.model.shape.max_target_length), LENGTH // 3
-    tokens = generator.integers(0, config.model.shape.vocab_size, (num_rows, size[1] + 1))
-    weights = (generator.random(size) < 0.7).astype(np.float32)
-    places = np.tile(np.arange(size[1], dtype=np.int32), (num_rows, 1))
-    segments = np.where(places < cut, 1, 2).astype(np.int32)
-    positions = np.where(places < cut, places, places - cut)
+def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: bool = True) -> Batch:
+    """Random tokens and uneven weights; with `documents`, two of them in each row."""
+    generator, length = np.random.default_rng(seed), config.model.shape.max_target_length
+    shape, cut = (num_rows, length), length // 3
+    tokens = generator.integers(0, config.model.shape.vocab_size, (num_rows, length + 1))
     tokens = tokens.astype(np.int32)
+    weights = (generator.random(shape) < 0.7).astype(np.float32)
+    positions = segments = None
+    if documents:
+        places = np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+        segments = np.where(places < cut, 1, 2).astype(np.int32)
+        positions = np.where(places < cut, places, places - cut)
     return jax.tree.map(
         jnp.asarray, Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments)
     )
@@ -264,16 +266,17 @@ def _named(tree: Any) -> dict[str, np.ndarray]:
 
 def _differ(found: Any, wanted: Any, tolerance: float) -> str | None:
     """Which array differs by more than a share of its largest number, and by how much."""
+    ours = _named(found)
     for name, expected in _named(wanted).items():
         largest = np.abs(expected).max() or 1.0
-        error = np.abs(_named(found)[name] - expected).max() / largest
+        error = np.abs(ours[name] - expected).max() / largest
         if not error <= tolerance:
             return f"the gradient of {name} differs by {error:.1e} of its largest number"
     return None
 
 
 def _initialization(subject: Subject) -> str | None:
-    """The same numbers from the same key, others from another."""
+    """The same finite numbers from the same key."""
     draws = (Model(subject.config.model).initialize for _ in range(2))
     return _drawn_twice(*map(jax.jit, draws))
 
@@ -494,8 +497,9 @@ def _updates(subject: Subject) -> str | None:
                 return f"{name} is not finite after a step"
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
+    initial = _named(first.params)
     for name, numbers in _named(state.params).items():
-        if np.array_equal(numbers, _named(first.params)[name]):
+        if np.array_equal(numbers, initial[name]):
             return f"{name} does not change"
     if not losses[-1] < losses[0]:
         return f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in 8 steps on one batch"

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from MaxText import conformance
 from MaxText.configuration.loading import configure
 from MaxText.configuration.schema import Config
 from MaxText.layers.batch import Batch
@@ -58,21 +57,7 @@ def tiny_config(decoder_block: str = "llama2", **keys: Any) -> Config:
 
 def random_batch(config: Config, rows: int, seed: int = 0, documents: bool = False) -> Batch:
     """Random tokens and uneven weights; with `documents`, two documents in each row."""
-    shape = config.model.shape
-    generator = np.random.default_rng(seed)
-    size = (rows, shape.max_target_length)
-    tokens = generator.integers(0, shape.vocab_size, (rows, size[1] + 1)).astype(np.int32)
-    weights = (generator.random(size) < 0.7).astype(np.float32)
-    positions = segments = None
-    if documents:
-        cut = size[1] // 3
-        segments = np.where(np.arange(size[1]) < cut, 1, 2).astype(np.int32)
-        positions = np.where(np.arange(size[1]) < cut, np.arange(size[1]), np.arange(size[1]) - cut)
-        segments = np.tile(segments, (rows, 1))
-        positions = np.tile(positions.astype(np.int32), (rows, 1))
-    return jax.tree.map(
-        jnp.asarray, Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments)
-    )
+    return conformance.random_batch(config, rows, seed, documents=documents)
 
 
 def trainer(config: Config, num_microbatches: int = 1):

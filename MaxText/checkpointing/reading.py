@@ -107,9 +107,7 @@ def read_params(
       UserError: names or shapes differ.
       Unreadable: files are damaged, or the numbers in them are not those that were saved.
     """
-    tree, described = _verified_description(stored)
-    found = {"params": tree["params"]} if "params" in tree else {}
-    hint = ConfigHint(described.metadata.get("config"), config_flat)
+    found, hint, described = _stored_params(stored, config_flat)
     wanted = {"params": abstract_params}
     return _read(stored, found, wanted, hint, described, show)["params"]
 
@@ -118,11 +116,18 @@ def check_params(
     stored: layout.Stored, abstract_params: Any, config_flat: Mapping[str, Any]
 ) -> None:
     """Raises what `read_params` would raise for a mismatch, without reading arrays."""
-    tree, described = _verified_description(stored)
-    found = {"params": tree["params"]} if "params" in tree else {}
-    hint = ConfigHint(described.metadata.get("config"), config_flat)
+    found, hint, _ = _stored_params(stored, config_flat)
     wanted = _as_stored(found, {"params": abstract_params}, config_flat)
     _check(stored, found, wanted, hint, lambda line: None)
+
+
+def _stored_params(
+    stored: layout.Stored, config_flat: Mapping[str, Any]
+) -> tuple[dict[str, Any], ConfigHint, Description]:
+    """What a checkpoint says of its parameters."""
+    tree, described = _verified_description(stored)
+    found = {"params": tree["params"]} if "params" in tree else {}
+    return found, ConfigHint(described.metadata.get("config"), config_flat), described
 
 
 def _as_stored(
