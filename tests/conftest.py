@@ -40,17 +40,18 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(pytestconfig):
-    """Tests build the same small programs again and again."""
+    """The folder of compiled programs: tests build the same small ones again and again."""
     import jax
 
     if not hasattr(pytestconfig, "cache"):
-        return  # -p no:cacheprovider
+        return None  # -p no:cacheprovider
     # Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
     # ignores jax's warning).
     folder = pytestconfig.cache.mkdir("compiled_programs")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +64,10 @@ def parts_of_this_module():
 
 
 @pytest.fixture
-def users_environment():
+def users_environment(compilation_cache):
     """The environment for a program started as a user would, except that it compiles fast."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("M_")}
+    users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
+    return users | ({"M_JAX_CACHE_DIR": str(compilation_cache)} if compilation_cache else {})
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ class Workplace:
     def __init__(self, folder, bucket, emulator, environment):
         self.folder, self.bucket, self.emulator = folder, bucket, emulator
         self.environment = environment | emulator.environment | {"JAX_PLATFORMS": "cpu"}
+        self.environment.pop("M_JAX_CACHE_DIR", None)  # compiled programs are in the bucket too
         (folder / "tiny.yml").write_text(CONFIG + KEYS)
         (folder / "text").mkdir()
         for number in range(10):

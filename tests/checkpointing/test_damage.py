@@ -28,6 +28,13 @@ from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def little_to_look_at():
+    """What earlier tests made is not looked through after each of these."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def collected():
     yield

@@ -12,13 +12,14 @@ from tests import programs
 class Runs(kills.Attack):
     """Starts train.py with the configuration of benchmarks/kills.py in one folder, `place`."""
 
-    def __init__(self, place):
+    def __init__(self, place, compiled):
         users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
         super().__init__(place, users | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen)
-        self.place = place
+        self.place, self.compiled = place, compiled
 
     def command(self, run_name, *arguments):
-        return super().command(run_name, f"data_cache_dir={self.place}/data_cache", *arguments)
+        folders = f"data_cache_dir={self.place}/data_cache", f"jax_cache_dir={self.compiled}"
+        return super().command(run_name, *folders, *arguments)
 
     def complete(self, run_name, *arguments, code=0):
         run = self.start(run_name, *arguments)
@@ -43,8 +44,9 @@ class Runs(kills.Attack):
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(tmp_path_factory, compilation_cache):
+    place = tmp_path_factory.mktemp("runs")
+    return Runs(place, compilation_cache or place / "cache")
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ def folder(runs):
     return folder
 
 
+@pytest.mark.slow
 def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     keys = [
         *KEYS.split(), "sequence_length_stages=[[0,16],[2,32]]",

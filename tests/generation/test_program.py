@@ -74,6 +74,7 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
         run(folder, f"decode_output={tmp_path}")
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_does_not_end_the_work(folder, tmp_path, users_environment):
     line = (
         f"{sys.executable} {REPOSITORY}/MaxText/decode.py load_parameters_path={folder} "

@@ -83,8 +83,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a pattern of layers": (
         "llama2",
         {
-            "base_num_decoder_layers": 6,
-            "layer_pattern": "D(LA)D",
+            "base_num_decoder_layers": 5,
+            "layer_pattern": "D(LA)",
             "linear_attention_chunk": 5,
             "layer_kinds": {
                 "D": {"base_mlp_dim": 8, "position_embedding": "none"},

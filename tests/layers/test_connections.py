@@ -228,7 +228,10 @@ def test_sums_that_are_made_again(kept, again):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"base_num_decoder_layers": 4, "dense_ways": ["k", "r"], "dense_kept_sums": 1},
+        pytest.param(
+            {"base_num_decoder_layers": 4, "dense_ways": ["k", "r"], "dense_kept_sums": 1},
+            marks=pytest.mark.slow,
+        ),
         {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sources": "dilated"},
     ],
     ids=str,

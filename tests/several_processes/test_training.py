@@ -91,7 +91,6 @@ def test_a_dead_process_is_replaced_and_training_continues_exactly(whole, start)
     os.kill(pid_of(whole.parent / "killed", 1), signal.SIGKILL)
     output = ended(process, path)
     assert "starting all 2 again" in output
-    assert "slowest: process 1" in output
     assert_same_run(whole, "killed")
 
 
