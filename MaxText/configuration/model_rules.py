@@ -170,24 +170,25 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
             )
 
 
-@rule("mixer", "feed_forward_type", "dense_ways")
+@rule("mixer", "feed_forward_type", "connection_type", "dense_ways")
 def _parts(model):
     """What parts of other modules refuse themselves."""
     for layer in dict.fromkeys(model.layers):
         section = layer.section
-        for kind, name in (
-            ("mixer", section.block.mixer),
-            ("feed_forward", section.feed_forward.feed_forward_type),
+        for kind, base, name in (
+            ("mixer", "part.Mixer", section.block.mixer),
+            ("feed_forward", "part.FeedForward", section.feed_forward.feed_forward_type),
+            ("position", "part.Position", section.position.position_embedding),
+            ("connection", "residual.Connection", section.connection),
         ):
             registered = registration(kind, name)
             if registered.is_built_in:
                 continue  # rules above
             part = registered.load()
             if not hasattr(part, "problem"):
-                base = "Mixer" if kind == "mixer" else "FeedForward"
                 return (
                     f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
-                    f"from MaxText.layers.part.{base}"
+                    f"from MaxText.layers.{base}"
                 )
             if found := part.problem(part.keys_of(layer), layer.dimensions):
                 return f"{KINDS[kind]}={name}: {found}"
@@ -196,6 +197,14 @@ def _parts(model):
                 return (
                     f"mixer={name} has one input, and dense_conn=true makes several\ndense_ways=[r]"
                 )
+
+
+@rule("dense_conn")
+def _dense_connection(connection_type, dense_conn):
+    if connection_type == "dense" and not dense_conn:
+        return "connection_type=dense is switched on by dense_conn=true"
+    if dense_conn and connection_type not in ("auto", "dense"):
+        return f"dense_conn=true and connection_type={connection_type} exclude each other"
 
 
 @rule("mixer", programs="decode")

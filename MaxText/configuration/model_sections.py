@@ -388,6 +388,14 @@ class Model(Section):
         return Layer(section, dimensions if width is None else dimensions._replace(mlp_dim=width))
 
     @property
+    def connection(self) -> str:
+        """The registered connection between layers."""
+        name = self.block.connection_type
+        if name == "auto":
+            return "dense" if self.dense_connections.dense_conn else "residual"
+        return name
+
+    @property
     def layer_plan(self) -> LayerPlan:
         """Which layers repeat; none do with dense connections, which are never scanned."""
         kinds = self.layer_overrides

@@ -22,6 +22,8 @@ KINDS = {
     "feed_forward": "feed_forward_type",
     "norm": "normalization_type",
     "projection": "attention_projections",
+    "position": "position_embedding",
+    "connection": "connection_type",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"

@@ -12,11 +12,11 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import lookup
 from MaxText.layers.building import Building
 from MaxText.layers.capture import scope
-from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import normalization
 from MaxText.layers.part import FeedForward, Mixer, Scalars, checked
+from MaxText.layers.residual import Inputs
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 # RNG stream ids within a layer; attention's probabilities have 0, routing has 9, random slopes of

@@ -1,4 +1,4 @@
-"""What a layer reads: the residual stream, or sums over all hidden states so far.
+"""Dense connections: layers read sums over all hidden states so far.
 
 Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
+from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
@@ -29,28 +30,9 @@ from MaxText.layers.depth_mixing import (
     to_be_scaled,
 )
 from MaxText.layers.normalization import RMSNorm, factor, normalized
+from MaxText.layers.residual import Connection, Inputs, Normalized
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
-
-
-class Normalized(NamedTuple):
-    """An input that the layer's own norm has been applied to."""
-
-    x_BTD: jax.Array
-
-
-class Inputs(NamedTuple):
-    """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
-
-    q: jax.Array | Normalized
-    k: jax.Array | Normalized
-    v: jax.Array | Normalized
-    r: jax.Array
-
-    @classmethod
-    def all(cls, x_BTD: jax.Array) -> "Inputs":
-        """One hidden state as every input."""
-        return cls(x_BTD, x_BTD, x_BTD, x_BTD)
 
 
 class Source(NamedTuple):
@@ -72,25 +54,16 @@ class Source(NamedTuple):
 Sources = tuple[Source, ...]
 
 
-class ResidualStream(nnx.Module):
-    """Each layer reads the output of the one before it (He et al. 2016)."""
-
-    def __call__(
-        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
-    ) -> tuple[Inputs, Sources]:
-        """Inputs of the layer after `depth` others, and what layers after it may read: nothing."""
-        return Inputs.all(sources[-1].x_BTD), ()
-
-
-class DenseConnections(nnx.Module):
+class DenseConnections(Connection):
     """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
 
     Below, X_0 is the embedding and X_i the output of layer i, counted from 1.
     """
 
-    def __init__(
-        self, section: DenseSection, epsilon: float, building: Building, rngs: nnx.Rngs
-    ) -> None:
+    keeps_shapes = False
+
+    def __init__(self, keys: ModelSection, building: Building, rngs: nnx.Rngs) -> None:
+        section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
         self.section = section
         self.epsilon = epsilon
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
@@ -121,26 +94,34 @@ class DenseConnections(nnx.Module):
             else:
                 depths.append(earlier.depth)
 
-    def __call__(
-        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
+    def begin(self, x_BTD: jax.Array) -> Sources:
+        return (Source(x_BTD),)
+
+    def read(
+        self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, Sources]:
-        """Inputs of the layer after `depth` others; after the last one only `r` is meant.
+        """Inputs of the layer after `index` others; after the last one only `r` is meant.
 
         Args:
-          sources: of X_0 to X_depth, as the layer before has handed them on.
-          norms: the layer's own, of ways whose input it normalises alone. They may be applied
+          carried: X_0 to X_index, as the layer before has handed them on.
+          norms: the layer's own, of ways whose input it normalizes alone. They may be applied
             here, where that costs less.
-
-        Returns:
-          Inputs, and the sources to be handed on.
         """
-        x_BTD = sources[-1].x_BTD
-        if str(depth) not in self.after:
+        sources, x_BTD = carried, carried[-1].x_BTD
+        if str(index) not in self.after:
             return Inputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
-        sums, sources = self.after[str(depth)](sources, scales, norms)
+        sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
         return Inputs(*(sums.get(way, rest) for way in Inputs._fields)), sources
+
+    def write(
+        self, index: int, carried: Sources, y_BTD: jax.Array, shared: dict[str, Any]
+    ) -> Sources:
+        return (*carried, Source(y_BTD))
+
+    def end(self, carried: Sources) -> jax.Array:
+        return self.read(self.num_layers, carried, {})[0].r
 
 
 class SourceScales(nnx.Module):

@@ -11,23 +11,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.configuration.model_sections import NO_STAGES, Layer, RematPolicy
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.model_sections import RematPolicy
-from MaxText.layers import alibi
+from MaxText.configuration.registry import lookup
+from MaxText.errors import UserError
 from MaxText.layers.arrangements import block_of
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.capture import record, scope
-from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
-from MaxText.layers.embedding import AxialEmbedding, Embedding
+from MaxText.layers.embedding import Embedding
 from MaxText.layers.head_qk import HeadQK, Pointers
 from MaxText.layers.normalization import normalization
+from MaxText.layers.part import Scalars, described
 from MaxText.layers.pipeline import pipelined
-from MaxText.layers.rotary import rotary_table
 from MaxText.layers.stack import (
     LayersOutput,
     apply_scanned,
@@ -65,17 +65,9 @@ class Decoder(nnx.Module):
         self.dtype = building.dtype
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
         self.token_embedder = Embedding(V, "vocab", building, rngs, scale)
-        if section.position.position_embedding == "axial":
-            self.position_embedder = AxialEmbedding(
-                section.position.axial_pos_shape, building, rngs
-            )
-        elif section.position.position_embedding != "learned":
-            self.position_embedder = None
-        else:
-            num_positions = section.position.trainable_position_size
-            if num_positions == -1:
-                num_positions = dimensions.max_target_length
-            self.position_embedder = Embedding(num_positions, "position", building, rngs)
+        whole = Layer(section, dimensions)
+        position = lookup("position", section.position.position_embedding)
+        self.position_embedder = position.build(whole, building, rngs)
         layers = section.layers
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
@@ -89,11 +81,7 @@ class Decoder(nnx.Module):
             rngs,
             shared=section.block.share_parameters,
         )
-        if section.dense_connections.dense_conn:
-            epsilon = section.block.normalization_layer_epsilon
-            self.connections = DenseConnections(section.dense_connections, epsilon, building, rngs)
-        else:
-            self.connections = ResidualStream()
+        self.connections = lookup("connection", section.connection).build(whole, building, rngs)
         kind = section.head.final_normalization_type
         self.decoder_norm = (
             normalization(section.block, building, rngs, kind=None if kind == "auto" else kind)
@@ -146,40 +134,47 @@ class Decoder(nnx.Module):
             positions_BT = _places(batch.tokens_BT)
         context = Context(
             segments_BT=batch.segments_BT,
-            rotary=self._rotary(positions_BT),
-            slopes_N=self._slopes(),
             dropout_key=dropout_key,
             training=training,
             drops_tokens=drops_tokens,
+            **self.position_embedder.for_mixers(positions_BT),
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         num_stages = num_stages_in_force()
 
-        def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array | int):
-            return layer(Inputs.all(x_BTD), context.for_layer(index))[:2]
-
         if num_stages == 1 and memory.scan_layers is not True:
             output = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(self._last(output, memory.remat_policy)), output.scalars
-        assert isinstance(self.connections, ResidualStream), "dense connections are unrolled"
+        if not self.connections.keeps_shapes:
+            raise UserError(
+                f"{described(self.connections)}: each layer reads another number of arrays, so "
+                "layers cannot be scanned or cut into stages: set scan_layers=false and "
+                f"{NO_STAGES}"
+            )
+
+        def apply(layer: Block, carried: Any, context: Context, index: jax.Array | int):
+            return self._layer(layer, carried, context, index, None)[:2]
+
+        carried = self.connections.begin(x_BTD)
         if num_stages > 1:
-            x_BTD, scalars = pipelined(
+            carried, scalars = pipelined(
                 self.layers,
                 self.blueprint,
-                x_BTD,
+                carried,
                 context,
                 apply,
                 schedule=self.section.pipeline_schedule(num_stages),
                 policy=memory.remat_policy,
             )
         else:
-            x_BTD, scalars = apply_scanned(
+            carried, scalars = apply_scanned(
                 self.layers,
                 self.blueprint,
-                x_BTD,
-                lambda layer, x_BTD, index: apply(layer, x_BTD, context, index),
+                carried,
+                lambda layer, carried, index: apply(layer, carried, context, index),
                 memory.remat_policy,
             )
+        x_BTD = self.connections.end(carried)
         if num_stages > 1:  # norm and head have rows on all stages
             x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -199,10 +194,9 @@ class Decoder(nnx.Module):
         """
         positions_BT = _places(tokens_BT)
         context = Context(
-            rotary=self._rotary(positions_BT),
-            slopes_N=self._slopes(),
             capacity=capacity,
             lengths_B=lengths_B,
+            **self.position_embedder.for_mixers(positions_BT),
         )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
@@ -220,7 +214,7 @@ class Decoder(nnx.Module):
           h_BTD, normalised, and the states after these tokens.
         """
         context = Context(
-            rotary=self._rotary(positions_BT), slopes_N=self._slopes(), positions_BT=positions_BT
+            positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
         )
         return self._with_states(tokens_BT, positions_BT, context, states)
 
@@ -249,39 +243,44 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> LayersOutput:
-        """All layers, each with its inputs and its state; outputs are sources of `connections`."""
+        """All layers, each with its state."""
 
-        def apply(layer: Block, sources: Sources, index: int, state: Any):
-            # Inputs are made where the layer is, so that its backward pass makes them again
-            # instead of keeping them.
-            inputs, sources = self.connections(index, sources, layer.norms_of_ways)
+        def apply(layer: Block, carried: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
-                y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
-                record(y_BTD, "output")
-            return (*sources, Source(y_BTD)), scalars, state
+                return self._layer(layer, carried, context, index, state)
 
         return apply_unrolled(
             self.layers,
             self.blueprint,
-            Source(x_BTD),
+            self.connections.begin(x_BTD),
             apply,
             policy=policy,
             states=states,
-            in_turn=self.section.dense_connections.dense_conn,
+            in_turn=not self.connections.keeps_shapes,
         )
+
+    def _layer(
+        self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
+    ) -> tuple[Any, Scalars, Any]:
+        """A layer and what is carried past it: (carried on, scalars, state)."""
+        # Inputs are made where the layer is, so that its backward pass makes them again instead of
+        # keeping them.
+        inputs, rest = self.connections.read(index, carried, layer.norms_of_ways)
+        context = context.for_layer(index, self.connections.shared(rest))
+        y_BTD, scalars, state = layer(inputs, context, state)
+        record(y_BTD, "output")
+        after = self.connections.write(index, rest, y_BTD, context.shared)
+        return self.connections.checked(carried, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
         """What the final norm reads."""
-        depth = self.section.shape.dimensions.num_layers
-        read = rematerialized(
-            lambda sources: self.connections(depth, sources, {})[0].r, policy, in_scan=False
-        )
-        return read(output.outputs)
+        return rematerialized(self.connections.end, policy, in_scan=False)(output.carried)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
-        if self.position_embedder is not None:
-            x_BTD = x_BTD + self.position_embedder(positions_BT).astype(x_BTD.dtype)
+        added_BTD = self.position_embedder.embed(positions_BT)
+        if added_BTD is not None:
+            x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
         # Layers are numbered from 0, so the stem takes a number that no layer can have.
         stem_key = context.for_layer(2**31 - 1).dropout_key
@@ -331,20 +330,6 @@ class Decoder(nnx.Module):
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
-
-    def _slopes(self) -> jax.Array | None:
-        position = self.section.position
-        if position.position_embedding != "alibi":
-            return None
-        num_heads = self.section.shape.dimensions.num_query_heads
-        return jnp.asarray(alibi.slopes(num_heads, position.alibi_max_bias))
-
-    def _rotary(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        position = self.section.position
-        if position.position_embedding != "rotary":
-            return None
-        num_dims = int(self.section.shape.dimensions.head_dim * position.rotary_pct)
-        return rotary_table(positions_BT, num_dims, position)
 
 
 def _places(x_BT: jax.Array) -> jax.Array:

@@ -26,7 +26,8 @@ from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 
 __all__ = [
-    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Scalars", "register", "tag",
+    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Position", "Scalars", "register",
+    "tag",
 ]  # fmt: skip
 
 Scalars = dict[str, jax.Array]  # to be summed over layers
@@ -49,7 +50,7 @@ class Flops(NamedTuple):
 
 
 class Part(nnx.Module):
-    """A part of a layer.
+    """A part of a model.
 
     Remat policies keep intermediate values that `tag` gives one of their names: query_proj,
     key_proj, value_proj, context and out_proj of a mixer, mlpwi and mlpwo of a feed-forward.
@@ -61,10 +62,13 @@ class Part(nnx.Module):
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
 
+    def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
+        """Declares weights; `keys` are those of `keys_of`."""
+
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Makes the part of a layer."""
-        return cls(cls.keys_of(layer), init, rngs)  # type: ignore[call-arg]
+        """Makes the part of a layer; those of the whole model get its keys and sizes."""
+        return cls(cls.keys_of(layer), init, rngs)
 
     @classmethod
     def keys_of(cls, layer: Layer) -> Any:
@@ -148,6 +152,18 @@ class FeedForward(Part):
         raise NotImplementedError
 
 
+class Position(Part):
+    """How the model knows where a token stands; this one adds and tells nothing."""
+
+    def embed(self, positions_BT: jax.Array) -> jax.Array | None:
+        """What is added to the embedding, [B or 1, T, D]."""
+        return None
+
+    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        """Fields of Context that mixers read: `rotary` or `slopes_N`."""
+        return {}
+
+
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
     """What a method of a part returned: a pair, whose first has the shape of the input.
 
@@ -158,12 +174,17 @@ def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
         return found
     given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)
     second = "scalars" if method == "__call__" else "state"
-    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
-             if one.target is type(part))  # fmt: skip
     raise UserError(
-        f"{next(names, type(part).__name__)}: {method} returned {given}, and has to return "
+        f"{described(part)}: {method} returned {given}, and has to return "
         f"({_words(x_BTD)}, {second})"
     )
+
+
+def described(part: Part) -> str:
+    """Kind, name and place of a part, for messages."""
+    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
+             if one.target is type(part))  # fmt: skip
+    return next(names, type(part).__name__)
 
 
 def _words(x: Any) -> str:

@@ -110,16 +110,18 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def token_by_token(x: jax.Array) -> jax.Array:
-    """`x` with all that a token has side by side in a TPU's memory.
+def token_by_token(tree: Any) -> Any:
+    """Arrays with all that a token has side by side in a TPU's memory.
 
     For what layers hand on. Left to itself, the compiler has tokens side by side after some
     products and dimensions after others, and copies whole states in between. No effect elsewhere,
     nor without a mesh: what is exported is for other machines, too.
     """
     if _in_force.get() is None or platform() != "tpu":
-        return x
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        return tree
+    return jax.tree.map(
+        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), tree
+    )
 
 
 def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:

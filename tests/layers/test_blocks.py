@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
+from MaxText.layers.residual import Inputs
 from MaxText.layers.static_sgu import static_sgu
 from tests.small_models import random_batch, tiny_config
 
