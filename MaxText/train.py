@@ -99,10 +99,10 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.checkpointing.growth.settling import settle
+    from MaxText.compilation.known_memory import check_known_memory
     from MaxText.monitoring.tables import parameter_table
     from MaxText.training import step as steps
     from MaxText.training.assembly import assemble
-    from MaxText.training.known_memory import check_known_memory
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
     config, config_flat = settled.config, flat(settled.config)
@@ -165,10 +165,10 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
+    from MaxText.checkpointing.recovery import Recovery
+    from MaxText.finish import leave_results
     from MaxText.monitoring.records import open_records
-    from MaxText.training.evaluation import evaluate
-    from MaxText.training.finish import leave_results
-    from MaxText.training.recovery import Recovery
+    from MaxText.scoring.validation import evaluate
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from MaxText.checkpointing.growth.settling import Settled
+from MaxText.compilation import known_memory
 from MaxText.errors import UserError
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
-from MaxText.training import known_memory
 from MaxText.training.assembly import assemble
 from MaxText.training.objective import loss_sums
 from MaxText.training.step import make_eval_step

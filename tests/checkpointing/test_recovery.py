@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from MaxText.checkpointing.description import Unreadable
+from MaxText.checkpointing.recovery import Recovery
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.monitoring.event_stream import EventStream
-from MaxText.training.recovery import Recovery
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
