@@ -106,7 +106,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
     config, config_flat = settled.config, flat(settled.config)
-    built = assemble(settled, layout)
+    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.whole:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
@@ -176,7 +176,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )  # fmt: skip
     events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
-    recovery = Recovery(guard, checkpoints, events, train_batches, abstract_state, start)
+    recovery = Recovery(guard, checkpoints, events.emit, train_batches, abstract_state, start)
     log = records.step_log(config, last_step, recovery.observe)
 
     def save(step: int, **facts) -> None:

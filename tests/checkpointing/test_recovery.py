@@ -89,7 +89,7 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), start.state
     )
     batches, checkpoints = Batches(), checkpoints or Checkpoints()
-    recovery = Recovery(section, checkpoints, EventStream([sink]), batches, abstract, start)
+    recovery = Recovery(section, checkpoints, EventStream([sink]).emit, batches, abstract, start)
     return recovery, checkpoints, batches, rows
 
 
