@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 # Numbers of the compiled step whose MaxText tag has another name.
 _TAGS = {"learning_rate": "current_learning_rate"}
 
-# Scalars by which training/recovery.py decides, and which tell people nothing.
+# Scalars by which checkpointing/recovery.py decides, and which tell people nothing.
 _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
 
 

@@ -1,21 +1,20 @@
 """The parts of a train step, made of a configuration for the devices that it will run on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.checkpointing.growth.old_slots import slow_old_slots
-from MaxText.checkpointing.growth.settling import Settled
 from MaxText.configuration.registry import registrations
+from MaxText.configuration.schema import Config
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
-from MaxText.training.optimizer import make_optimizer
+from MaxText.training.optimizer import make_optimizer, slow_old_slots
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 
@@ -42,14 +41,22 @@ class Assembled(NamedTuple):
     choices: Sequence[str]
 
 
-def assemble(settled: Settled, layout: Layout) -> Assembled:
+def assemble(
+    config: Config,
+    layout: Layout,
+    old_slots: Mapping[str, int] | None = None,
+    old_slots_learning_rate: float = 1.0,
+) -> Assembled:
     """Makes them.
+
+    Args:
+      old_slots: parameter name -> leading slots that were trained before the run grew.
+      old_slots_learning_rate: multiplies their updates.
 
     Raises:
       UserError: the mesh divides too few of the parameters, or the sequences unevenly; or a part
         returns something else than it should.
     """
-    config = settled.config
     platform = layout.mesh.devices.flat[0].platform
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     model = Model(section)
@@ -57,9 +64,7 @@ def assemble(settled: Settled, layout: Layout) -> Assembled:
         _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    optimizer = slow_old_slots(
-        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
-    )
+    optimizer = slow_old_slots(optimizer, model.parameters, old_slots, old_slots_learning_rate)
     initialize = steps.make_initialize(model, optimizer, config.guard)
     check_lengths(section.shape.max_target_length, config.batch, layout)
     whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
