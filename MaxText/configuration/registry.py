@@ -22,6 +22,7 @@ KINDS = {
     "feed_forward": "feed_forward_type",
     "norm": "normalization_type",
     "projection": "attention_projections",
+    "head": "head_type",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"
