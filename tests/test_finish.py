@@ -5,6 +5,7 @@ import types
 import pytest
 from etils import epath
 
+from MaxText.configuration.model_sections import Objective
 from MaxText.errors import Diverged
 from MaxText.finish import leave_results
 from MaxText.generation import sampling
@@ -29,9 +30,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         run=space(import_modules=["my parts.py"]),
     )  # fmt: skip
     batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
-    section = space(
-        objective=space(is_in_nats=True), attention=space(causal=True), mixers=("attention",)
-    )
+    section = space(objective=Objective(), attention=space(causal=True), mixers=("attention",))
     built, state = space(model=space(section=section)), space(params={})
     run = epath.Path(tmp_path / "a run")
     (run / "checkpoints/12/items").mkdir(parents=True)

@@ -100,7 +100,8 @@ class Group:
     @property
     def perplexity(self) -> float | None:
         """exp of the mean loss; None where that is no log-probability."""
-        if self.loss.mean is None or self.loss_kind.startswith("entmax"):
+        kind = self.loss_kind
+        if self.loss.mean is None or (kind and not kind.startswith("cross-entropy")):
             return None
         return math.exp(min(self.loss.mean, 700.0))
 

@@ -1,5 +1,6 @@
 """The parts of a train step, made of a configuration for the devices that it will run on."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +10,13 @@ import optax
 
 from MaxText.configuration.registry import registrations
 from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
+from MaxText.training.objective import losses_of
 from MaxText.training.optimizer import make_optimizer, slow_old_slots
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
@@ -74,11 +77,19 @@ def assemble(
 
 
 def _trace(model: Model) -> None:
-    """Traces the layers on one sequence; the parts are checked on the way."""
+    """Traces the model on one sequence; the parts are checked on the way."""
+    section, shape = model.section, (1, model.section.shape.max_target_length)
+    ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def hidden(params: Any) -> Any:
-        ids_BT = jnp.zeros((1, model.section.shape.max_target_length), jnp.int32)
+    def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
-        return model.merge(params).hidden(batch)
+        return model.merge(params)(batch)
 
-    jax.eval_shape(hidden, model.abstract)
+    found = jax.eval_shape(logits, model.abstract, ids_BT)
+    wanted = jax.ShapeDtypeStruct((*shape, section.shape.vocab_size), jnp.float32)
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise UserError(
+            f"head_type={section.head.name} returned {found.dtype} {list(found.shape)}, and has to "
+            f"return float32 {list(wanted.shape)}"
+        )
+    jax.eval_shape(functools.partial(losses_of, section=section.objective), wanted, ids_BT)
