@@ -58,9 +58,13 @@ class Part(nnx.Module):
     Attributes:
       logical_axes: logical axis -> mesh axes, for axes of weights or activations that
         logical_axis_rules does not name.
+      hugging_face_names: of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
+        Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are stored there
+        as torch.nn.Linear has them, [outputs, inputs] without other dimensions.
     """
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    hugging_face_names: ClassVar[dict[str, str]] = {}
 
     def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
         """Declares weights; `keys` are those of `keys_of`."""
