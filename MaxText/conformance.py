@@ -218,7 +218,7 @@ def variants() -> Batch:
 def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
     decoder = model.merge(params)
     h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
-    return decoder.logits(h_BTD, decoder.pointers(h_BTD, batch))
+    return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
 def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
@@ -226,13 +226,13 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
     h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
-    prompt = decoder.logits(h_BTD, decoder.pointers_of(states))
+    prompt = decoder.logits(h_BTD, states[-1])
 
     def step(states, place):
         positions_B1 = (lengths_B + place)[:, None]
         new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
         h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
-        return states, decoder.logits(h_B1D, decoder.pointers_of(states), positions_B1)[:, 0]
+        return states, decoder.logits(h_B1D, states[-1], positions_B1)[:, 0]
 
     _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
     return prompt, jnp.moveaxis(steps, 0, 1)

@@ -11,6 +11,7 @@ from MaxText.configuration.layer_sections import (
     MixtureOfExperts,
     NotElementwise,
 )
+from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import KINDS, registration
 from MaxText.configuration.rule import rule
 
@@ -353,10 +354,21 @@ def _static_sgu(static_sgu, model, dimensions):
         return "static_sgu=true sums over earlier tokens, but causal=false"
 
 
-@rule("mlm_training")
-def _head_qk(head_qk, causal):
-    if head_qk and not causal:
+@rule("head_type", "head_qk", "mlm_training")
+def _head(causal, model, dimensions):
+    registered = registration("head", model.head.name)
+    if registered.name == "head_qk" and not causal:
         return "head_qk=true points back at earlier tokens, but causal=false"
+    if registered.is_built_in:
+        return None
+    part, layer = registered.load(), Layer(model, dimensions)
+    if not hasattr(part, "problem"):
+        return (
+            f"head_type={registered.name}: {part.__name__} ({registered.place}) is not derived "
+            "from MaxText.layers.head.Head"
+        )
+    found = part.problem(part.keys_of(layer), dimensions)
+    return f"head_type={registered.name}: {found}" if found else None
 
 
 @rule(*MixtureOfExperts.model_fields, is_idle=True)

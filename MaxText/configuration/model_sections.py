@@ -110,6 +110,10 @@ class Embedding(Section):
 class Head(Section):
     """From the last hidden state to logits."""
 
+    head_type: Annotated[str, Name("head", "auto")] = key(
+        "auto",
+        "linear: a matrix or the token table. auto: linear, or head_qk where head_qk=true.",
+    )
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
     logits_bias: bool = key(
         False,
@@ -126,9 +130,12 @@ class Head(Section):
         False,
         "Add to the logit of each id how well earlier tokens with that id match the current one "
         "(Head-QK, fattorib/transformer).",
+        only_if={"head_type": ["auto", "head_qk"]},
     )
     head_qk_dim: Count = key(
-        256, "Width of the queries and keys of Head-QK.", only_if={"head_qk": [True]}
+        256,
+        "Width of the queries and keys of Head-QK.",
+        only_if_any={"head_qk": [True], "head_type": ["head_qk"]},
     )
     normalize_embedding_logits: bool = key(
         True, "Divide tied logits by sqrt(emb_dim).", only_if={"logits_via_embedding": [True]}
@@ -141,6 +148,15 @@ class Head(Section):
     )
     logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
     final_logits_soft_cap: NonNegative = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.")
+
+    @property
+    def name(self) -> str:
+        """The registered head."""
+        return (
+            ("head_qk" if self.head_qk else "linear")
+            if self.head_type == "auto"
+            else self.head_type
+        )
 
 
 class Objective(Section):

@@ -24,6 +24,7 @@ KINDS = {
     "projection": "attention_projections",
     "position": "position_embedding",
     "connection": "connection_type",
+    "head": "head_type",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"

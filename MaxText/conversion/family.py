@@ -294,6 +294,7 @@ SHARED_PARTS: Mapping[str, Any] = {
     "logits_bias": False,
     "logits_embedding_dtype": "auto",
     "head_qk": False,
+    "head_type": "auto",
     "attention_projections": "dense",
     "feed_forward_type": "mlp",
 }

@@ -22,6 +22,8 @@ for _kind, _name, _target in (
     ("connection", "dense", "layers.connections:DenseConnections"),
     ("feed_forward", "mlp", "layers.feed_forward:MLP"),
     ("feed_forward", "pattention", "layers.pattention:PattentionFeedForward"),
+    ("head", "linear", "layers.head:LinearHead"),
+    ("head", "head_qk", "layers.head_qk:HeadQK"),
     ("optimizer", "adamw", "training.optimizer:adamw"),
     ("optimizer", "adafactor", "training.optimizer:adafactor"),
     ("optimizer", "lion", "training.optimizer:lion"),

@@ -21,10 +21,9 @@ from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
-from MaxText.layers.head_qk import HeadQK, Pointers
+from MaxText.layers.head import head_of
 from MaxText.layers.normalization import normalization
 from MaxText.layers.part import Scalars, described
 from MaxText.layers.pipeline import pipelined
@@ -38,7 +37,7 @@ from MaxText.layers.stack import (
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
-States = tuple[Any, ...]  # of the mixers, one per layer
+States = tuple[Any, ...]  # of the mixers, one per layer, and of the head
 
 # Axes of rows and tokens after the last layer.
 _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
@@ -88,26 +87,13 @@ class Decoder(nnx.Module):
             if section.head.final_norm
             else None
         )
-        if section.head.logits_via_embedding:
-            self.logits_dense = None
-        else:
-            self.logits_dense = Dense(
-                (D,),
-                (V,),
-                ("embed", "vocab"),
-                building.initializers.kernel,
-                building,
-                rngs,
-                use_bias=section.head.logits_bias,
-            )
-
-        head = section.head
-        self.head_qk = HeadQK(head.head_qk_dim, building, rngs) if head.head_qk else None
+        head, own_keys = head_of(section)
+        self.head = head.build(own_keys, building, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Float32 logits [B, T, V] of a whole batch."""
         h_BTD, _ = self.hidden(batch)
-        return self.logits(h_BTD, self.pointers(h_BTD, batch))
+        return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
     def hidden(
         self,
@@ -190,7 +176,7 @@ class Decoder(nnx.Module):
           capacity: tokens that the states shall have room for, T or more.
 
         Returns:
-          h_BTD, normalised, and one state per layer.
+          h_BTD, normalised, and one state per layer and that of the head.
         """
         positions_BT = _places(tokens_BT)
         context = Context(
@@ -226,19 +212,11 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        own = None if states is None else states[: self.blueprint.plan.num_layers]
+        own = None if states is None else states[:-1]
         output = self._unrolled(x_BTD, context, own, "none")
         h_BTD = self._normalized(self._last(output, "none"))
-        new_states = output.states
-        if self.head_qk is not None:
-            pointers = self.head_qk.pointers(h_BTD, tokens_BT)
-            if states is None:
-                assert context.capacity is not None
-                pointers = pointers.with_capacity(context.capacity)
-            else:
-                pointers = states[-1].append(pointers, positions_BT)
-            new_states = (*new_states, pointers)
-        return h_BTD, new_states
+        earlier = None if states is None else states[-1]
+        return h_BTD, (*output.states, self.head.state(h_BTD, tokens_BT, context, earlier))
 
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
@@ -286,46 +264,25 @@ class Decoder(nnx.Module):
         stem_key = context.for_layer(2**31 - 1).dropout_key
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
-    def pointers(self, h_BTD: jax.Array, batch: Batch) -> Pointers | None:
-        """What `logits` reads of the whole sequence besides `h_BTD`; None without Head-QK."""
-        if self.head_qk is None:
-            return None
-        return self.head_qk.pointers(h_BTD, batch.tokens_BT, batch.segments_BT)
-
-    def pointers_of(self, states: States) -> Pointers | None:
-        """The same, of states that `read_prompt` and `read_next` return."""
-        return None if self.head_qk is None else states[-1]
+    def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
+        """What `logits` reads of the whole sequence besides `h_BTD`."""
+        return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
 
     def logits(
         self,
         h_BTD: jax.Array,
-        pointers: Pointers | None = None,
+        head_state: Any = None,
         places_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
 
         Args:
-          pointers: of the whole sequence, where the head has Head-QK.
+          head_state: of the whole sequence: `head_state`, or the last one of decode states.
           places_BT: where in it the hidden states stand; None is from its beginning.
         """
-        head = self.section.head
-        dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else self.dtype
-        if self.logits_dense is None:
-            rounded = None if head.logits_embedding_dtype == "auto" else jnp.dtype(jnp.bfloat16)
-            logits_BTV = self.token_embedder.attend(h_BTD, dtype, rounded)
-            if head.normalize_embedding_logits:
-                logits_BTV = logits_BTV / math.sqrt(h_BTD.shape[-1])
-        else:
-            logits_BTV = self.logits_dense(h_BTD, dtype)
-        logits_BTV = logits_BTV.astype(jnp.float32)
-        if head.final_logits_soft_cap:
-            cap = head.final_logits_soft_cap
-            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
-        if self.head_qk is not None:
-            assert pointers is not None
-            if places_BT is None:
-                places_BT = _places(h_BTD)
-            logits_BTV = self.head_qk(logits_BTV, h_BTD, pointers, places_BT)
+        if places_BT is None:
+            places_BT = _places(h_BTD)
+        logits_BTV = self.head(h_BTD, self.token_embedder, head_state, places_BT)
         return constrain(logits_BTV, *_OF_HEAD, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:

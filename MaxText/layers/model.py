@@ -20,6 +20,25 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 Parameters = dict  # nested, leaves are arrays
 
+# Weights of built-in heads, which checkpoints have beside the layers, not in the head's folder.
+_OUT_OF_HEAD = ("logits_dense", "head_qk")
+
+
+def _as_stored(tree: Any) -> Parameters:
+    """The parameters of a decoder under the names that checkpoints have."""
+    head = dict(tree.get("head", {}))
+    beside = {name: head.pop(name) for name in _OUT_OF_HEAD if name in head}
+    rest = {name: tree[name] for name in tree if name != "head"}
+    return rest | beside | ({"head": head} if head else {})
+
+
+def _as_built(parameters: Parameters) -> Parameters:
+    """The inverse of `_as_stored`."""
+    head = dict(parameters.get("head", {}))
+    head |= {name: parameters[name] for name in _OUT_OF_HEAD if name in parameters}
+    rest = {name: x for name, x in parameters.items() if name not in ("head", *_OUT_OF_HEAD)}
+    return rest | {"head": head}
+
 
 class Model:
     """The decoder of a configuration.
@@ -36,6 +55,7 @@ class Model:
         module = Decoder(section, ShapesOnly())
         self.blueprint = module.blueprint
         self._graphdef, state = nnx.split(module)
+        state = nnx.State(_as_stored(state))
         self.abstract: Parameters = nnx.to_pure_dict(state)
         self.parameters: dict[str, ParameterInfo] = {}
         for path, parameter in nnx.to_flat_state(state):
@@ -87,14 +107,15 @@ class Model:
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Fresh parameters. Pure: call it under jit with output shardings."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self.section, nnx.Rngs(params=key))))
+        state = nnx.state(Decoder(self.section, nnx.Rngs(params=key)))
+        return _as_stored(nnx.to_pure_dict(state))
 
     def merge(self, parameters: Parameters) -> Decoder:
         """The module with these parameters, whole or in parts, for use inside a trace."""
         layers = parameters["layers"]
         if isinstance(layers, tuple):
             parameters = parameters | {"layers": self.blueprint.join(layers)}
-        return nnx.merge(self._graphdef, parameters)
+        return nnx.merge(self._graphdef, _as_built(parameters))
 
     def in_parts(self, parameters: Parameters) -> Parameters:
         """Parameters for programs that generate text, which read all of them for each token.
@@ -105,7 +126,7 @@ class Model:
         """
         numerics, head = self.section.numerics, self.section.head
         dtype = jnp.dtype(numerics.dtype)
-        whole = ("token_embedder", "logits_dense") if head.logits_dot_in_fp32 else ()
+        whole = ("token_embedder/", "logits_dense/", "head/") if head.logits_dot_in_fp32 else ()
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:
             name = "/".join(entry.key for entry in path)

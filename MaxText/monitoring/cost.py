@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from MaxText.configuration.model_sections import Layer
 from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
+from MaxText.layers.head import Head, head_of
 from MaxText.layers.model import Model
+from MaxText.layers.part import Mixer
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
 
@@ -50,14 +53,11 @@ class ModelCost:
     @property
     def kv_cache_bytes_per_token(self) -> int:
         """What generation keeps of a token: keys and values of layers of global attention in
-        `dtype`, and what Head-QK finds it by; 0 for a model that sees later tokens.
+        `dtype`, and what the head keeps; 0 for a model that sees later tokens.
 
         There, every new token changes the keys and values of all others.
         """
-        head = self.model.section.head
-        pointer = head.head_qk_dim * self._activation_bytes + 4 if head.head_qk else 0
-        of_token, _ = self._state_bytes
-        return of_token + pointer if self.model.section.attention.causal else 0
+        return self._state_bytes[0]
 
     @property
     def fixed_state_bytes(self) -> int:
@@ -66,20 +66,21 @@ class ModelCost:
 
     @property
     def _state_bytes(self) -> tuple[int, int]:
-        """Of the mixers' decode states: for each token, and however long a sequence is."""
+        """Of decode states: for each token, and however long a sequence is."""
         of_token = fixed = 0
-        if not self.model.section.attention.causal:
+        section = self.model.section
+        if not section.attention.causal:
             return 0, 0
-        for layer in self.model.section.layers:
-            if (mixer := mixer_of(layer)) is not None:
-                found = mixer.state_bytes(
-                    mixer.keys_of(layer),
-                    layer.dimensions,
-                    self.count.sequence_length,
-                    self._activation_bytes,
-                )
+        mixers = [(mixer_of(layer), layer) for layer in section.layers]
+        for part, layer in [*mixers, head_of(section)]:
+            if part is not None:
+                found = self._bytes_of(part, layer)
                 of_token, fixed = of_token + found[0], fixed + found[1]
         return of_token, fixed
+
+    def _bytes_of(self, part: type[Mixer] | type[Head], layer: Layer) -> tuple[int, int]:
+        length, itemsize = self.count.sequence_length, self._activation_bytes
+        return part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -255,9 +256,9 @@ class ModelCost:
             f"2 x {section.mixers.count('attention')} x {d.num_kv_heads} x {d.head_dim} x "
             f"{self._activation_bytes}"
         )
-        if section.head.head_qk:
-            of_token += " + a key and an id of Head-QK"
-            numbers += f" + {section.head.head_qk_dim * self._activation_bytes + 4}"
+        if of_head := self._bytes_of(*head_of(section))[0]:
+            of_token += f" + state of head {section.head.name}"
+            numbers += f" + {of_head}"
         of_sequence = "tokens x bytes of a token"
         return [
             *rows,

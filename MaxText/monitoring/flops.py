@@ -72,14 +72,13 @@ from collections.abc import Iterable
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.registry import lookup
 from MaxText.layers.arrangements import mixer_of
-from MaxText.layers.attention_flops import keys_by_rule
+from MaxText.layers.head import head_of
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops
 from MaxText.parallelism.constraints import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
-_POINTING = "Head-QK scores"
 _BETWEEN_TOKENS = ("attention scores", "attention values", "static SGU")
 _DEPTH_SUMS = "sums over depth"
 # Parts in the order of the forward pass, and how the names of their parameters look; attention
@@ -98,9 +97,8 @@ _PARTS: tuple[tuple[str, str | None], ...] = (
     ("dense connections", r"^connections/"),
     (_DEPTH_SUMS, None),
     ("norms", r"norm(_[qkv])?/"),
-    ("head", r"^logits_dense/"),
+    ("head", r"^(logits_dense|head)/"),
     ("Head-QK", r"^head_qk/"),
-    (_POINTING, None),
 )
 # Products whose results only the residual stream takes: nothing in the backward pass of their
 # layer reads them, so remat_policy=full does not compute them again. Gates read them all.
@@ -231,26 +229,27 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
             by_rule, computed = _of_weights(model, name, info, sequence_length)
             products[part] += by_rule  # type: ignore[assignment]
             executed[part] += computed  # type: ignore[assignment]
-    if section.head.logits_via_embedding:
+    head, layer = head_of(section)
+    if head.reads_table(head.keys_of(layer)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
         products["head"] += table
         executed["head"] += table
     between = _between_tokens(section, sequence_length)
+    of_head = _summed([head.flops(head.keys_of(layer), layer.dimensions, sequence_length)])
     known = [name for name, _ in _PARTS]
     place = known.index(_BETWEEN_TOKENS[1]) + 1
     known[place:place] = [name for name in between if name not in known]
     sums = float(sum(_depth_sums(model).values()))
     parts = []
-    for name in dict.fromkeys([*known, *held]):
-        if name in between:
-            one = between[name]
+    for name in dict.fromkeys([*known, *of_head, *held]):
+        if one := between.get(name) or of_head.get(name):
             computed = one.executed or 0.0
             parts.append(Part(name, 0, one.by_rule, computed, one.backward, True))
         elif name == _DEPTH_SUMS:
             parts += [Part(name, 0, sums, sums)] if sums else []
         elif held[name] or products[name]:
             parts.append(Part(name, held[name], products[name], executed[name]))
-    recomputed = _recomputed(model, parts, between, sequence_length)
+    recomputed = _recomputed(model, parts, between, of_head, sequence_length)
     return FlopCount(sequence_length, tuple(parts), recomputed)
 
 
@@ -272,28 +271,26 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
 
 def _between_tokens(section: ModelSection, length: int) -> dict[str, Flops]:
     """Row -> forward operations on a token over all layers, besides those of weights."""
-    found: dict[str, Flops] = {"attention scores": Flops(0.0), "attention values": Flops(0.0)}
-
-    def add(rows: dict[str, Flops]) -> None:
-        for name, more in rows.items():
-            one = found.get(name, Flops(0.0))
-            executed = more.by_rule if more.executed is None else more.executed
-            found[name] = Flops(
-                one.by_rule + more.by_rule,
-                (one.executed or 0.0) + executed,
-                one.recomputed + more.recomputed,
-                more.backward,
-            )
-
+    rows = [{"attention scores": Flops(0.0), "attention values": Flops(0.0)}]
     for layer in section.layers:
         if (mixer := mixer_of(layer)) is not None:
-            add(mixer.flops(mixer.keys_of(layer), layer.dimensions, length))
+            rows.append(mixer.flops(mixer.keys_of(layer), layer.dimensions, length))
         own = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
-        add(own.flops(own.keys_of(layer), layer.dimensions, length))
-    if section.head.head_qk:
-        width = 2 * section.head.head_qk_dim
-        counted = width * keys_by_rule(length, causal=True)
-        found[_POINTING] = Flops(counted, float(width * length))
+        rows.append(own.flops(own.keys_of(layer), layer.dimensions, length))
+    return _summed(rows)
+
+
+def _summed(rows: Iterable[dict[str, Flops]]) -> dict[str, Flops]:
+    found: dict[str, Flops] = {}
+    for name, more in (item for of_part in rows for item in of_part.items()):
+        one = found.get(name, Flops(0.0))
+        executed = more.by_rule if more.executed is None else more.executed
+        found[name] = Flops(
+            one.by_rule + more.by_rule,
+            (one.executed or 0.0) + executed,
+            one.recomputed + more.recomputed,
+            more.backward,
+        )
     return found
 
 
@@ -316,7 +313,11 @@ def _depth_sums(model: Model) -> dict[int, int]:
 
 
 def _recomputed(
-    model: Model, parts: Iterable[Part], between: dict[str, Flops], length: int
+    model: Model,
+    parts: Iterable[Part],
+    between: dict[str, Flops],
+    of_head: dict[str, Flops],
+    length: int,
 ) -> float | None:
     """What the backward pass executes again: the layers by policy, the head when it is in chunks.
 
@@ -327,9 +328,10 @@ def _recomputed(
     executed = {part.name: part.executed for part in parts}
     again = sum(one.recomputed for one in between.values())
     if chunks > 1:
-        again += executed["head"] + executed.get(_POINTING, 0.0)
-        if section.head.head_qk:
-            again += 2 * model.parameters["head_qk/query/kernel"].size
+        again += sum(executed.get(name, 0.0) for name in ("head", "Head-QK", *of_head))
+        for name, info in model.parameters.items():
+            if info.num_in_dims and name.startswith(head_of(section)[0].weights_of_state):
+                again -= 2 * info.size
     if policy == "none":
         return again
     if policy != "full" or section.dense_connections.dense_kept_sums:
@@ -342,9 +344,9 @@ def _recomputed(
             continue
         if gated or not re.search(_NOT_AGAIN[section.block.block_arrangement], name):
             again += _of_weights(model, name, info, length)[1]
-    for name, one in between.items():
+    for one in between.values():
         # Nothing reads the sums of static SGU again where only the residual stream takes them.
-        if name != _POINTING and (one.backward or not parallel or gated):
+        if one.backward or not parallel or gated:
             again += one.executed or 0.0
     sums = _depth_sums(model)
     if section.dense_connections.mudd_postnorm == "none":

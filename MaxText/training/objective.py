@@ -105,11 +105,11 @@ def loss_sums(
 ) -> LossSums:
     """What is minimised, in parts and as sums, so that parts of a batch can be added up."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
-    pointers = decoder.pointers(h_BTD, batch)
+    head_state = decoder.head_state(h_BTD, batch)
     places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
     def sums(h_BTD, targets_BT, weights_BT, places_BT):
-        logits_BTV = decoder.logits(h_BTD, pointers, places_BT)
+        logits_BTV = decoder.logits(h_BTD, head_state, places_BT)
         losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)

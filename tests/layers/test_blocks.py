@@ -163,7 +163,7 @@ def test_head_qk_points_at_earlier_tokens_of_the_document():
     def run(params, batch):
         decoder = model.merge(params)
         h_BTD, _ = decoder.hidden(batch)
-        plain = decoder.logits(h_BTD, decoder.pointers(jnp.zeros_like(h_BTD), batch))
+        plain = decoder.logits(h_BTD, decoder.head_state(jnp.zeros_like(h_BTD), batch))
         return h_BTD, decoder(batch) - plain
 
     h, added = (np.asarray(x, np.float64) for x in run(params, batch))

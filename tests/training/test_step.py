@@ -40,10 +40,10 @@ class Linear:
     def hidden(self, batch, key, training):
         return self.h_BTD, {}
 
-    def pointers(self, h_BTD, batch):
+    def head_state(self, h_BTD, batch):
         return None
 
-    def logits(self, h_BTD, pointers, places_BT):
+    def logits(self, h_BTD, head_state, places_BT):
         return h_BTD @ self.kernel
 
 
