@@ -232,7 +232,8 @@ class Parts(Section):
         """These keys with other values of some of them."""
         sections = []
         for own in self.sections:
-            changed = {name: value for name, value in values.items() if name in own.model_fields}
+            names = type(own).model_fields
+            changed = {name: value for name, value in values.items() if name in names}
             sections.append(own.model_copy(update=changed))
         return self.model_copy(update={"sections": tuple(sections)})
 

@@ -51,6 +51,8 @@ class ParallelBlock(Block):
     Both norms may be one and the same (GPT-J).
     """
 
+    not_recomputed = ("self_attention", "mlp")
+
     def build_feed_forward(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
         if not layer.section.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
@@ -169,6 +171,8 @@ def rezero(block: type[Block]) -> type[Block]:
     class ReZero(block):  # type: ignore[misc, valid-type]
         """Bachlechner et al. 2020."""
 
+        not_recomputed = ()  # gates read all outputs
+
         def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
             super().__init__(layer, init, rngs)
             own = layer.section.block
@@ -198,6 +202,8 @@ class Identity(nnx.Module):
 
 class Gate(nnx.Module):
     """A learned number that a branch is multiplied with, 0 at first."""
+
+    rows = "gates"
 
     def __init__(self, init: Building, rngs: nnx.Rngs):
         self.scale = weight(rngs, (), (), zeros, dtype=init.weight_dtype)

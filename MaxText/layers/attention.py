@@ -4,7 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H he
 """
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -40,6 +40,12 @@ State = KeyValueCache | WindowCache
 class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
 
+    rows: ClassVar = {
+        **dict.fromkeys(("query", "key", "value"), "query, key, value"),
+        **dict.fromkeys(("memory_key", "memory_value"), "memories"),
+        "out": "attention output",
+    }
+    not_recomputed = ("out",)
     has_separate_inputs = True
     mixer = "attention"
     has_memories = True  # whether it reads num_mem_kv learned keys and values

@@ -3,7 +3,7 @@
 Legend: B sequences, T tokens, D emb_dim.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -28,7 +28,12 @@ class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h)).
 
     layers/arrangements.py has the others.
+
+    Attributes:
+      not_recomputed: branches whose output nothing in the backward pass reads (layers/part.py).
     """
+
+    not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)
 
     def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
         """`init` has the layer's sizes."""

@@ -4,6 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
+from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
@@ -30,6 +32,7 @@ from MaxText.layers.depth_mixing import (
     to_be_scaled,
 )
 from MaxText.layers.normalization import RMSNorm, factor, normalized
+from MaxText.layers.part import Flops
 from MaxText.layers.residual import Connection, Inputs, Normalized
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
@@ -61,6 +64,8 @@ class DenseConnections(Connection):
     """
 
     keeps_shapes = False
+    rows = "dense connections"
+    not_recomputed = ("after",)
 
     def __init__(self, keys: ModelSection, building: Building, rngs: nnx.Rngs) -> None:
         section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
@@ -93,6 +98,24 @@ class DenseConnections(Connection):
                 later.left_to, earlier.num_later_ways = earlier.depth, len(later.ways)
             else:
                 depths.append(earlier.depth)
+
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """The sums as products of weights with hidden states, 2 C S D each."""
+        section, num_layers = keys.dense_connections, dimensions.num_layers
+        sums = {
+            depth: 2.0
+            * dimensions.emb_dim
+            * len(_ways(section, depth, num_layers))
+            * len(section.sources(depth))
+            for depth in range(1, num_layers + 1)
+            if section.stands_after(depth)
+        }
+        # Nothing in its own backward pass reads the sum after the last layer.
+        kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
+        if section.dense_kept_sums:
+            kept = math.nan
+        return {"sums over depth": Flops(sum(sums.values()), kept=kept)}
 
     def begin(self, x_BTD: jax.Array) -> Sources:
         return (Source(x_BTD),)
@@ -148,6 +171,8 @@ class DepthSum(nnx.Module):
     these connections. Weights and sums are float32.
     """
 
+    not_recomputed = ("wi",)  # every policy keeps x W1
+
     def __init__(
         self, section: DenseSection, depth: int, epsilon: float, building: Building, rngs: nnx.Rngs
     ):
@@ -159,8 +184,7 @@ class DepthSum(nnx.Module):
         self.left_to: int | None = None  # depth of the sum that gradients are left to
         self.num_later_ways = 0  # of the sum that leaves its gradients to this one
         self.kept = False  # whether its results are kept for the backward pass
-        # Only one stream goes on after the last layer.
-        self.ways = ("r",) if depth == num_layers else section.dense_ways
+        self.ways = _ways(section, depth, num_layers)
         C, S = len(self.ways), len(self.sources)
         if not section.dense_dynamic:
             self.norm = self.wi = self.wo = None
@@ -318,6 +342,11 @@ class DepthSum(nnx.Module):
             return source
         x_BTD = source.x_BTD
         return Source(to_be_scaled(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
+
+
+def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
+    """Those that have a sum after a layer; only one stream goes on after the last."""
+    return ("r",) if depth == num_layers else section.dense_ways
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

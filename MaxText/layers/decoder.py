@@ -5,7 +5,7 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,8 @@ _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 class Decoder(nnx.Module):
     """A causal language model composed of the parts that the configuration names."""
 
+    rows: ClassVar = {"token_embedder": "token embedding"}
+
     def __init__(self, section: ModelSection, rngs: nnx.Rngs):
         assert section.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
@@ -63,7 +65,8 @@ class Decoder(nnx.Module):
         self.section = section
         self.dtype = building.dtype
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
-        self.token_embedder = Embedding(V, "vocab", building, rngs, scale)
+        used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
+        self.token_embedder = Embedding(V, "vocab", building, rngs, scale, used_in)
         whole = Layer(section, dimensions)
         position = lookup("position", section.position.position_embedding)
         self.position_embedder = position.build(whole, building, rngs)

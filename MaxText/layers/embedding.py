@@ -21,8 +21,13 @@ class Embedding(nnx.Module):
         building: Building,
         rngs: nnx.Rngs,
         scale: float | None = None,
+        used_in: jnp.dtype | None = None,
     ):
-        """`scale` multiplies the rows that are read, not those of the tied head."""
+        """
+        Args:
+          scale: multiplies the rows that are read, not those of the tied head.
+          used_in: the widest format that it is read in, where it is not that of activations.
+        """
         D = building.dimensions.emb_dim
         self.dtype = building.dtype
         self.precision = building.precision
@@ -30,8 +35,9 @@ class Embedding(nnx.Module):
         init = building.initializers
         initial = init.position if row_axis == "position" else init.embedding
         self.embedding = weight(
-            rngs, (num_rows, D), (row_axis, "embed"), initial, dtype=building.weight_dtype
-        )
+            rngs, (num_rows, D), (row_axis, "embed"), initial,
+            dtype=building.weight_dtype, used_in=used_in or building.dtype,
+        )  # fmt: skip
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """Rows of the table, [B, T, D]."""

@@ -36,6 +36,8 @@ class MLP(FeedForward):
     numbers of learned activations lie in activation, or activation_0, activation_1, ...
     """
 
+    not_recomputed = ("wo",)
+
     @classmethod
     def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
         """Makes the MLP of a layer, or the experts of one that has several."""

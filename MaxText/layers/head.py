@@ -9,7 +9,7 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,11 @@ from MaxText.layers.part import Init, Part
 class Head(Part):
     """Turns normalized hidden states of the last layer into logits.
 
-    Attributes:
-      weights_of_state: folders of weights that `state` multiplies with, not `__call__`. With
-        num_vocab_tiling the backward pass computes `__call__` again.
+    With num_vocab_tiling the backward pass computes `__call__` again, but not `state`: its weights
+    are among those in `not_recomputed`.
     """
 
-    weights_of_state: ClassVar[tuple[str, ...]] = ()
+    rows = "head"
 
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: Any, places_BT: jax.Array
@@ -95,8 +94,9 @@ class LinearHead(Head):
         else:
             draw, has_bias = init.initializers.kernel, head.logits_bias
             self.logits_dense = Dense(
-                (D,), (V,), ("embed", "vocab"), draw, init, rngs, use_bias=has_bias
-            )
+                (D,), (V,), ("embed", "vocab"), draw, init, rngs,
+                use_bias=has_bias, used_in=self.dtype,
+            )  # fmt: skip
 
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: Any, places_BT: jax.Array
@@ -108,7 +108,7 @@ class LinearHead(Head):
             if head.normalize_embedding_logits:
                 logits_BTV = logits_BTV / math.sqrt(h_BTD.shape[-1])
         else:
-            logits_BTV = self.logits_dense(h_BTD, self.dtype)
+            logits_BTV = self.logits_dense(h_BTD)
         logits_BTV = logits_BTV.astype(jnp.float32)
         if head.final_logits_soft_cap:
             cap = head.final_logits_soft_cap

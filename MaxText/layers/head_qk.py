@@ -6,6 +6,7 @@ Legend: B sequences, T tokens, S tokens pointed at, D emb_dim, E head_qk_dim, V 
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ class Pointers:
 class HeadQK(LinearHead):
     """The plain head, and what its tokens point at."""
 
-    weights_of_state = ("head_qk/key",)
+    rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
+    not_recomputed = ("head_qk",)
 
     def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
         super().__init__(keys, init, rngs)
@@ -102,6 +104,8 @@ class HeadQK(LinearHead):
 
 class Pointing(nnx.Module):
     """Adds to the logits of ids that the text has had; at first nothing, since Wq starts at 0."""
+
+    not_recomputed = ("key",)  # multiplied once for the whole sequence
 
     def __init__(self, width: int, init: Init, rngs: nnx.Rngs):
         D = init.dimensions.emb_dim

@@ -41,12 +41,14 @@ class Flops(NamedTuple):
       executed: as the backend computes them, masked products included; None is the same.
       recomputed: those that the backward pass executes again under every remat policy.
       backward: operations of the backward pass for each forward one.
+      kept: executed ones that the backward pass never executes again; nan where that is not known.
     """
 
     by_rule: float
     executed: float | None = None
     recomputed: float = 0.0
     backward: int = 2
+    kept: float = 0.0
 
 
 class Part(nnx.Module):
@@ -58,9 +60,20 @@ class Part(nnx.Module):
     Attributes:
       logical_axes: logical axis -> mesh axes, for axes of weights or activations that
         logical_axis_rules does not name.
+      rows: row of the FLOPs table that all weights are counted in, or own attribute -> row; by
+        default the row has the name of the folder of the weight. The outermost module decides.
+      not_recomputed: own attributes whose product nothing in the backward pass reads: those that
+        make the output. With remat_policy=full they are computed once, if the layer as well only
+        adds the output to the residual stream.
+      hugging_face_names: of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
+        Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are stored there
+        as torch.nn.Linear has them, [outputs, inputs] without other dimensions.
     """
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    hugging_face_names: ClassVar[dict[str, str]] = {}
+    rows: ClassVar[str | dict[str, str]] = {}
+    not_recomputed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
         """Declares weights; `keys` are those of `keys_of`."""
@@ -147,6 +160,8 @@ class Nothing(Mixer):
 class FeedForward(Part):
     """Changes each token by itself."""
 
+    rows = "feed-forward"
+
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """The output [B, T, D], and scalars to be summed over layers."""
         raise NotImplementedError
@@ -154,6 +169,8 @@ class FeedForward(Part):
 
 class Position(Part):
     """How the model knows where a token stands; this one adds and tells nothing."""
+
+    rows = "position embedding"
 
     def embed(self, positions_BT: jax.Array) -> jax.Array | None:
         """What is added to the embedding, [B or 1, T, D]."""

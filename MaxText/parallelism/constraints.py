@@ -21,12 +21,27 @@ HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 
 
 class ParameterInfo(NamedTuple):
-    """What the abstract model knows about one parameter."""
+    """What the abstract model knows about one parameter.
+
+    Attributes:
+      shape: all dimensions, `layers` included.
+      dtype: as it is stored.
+      logical_axes: name of each dimension.
+      num_in_dims: leading dimensions contracted with the input, after `layers` and `exp`.
+      used_in: the format that it is read in everywhere; None where that may differ.
+      owner: the decoder's attribute that it belongs to: "layers", "connections", "head", ...
+      row: of the FLOPs table (layers/part.py).
+      is_recomputed: whether rematerialization of its owner computes its product again.
+    """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
     logical_axes: tuple[str | None, ...]
-    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
+    num_in_dims: int
+    used_in: jnp.dtype | None = None
+    owner: str = "layers"
+    row: str = ""
+    is_recomputed: bool = True
 
     @property
     def size(self) -> int:
