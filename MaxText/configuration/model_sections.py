@@ -26,7 +26,7 @@ from MaxText.configuration.layer_sections import (
     Pattention,
     Position,
 )
-from MaxText.configuration.registry import Name, Parts
+from MaxText.configuration.registry import Name, ObjectiveParts, Parts
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -162,7 +162,7 @@ class Head(Section):
 class Objective(Section):
     """What is minimised."""
 
-    loss_type: Literal["cross_entropy", "entmax"] = key(
+    loss_type: Annotated[str, Name("objective")] = key(
         "cross_entropy",
         "entmax: the loss of alpha-entmax, which gives most ids probability 0 (Peters et al. "
         "2019; GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
@@ -182,11 +182,7 @@ class Objective(Section):
         "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never "
         "exists.",
     )
-
-    @property
-    def is_in_nats(self) -> bool:
-        """Whether the loss is minus a log-probability, so that it has a perplexity."""
-        return self.loss_type == "cross_entropy"
+    parts: ObjectiveParts = ObjectiveParts()
 
 
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")

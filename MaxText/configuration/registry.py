@@ -25,6 +25,7 @@ KINDS = {
     "position": "position_embedding",
     "connection": "connection_type",
     "head": "head_type",
+    "objective": "loss_type",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"
@@ -196,7 +197,9 @@ class Parts(Section):
       sections: one for each part that has keys of its own.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = tuple(kind for kind in KINDS if kind != "optimizer")
+    kinds: ClassVar[tuple[str, ...]] = tuple(
+        kind for kind in KINDS if kind not in ("objective", "optimizer")
+    )
     sections: tuple[Any, ...] = ()
 
     @model_validator(mode="before")
@@ -243,6 +246,12 @@ class Parts(Section):
     def with_keys(cls) -> list[Registration]:
         """Parts of these kinds that have keys of their own."""
         return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
+
+
+class ObjectiveParts(Parts):
+    """Keys of registered objectives."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("objective",)
 
 
 class OptimizerParts(Parts):

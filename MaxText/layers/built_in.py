@@ -24,6 +24,8 @@ for _kind, _name, _target in (
     ("feed_forward", "pattention", "layers.pattention:PattentionFeedForward"),
     ("head", "linear", "layers.head:LinearHead"),
     ("head", "head_qk", "layers.head_qk:HeadQK"),
+    ("objective", "cross_entropy", "training.objective:cross_entropy_losses"),
+    ("objective", "entmax", "training.objective:entmax_losses"),
     ("optimizer", "adamw", "training.optimizer:adamw"),
     ("optimizer", "adafactor", "training.optimizer:adafactor"),
     ("optimizer", "lion", "training.optimizer:lion"),

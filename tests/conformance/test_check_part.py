@@ -26,8 +26,16 @@ FAULTS = {
     "padding in the state": "decode state",
     "float32 output": "formats",
     "one device": "8 devices",
+    "softmax over slots": "growth",
 }
-QUICK = ("random initialization", "unknown axis", "FLOPs", "document leak", "stale position")
+QUICK = (
+    "random initialization",
+    "unknown axis",
+    "FLOPs",
+    "document leak",
+    "stale position",
+    "softmax over slots",
+)
 
 
 @pytest.fixture
