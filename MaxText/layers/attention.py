@@ -235,6 +235,16 @@ class LocalAttention(Attention):
     mixer = "local_attention"
     has_memories = False
 
+    @classmethod
+    def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
+        window, causal = keys.attention.sliding_window_size, keys.attention.causal
+        counted = keys_by_rule(length, causal=causal, window=window)
+        multiplied = keys_multiplied(keys.attention, length, cls.mixer)
+        return (
+            f"in local layers, of a window of {window:,}, {counted:,.6g}",
+            f"in local layers with {multiplied:,.6g}",
+        )
+
 
 def named(o_BTNH: jax.Array) -> jax.Array:
     """With the name that policies of rematerialisation know; kernels name what they keep."""

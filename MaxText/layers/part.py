@@ -143,6 +143,11 @@ class Mixer(Part):
         return 0, 0
 
     @classmethod
+    def notes(cls, keys: Any, length: int) -> tuple[str, str]:
+        """What is said below the FLOPs table: of `by_rule` and of `executed`; "" for nothing."""
+        return "", ""
+
+    @classmethod
     def decodes(cls) -> bool:
         """Whether text can be generated with it."""
         return cls.prefill is not Mixer.prefill

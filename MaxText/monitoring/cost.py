@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.registry import registrations
 from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
 from MaxText.layers.head import Head, head_of
@@ -98,13 +99,7 @@ class ModelCost:
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if section.num_mem_kv:
             rule += f", and {section.num_mem_kv} learned ones"
-        if "local_attention" in self._mixers:
-            window = section.sliding_window_size
-            keys = keys_by_rule(length, causal=section.causal, window=window)
-            rule += f"; in local layers, of a window of {window:,}, {keys:,.6g}"
-        if "linear_attention" in self._mixers:
-            rule += "; a linear layer has sums of fixed size in their place"
-        return rule
+        return "; ".join([rule, *(note for note, _ in self._notes if note)])
 
     @property
     def attention_computed(self) -> str:
@@ -117,15 +112,16 @@ class ModelCost:
         else:
             keys = keys_multiplied(section, length)
             words = f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
-        if "local_attention" in self._mixers:
-            words += (
-                f"; in local layers with {keys_multiplied(section, length, 'local_attention'):,.6g}"
-            )
-        return words
+        return "; ".join([words, *(note for _, note in self._notes if note)])
 
     @property
-    def _mixers(self) -> set[str]:
-        return set(self.model.section.mixers)
+    def _notes(self) -> list[tuple[str, str]]:
+        """Of each mixer, those registered first before others."""
+        layers = {layer.section.block.mixer: layer for layer in self.model.section.layers}
+        mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
+        loaded = [(one.load(), layers[one.name]) for one in mixers]
+        length = self.count.sequence_length
+        return [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, for the events of a run.
@@ -250,12 +246,14 @@ class ModelCost:
             self.kv_cache_bytes_per_token,
             self.fixed_state_bytes,
         )
-        layers = "layers" if self._mixers == {"attention"} else "layers of global attention"
+        growing = [
+            layer
+            for layer in section.layers
+            if (mixer := mixer_of(layer)) is not None and self._bytes_of(mixer, layer)[0]
+        ]
+        layers = "layers" if len(growing) == d.num_layers else "layers of global attention"
         of_token = f"2 x {layers} x kv heads x head_dim x bytes of {section.numerics.dtype}"
-        numbers = (
-            f"2 x {section.mixers.count('attention')} x {d.num_kv_heads} x {d.head_dim} x "
-            f"{self._activation_bytes}"
-        )
+        numbers = f"2 x {len(growing)} x {d.num_kv_heads} x {d.head_dim} x {self._activation_bytes}"
         if of_head := self._bytes_of(*head_of(section))[0]:
             of_token += f" + state of head {section.head.name}"
             numbers += f" + {of_head}"
