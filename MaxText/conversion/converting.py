@@ -169,7 +169,7 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     tokenizer, absent = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
-    _show_memory(export.peak_bytes(), show)
+    _show_memory(export.peak_bytes(request.max_shard_size), show)
     with run_folder.whole_or_nothing(request.target) as partial:
         copied, token_ids = ([], {})
         if tokenizer is not None:

@@ -9,7 +9,7 @@ l2_norm_gelu the root is inside of gelu, and the norm takes out every factor of 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,9 +19,10 @@ from MaxText.checkpointing.growth.plan import by_place, place_of
 from MaxText.configuration.catalogue import build, flat
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.schema import Config
+from MaxText.conversion import safetensors_files
 from MaxText.conversion.family import Family
 from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
-from MaxText.conversion.safetensors_files import Planned, SafetensorsFiles
+from MaxText.conversion.safetensors_files import Planned
 from MaxText.conversion.settings import (
     find_family,
     kept_window,
@@ -71,12 +72,13 @@ class FolderExport:
         formats = {self.weights.formats[name].name for name in ours}
         return np.dtype(formats.pop() if len(formats) == 1 else "float32")
 
-    def peak_bytes(self) -> int:
-        """Memory at the peak: arrays that share tensors, as much while they are read, a tensor."""
+    def peak_bytes(self, max_shard_bytes: int) -> int:
+        """Memory at the peak: arrays that share tensors, as much while they are read, a file."""
         sizes = num_bytes(self.weights)
         groups = max(sum(sizes[name] for name in ours) for ours in self.map.groups)
-        largest = max(sizes.values())
-        return groups + 2 * largest + max(planned.num_bytes for planned in self.planned.values())
+        written = [planned.num_bytes for planned in self.planned.values()]
+        file = min(sum(written), max(max_shard_bytes, *written))
+        return groups + 2 * max(sizes.values()) + file
 
     def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
         """Writes the tensors; returns the names of the files.
@@ -84,13 +86,14 @@ class FolderExport:
         Raises:
           UserError: a number does not fit the format that was asked for.
         """
-        with SafetensorsFiles(folder, self.planned, max_shard_bytes) as files:
-            for ours, tensors in self.map.groups.items():
-                arrays = [self.weights.read(name) for name in ours]
-                for tensor in tensors:
-                    whole = self.map.whole(tensor, arrays)
-                    files.write(tensor.name, self._cast(tensor.name, whole))
-            return files.names
+        return safetensors_files.write(folder, self.planned, self._tensors(), max_shard_bytes)
+
+    def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        for ours, tensors in self.map.groups.items():
+            arrays = [self.weights.read(name) for name in ours]
+            for tensor in tensors:
+                whole = self.map.whole(tensor, arrays)
+                yield tensor.name, self._cast(tensor.name, whole)
 
     def _cast(self, name: str, tensor: np.ndarray) -> np.ndarray:
         wanted = self.planned[name].dtype
