@@ -8,6 +8,7 @@ Checkpoints do not depend on whether layers are scanned or unrolled.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -333,14 +334,13 @@ def scan_cycle(
       select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
     """
     plan, is_shared = blueprint.plan, blueprint.is_shared
+    # Whether a layer cuts its weights out of those of a whole cycle. An inner loop cannot do so.
+    in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
 
     def one_run(x_BTD: jax.Array, weights: Any, run: int, start: Any) -> tuple[jax.Array, Scalars]:
-        first, length = plan.first_of(run), plan.runs[run]
-        graphdef, row = blueprint.graphdefs[first], 0
-        if not blueprint.is_stacked:
-            weights = weights[str(run)]
-        elif not is_shared:
-            row = first - plan.prefix
+        graphdef, length = blueprint.graphdefs[plan.first_of(run)], plan.runs[run]
+        row = run if in_layer and not is_shared else 0
+        weights = weights if in_layer else weights[run]
 
         def one_layer(x_BTD, weights, index):
             # In here, as weights cut out before would be kept for the backward pass.
@@ -359,9 +359,7 @@ def scan_cycle(
             y_BTD, scalars = one_layer(x_BTD, weights if is_shared else own, start + place)
             return token_by_token(y_BTD), scalars
 
-        own = None
-        if not is_shared:
-            own = jax.tree.map(lambda leaf: leaf[row : row + length], weights)
+        own = None if is_shared else weights
         x_BTD, scalars = jax.lax.scan(turn, x_BTD, (own, jnp.arange(length)))
         return x_BTD, jax.tree.map(jnp.sum, scalars)
 
@@ -384,11 +382,29 @@ def scan_cycle(
             lambda leaf: leaf.reshape(num_repeats, leaf.shape[0] // num_repeats, *leaf.shape[1:]),
             weights,
         )
+        if not in_layer:
+            by_cycle = _by_run(blueprint, by_cycle)
         x_BTD, scalars = jax.lax.scan(one_cycle, x_BTD, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
     return x_BTD, totals
+
+
+def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
+    """The weights of each run of the cycle, of [repeats, layers, ...].
+
+    They are cut out before the loop over repeats, which else would keep what is cut out inside of
+    it for the backward pass.
+    """
+    plan = blueprint.plan
+    if not blueprint.is_stacked:
+        return [weights[str(run)] for run in range(len(plan.runs))]
+    ends = itertools.accumulate(plan.runs)
+    return [
+        jax.tree.map(lambda leaf: leaf[:, end - length : end], weights)  # noqa: B023
+        for length, end in zip(plan.runs, ends, strict=True)
+    ]
 
 
 def _row(weights: Any, index: int) -> Any:
