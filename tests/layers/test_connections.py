@@ -17,7 +17,7 @@ from MaxText.layers.stack import rematerialized
 from MaxText.layers.weights import ShapesOnly
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import per_parameter
-from tests.small_models import random_batch, tiny_config, trainer
+from tests.small_models import random_batch, some_quick, tiny_config, trainer
 
 NORM = "pre_self_attention_layer_norm"
 SIZES = {
@@ -88,7 +88,7 @@ def without_connections(dense, plain):
     return per_parameter(plain.parameters, taken)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_quick(CASES, 3))
 def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
     """The second of the products that make weights at once, the first when that one has moved."""
     block, keys = CASES[name]
