@@ -241,7 +241,7 @@ class Run:
         Args:
           batches: for example itertools.islice(mt.batches(config, "eval"), 10).
         """
-        from MaxText.training.evaluation import evaluate
+        from MaxText.scoring.validation import evaluate
 
         layout = self.trained.layout
         placed = (layout.place(batch, len(batch.tokens_BT)) for batch in batches)

@@ -27,8 +27,8 @@ usage: check_part.py MODULE[:CLASS] [key=value ...]
 
 Builds a small model with a part, on the CPU, and checks what every part has to do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
-state, FLOPs, bfloat16, 8 simulated devices, resuming. Of an optimizer: its state, its updates,
-8 devices, resuming (docs/add_an_architecture.md).
+state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
+updates, 8 devices, resuming (docs/add_an_architecture.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -106,7 +106,8 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     broken = False
     is_optimizer = part.kind == "optimizer"
     checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
-    for check, problem in conformance.results(subject, checks):
+    for check in checks:
+        problem = conformance.result(check, subject)
         if check.name == "decode state" and not decodes:
             verdict = "not supported: no prefill and decode_step; decode.py will refuse it"
         else:

@@ -9,15 +9,20 @@ Legend: B sequences, T tokens, V vocab_size.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.checkpointing.matching import path_name
+from MaxText.checkpointing.growth.placing import grown_parameters
+from MaxText.checkpointing.growth.settling import settle_source
+from MaxText.checkpointing.growth.source import Source
+from MaxText.checkpointing.matching import leaves_by_path, path_name
+from MaxText.configuration.catalogue import flat
 from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.key_value_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
@@ -69,13 +74,6 @@ class Check(NamedTuple):
     name: str
     problem: Callable[["Subject"], str | None]
     remedy: str
-
-
-class Result(NamedTuple):
-    """What one check found."""
-
-    check: Check
-    problem: str | None
 
 
 class Ran(NamedTuple):
@@ -218,7 +216,7 @@ def variants() -> Batch:
 def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
     decoder = model.merge(params)
     h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
-    return decoder.logits(h_BTD, decoder.pointers(h_BTD, batch))
+    return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
 def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
@@ -226,13 +224,13 @@ def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
     h_BTD, states = decoder.read_prompt(padded_BT, lengths_B, capacity=LENGTH)
-    prompt = decoder.logits(h_BTD, decoder.pointers_of(states))
+    prompt = decoder.logits(h_BTD, states[-1])
 
     def step(states, place):
         positions_B1 = (lengths_B + place)[:, None]
         new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
         h_B1D, states = decoder.read_next(new_B1, positions_B1, states)
-        return states, decoder.logits(h_B1D, decoder.pointers_of(states), positions_B1)[:, 0]
+        return states, decoder.logits(h_B1D, states[-1], positions_B1)[:, 0]
 
     _, steps = jax.lax.scan(step, states, jnp.arange(LENGTH - PROMPT))
     return prompt, jnp.moveaxis(steps, 0, 1)
@@ -478,6 +476,31 @@ def _resume(subject: Subject) -> str | None:
     return None
 
 
+def _growth(subject: Subject) -> str | None:
+    """Doubles the layers, the slots and each size that the part's own keys set."""
+    values, arrays = flat(subject.config), _named(subject.params)
+    read, metadata = arrays.__getitem__, {"config": values}
+    source = Source("SMALL", None, metadata, leaves_by_path(arrays), read, {}, read, None)
+    own = (item for section in subject.config.model.parts.sections for item in section)
+    sizes = [name for name, value in own if type(value) is int]
+    for name in ("base_num_decoder_layers", "slot_num", *sizes):
+        size = 2 * (values[name] if values[name] > 0 else values["base_emb_dim"])
+        try:
+            settled = settle_source(subject.configure(**{name: size}), source)
+        except UserError:
+            continue  # refused
+        if settled.growth is None:
+            continue  # no weight depends on it
+        larger = Subject(lambda config=settled.config, **_: config)
+        model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
+        params = grown_parameters(settled.growth, model.abstract, fresh)
+        logits = jax.jit(functools.partial(_logits, model))(params, variants())
+        error = np.abs(logits - subject.ran.logits).max()
+        if not error <= 2e-5:
+            return f"growth to {name}={size} is not refused, and changes logits by {error:.1e}"
+    return None
+
+
 def _first_state(subject: Subject) -> str | None:
     """Parameters and the optimizer's state."""
     return _drawn_twice(*(jax.jit(_trainer(subject.config)[1]) for _ in range(2)))
@@ -551,6 +574,7 @@ CHECKS = (
     Check("bfloat16", _bfloat16, "sums, norms and softmax in float32"),
     Check("8 devices", _devices, "no sizes of one device in the code; constrain() activations"),
     Check("resume", _resume, "everything that training changes has to be a weight"),
+    Check("growth", _growth, "an axis is slots only where a slot with key 0 adds nothing"),
 )
 # Of an optimizer.
 OPTIMIZER_CHECKS = (
@@ -567,8 +591,3 @@ def result(check: Check, subject: Subject) -> str | None:
         return check.problem(subject)
     except Exception as error:  # a part can raise anything
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-
-
-def results(subject: Subject, checks: Sequence[Check] = CHECKS) -> list[Result]:
-    """All checks of a subject."""
-    return [Result(check, result(check, subject)) for check in checks]

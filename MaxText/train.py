@@ -99,14 +99,14 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
 
     # --- Model and optimizer ----------------------------------------------------------------------
     from MaxText.checkpointing.growth.settling import settle
+    from MaxText.compilation.known_memory import check_known_memory
     from MaxText.monitoring.tables import parameter_table
     from MaxText.training import step as steps
     from MaxText.training.assembly import assemble
-    from MaxText.training.known_memory import check_known_memory
 
     settled = settle(config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))])
     config, config_flat = settled.config, flat(settled.config)
-    built = assemble(settled, layout)
+    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
     model, abstract_state = built.model, built.state
     replicated = f"replicated on every device: {built.whole:.2%} of parameters"
     details += [parameter_table(model.parameters, layout.describe(model.parameters)), replicated]
@@ -165,10 +165,10 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
+    from MaxText.checkpointing.recovery import Recovery
+    from MaxText.finish import leave_results
     from MaxText.monitoring.records import open_records
-    from MaxText.training.evaluation import evaluate
-    from MaxText.training.finish import leave_results
-    from MaxText.training.recovery import Recovery
+    from MaxText.scoring.validation import evaluate
 
     records = open_records(
         config, run_folder, start, built, plan, train_batches, devices, last_step, peak, details,
@@ -176,7 +176,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     )  # fmt: skip
     events, lineage = records.events, records.lineage
     checkpoints.show = records.terminal.line
-    recovery = Recovery(guard, checkpoints, events, train_batches, abstract_state, start)
+    recovery = Recovery(guard, checkpoints, events.emit, train_batches, abstract_state, start)
     log = records.step_log(config, last_step, recovery.observe)
 
     def save(step: int, **facts) -> None:

@@ -5,6 +5,8 @@
 Legend: B sequences, T tokens, D emb_dim.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -23,6 +25,12 @@ class Keys(Section):
 @register("mixer", "moving_average", keys=Keys)
 class MovingAverage(Mixer):
     """A gated moving average over the tokens so far."""
+
+    hugging_face_names: ClassVar = {
+        "into/kernel": "mixer.in_proj.weight",
+        "out/kernel": "mixer.out_proj.weight",
+        "decay": "mixer.decay",
+    }
 
     def __init__(self, keys, init, rngs):
         D, draw, dtype = init.dimensions.emb_dim, init.initializers, init.weight_dtype

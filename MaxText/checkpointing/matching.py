@@ -1,5 +1,6 @@
 """Whether a stored state fits the one that a configuration asks for; no array is read for it."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,11 @@ from MaxText.errors import UserError
 _MOST_LINES = 20
 # Sections whose keys decide the names and shapes of parameters and optimizer state.
 _SHAPING_SECTIONS = ("model", "optimizer")
+
+
+# The path of a leaf, as jax.tree_util gives it, in words: "decoder/wi". As Orbax stores them, named
+# tuples go by their field names and tuples by their indices.
+path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
@@ -57,19 +63,6 @@ def leaves_by_path(tree: Any) -> dict[str, Leaf]:
         path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """The path of a leaf, as jax.tree_util gives it, in words: "decoder/wi"."""
-    return "/".join(_name(part) for part in path)
-
-
-def _name(part: Any) -> str:
-    # Orbax stores named tuples under their field names and tuples under their indices, as here.
-    for attribute in ("key", "name", "idx"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    raise AssertionError(f"a key of a kind that checkpoints do not have: {part!r}")
 
 
 def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint) -> list[Cast]:

@@ -11,8 +11,9 @@ from MaxText.comparison.plan import Chain, Plan, Run, run_path
 from MaxText.comparison.seed_statistics import Difference, Summary, in_words, paired_difference
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
-from MaxText.monitoring.report.wording import ABSENT, loss, operations, short_count
+from MaxText.monitoring.report.wording import ABSENT, loss, operations
 from MaxText.monitoring.run_record import RunRecord, read_run
+from MaxText.monitoring.tables import short_count
 
 COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is to be gone on with.
@@ -99,7 +100,8 @@ class Group:
     @property
     def perplexity(self) -> float | None:
         """exp of the mean loss; None where that is no log-probability."""
-        if self.loss.mean is None or self.loss_kind.startswith("entmax"):
+        kind = self.loss_kind
+        if self.loss.mean is None or (kind and not kind.startswith("cross-entropy")):
             return None
         return math.exp(min(self.loss.mean, 700.0))
 

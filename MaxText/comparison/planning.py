@@ -14,7 +14,7 @@ from MaxText.comparison.variants import Variant
 from MaxText.configuration.catalogue import build
 from MaxText.configuration.saved import flat
 from MaxText.configuration.values import to_yaml
-from MaxText.monitoring.report.wording import short_count
+from MaxText.monitoring.tables import short_count
 
 
 def solve_plan(plan: Plan, variants: Sequence[Variant], request: Request) -> None:

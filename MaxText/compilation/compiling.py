@@ -55,7 +55,7 @@ def plan_step(config: Config, devices: Sequence[Any]) -> Planned:
     layout = mesh.make_layout(config.mesh, devices, config.model.pipeline)
     settled = settle(config, [])
     config = settled.config
-    built = assemble(settled, layout)
+    built = assemble(config, layout, settled.old_slots, settled.old_slots_learning_rate)
     model, state = built.model, built.state
     plan = plan_batches(
         config.batch,

@@ -132,7 +132,14 @@ when_changed(all_keys.cache_clear)
 # Sections whose keys may differ from layer to layer, and single keys of others.
 _OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention", "parts")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
-_OF_ALL_LAYERS = ("share_parameters", "layer_pattern", "layer_kinds", "attention_types", "causal")
+_OF_ALL_LAYERS = (
+    "share_parameters",
+    "connection_type",
+    "layer_pattern",
+    "layer_kinds",
+    "attention_types",
+    "causal",
+)
 _OF_ALL_LAYERS += ("moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention")
 
 

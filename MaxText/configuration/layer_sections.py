@@ -112,6 +112,11 @@ class Block(Section):
         "Whether the first half has a norm and a gate as other parts have; GPT-Neo's has neither.",
         only_if={"use_macaron": [True]},
     )
+    connection_type: Annotated[str, Name("connection", "auto")] = key(
+        "auto",
+        "What layers read of those before them: residual is the last output, dense sums of all; "
+        "auto is dense with dense_conn, and residual otherwise.",
+    )
     share_parameters: bool = key(False, "All layers are one and the same (ALBERT).")
 
 
@@ -132,7 +137,7 @@ _ROTARY: dict[str, Iterable[Any]] = {"position_embedding": ["rotary"]}
 class Position(Section):
     """How the model knows where a token stands."""
 
-    position_embedding: Literal["rotary", "learned", "axial", "alibi", "none"] = key(
+    position_embedding: Annotated[str, Name("position")] = key(
         "rotary",
         "rotary turns queries and keys; learned adds a table to the embedding, axial the mean of "
         "two small ones; alibi lowers scores with distance.",

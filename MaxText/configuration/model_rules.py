@@ -11,6 +11,7 @@ from MaxText.configuration.layer_sections import (
     MixtureOfExperts,
     NotElementwise,
 )
+from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import KINDS, registration
 from MaxText.configuration.rule import rule
 
@@ -170,24 +171,25 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
             )
 
 
-@rule("mixer", "feed_forward_type", "dense_ways")
+@rule("mixer", "feed_forward_type", "connection_type", "dense_ways")
 def _parts(model):
     """What parts of other modules refuse themselves."""
     for layer in dict.fromkeys(model.layers):
         section = layer.section
-        for kind, name in (
-            ("mixer", section.block.mixer),
-            ("feed_forward", section.feed_forward.feed_forward_type),
+        for kind, base, name in (
+            ("mixer", "part.Mixer", section.block.mixer),
+            ("feed_forward", "part.FeedForward", section.feed_forward.feed_forward_type),
+            ("position", "part.Position", section.position.position_embedding),
+            ("connection", "residual.Connection", section.connection),
         ):
             registered = registration(kind, name)
             if registered.is_built_in:
                 continue  # rules above
             part = registered.load()
             if not hasattr(part, "problem"):
-                base = "Mixer" if kind == "mixer" else "FeedForward"
                 return (
                     f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
-                    f"from MaxText.layers.part.{base}"
+                    f"from MaxText.layers.{base}"
                 )
             if found := part.problem(part.keys_of(layer), layer.dimensions):
                 return f"{KINDS[kind]}={name}: {found}"
@@ -196,6 +198,14 @@ def _parts(model):
                 return (
                     f"mixer={name} has one input, and dense_conn=true makes several\ndense_ways=[r]"
                 )
+
+
+@rule("dense_conn")
+def _dense_connection(connection_type, dense_conn):
+    if connection_type == "dense" and not dense_conn:
+        return "connection_type=dense is switched on by dense_conn=true"
+    if dense_conn and connection_type not in ("auto", "dense"):
+        return f"dense_conn=true and connection_type={connection_type} exclude each other"
 
 
 @rule("mixer", programs="decode")
@@ -344,10 +354,21 @@ def _static_sgu(static_sgu, model, dimensions):
         return "static_sgu=true sums over earlier tokens, but causal=false"
 
 
-@rule("mlm_training")
-def _head_qk(head_qk, causal):
-    if head_qk and not causal:
+@rule("head_type", "head_qk", "mlm_training")
+def _head(causal, model, dimensions):
+    registered = registration("head", model.head.name)
+    if registered.name == "head_qk" and not causal:
         return "head_qk=true points back at earlier tokens, but causal=false"
+    if registered.is_built_in:
+        return None
+    part, layer = registered.load(), Layer(model, dimensions)
+    if not hasattr(part, "problem"):
+        return (
+            f"head_type={registered.name}: {part.__name__} ({registered.place}) is not derived "
+            "from MaxText.layers.head.Head"
+        )
+    found = part.problem(part.keys_of(layer), dimensions)
+    return f"head_type={registered.name}: {found}" if found else None
 
 
 @rule(*MixtureOfExperts.model_fields, is_idle=True)

@@ -26,7 +26,7 @@ from MaxText.configuration.layer_sections import (
     Pattention,
     Position,
 )
-from MaxText.configuration.registry import Name, Parts
+from MaxText.configuration.registry import Name, ObjectiveParts, Parts
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -110,6 +110,10 @@ class Embedding(Section):
 class Head(Section):
     """From the last hidden state to logits."""
 
+    head_type: Annotated[str, Name("head", "auto")] = key(
+        "auto",
+        "linear: a matrix or the token table. auto: linear, or head_qk where head_qk=true.",
+    )
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
     logits_bias: bool = key(
         False,
@@ -126,9 +130,12 @@ class Head(Section):
         False,
         "Add to the logit of each id how well earlier tokens with that id match the current one "
         "(Head-QK, fattorib/transformer).",
+        only_if={"head_type": ["auto", "head_qk"]},
     )
     head_qk_dim: Count = key(
-        256, "Width of the queries and keys of Head-QK.", only_if={"head_qk": [True]}
+        256,
+        "Width of the queries and keys of Head-QK.",
+        only_if_any={"head_qk": [True], "head_type": ["head_qk"]},
     )
     normalize_embedding_logits: bool = key(
         True, "Divide tied logits by sqrt(emb_dim).", only_if={"logits_via_embedding": [True]}
@@ -142,11 +149,20 @@ class Head(Section):
     logits_dot_in_fp32: bool = key(False, "Multiply by the head in float32 whatever dtype is.")
     final_logits_soft_cap: NonNegative = key(0.0, "Caps logits at c * tanh(logit / c); 0 is off.")
 
+    @property
+    def name(self) -> str:
+        """The registered head."""
+        return (
+            ("head_qk" if self.head_qk else "linear")
+            if self.head_type == "auto"
+            else self.head_type
+        )
+
 
 class Objective(Section):
     """What is minimised."""
 
-    loss_type: Literal["cross_entropy", "entmax"] = key(
+    loss_type: Annotated[str, Name("objective")] = key(
         "cross_entropy",
         "entmax: the loss of alpha-entmax, which gives most ids probability 0 (Peters et al. "
         "2019; GPT-Neo: entmax_loss). It has no perplexity; decode with decode_entmax_alpha.",
@@ -166,11 +182,7 @@ class Objective(Section):
         "Chunks of the sequence in which logits and loss are computed, so that [B,T,V] never "
         "exists.",
     )
-
-    @property
-    def is_in_nats(self) -> bool:
-        """Whether the loss is minus a log-probability, so that it has a perplexity."""
-        return self.loss_type == "cross_entropy"
+    parts: ObjectiveParts = ObjectiveParts()
 
 
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
@@ -386,6 +398,14 @@ class Model(Section):
         section = self.model_copy(update=sections)
         dimensions = section.shape.dimensions
         return Layer(section, dimensions if width is None else dimensions._replace(mlp_dim=width))
+
+    @property
+    def connection(self) -> str:
+        """The registered connection between layers."""
+        name = self.block.connection_type
+        if name == "auto":
+            return "dense" if self.dense_connections.dense_conn else "residual"
+        return name
 
     @property
     def layer_plan(self) -> LayerPlan:

@@ -22,6 +22,10 @@ KINDS = {
     "feed_forward": "feed_forward_type",
     "norm": "normalization_type",
     "projection": "attention_projections",
+    "position": "position_embedding",
+    "connection": "connection_type",
+    "head": "head_type",
+    "objective": "loss_type",
     "optimizer": "opt_type",
 }
 _BUILT_IN = "MaxText.layers.built_in"
@@ -193,7 +197,9 @@ class Parts(Section):
       sections: one for each part that has keys of its own.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = tuple(kind for kind in KINDS if kind != "optimizer")
+    kinds: ClassVar[tuple[str, ...]] = tuple(
+        kind for kind in KINDS if kind not in ("objective", "optimizer")
+    )
     sections: tuple[Any, ...] = ()
 
     @model_validator(mode="before")
@@ -226,7 +232,8 @@ class Parts(Section):
         """These keys with other values of some of them."""
         sections = []
         for own in self.sections:
-            changed = {name: value for name, value in values.items() if name in own.model_fields}
+            names = type(own).model_fields
+            changed = {name: value for name, value in values.items() if name in names}
             sections.append(own.model_copy(update=changed))
         return self.model_copy(update={"sections": tuple(sections)})
 
@@ -239,6 +246,12 @@ class Parts(Section):
     def with_keys(cls) -> list[Registration]:
         """Parts of these kinds that have keys of their own."""
         return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
+
+
+class ObjectiveParts(Parts):
+    """Keys of registered objectives."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("objective",)
 
 
 class OptimizerParts(Parts):

@@ -28,7 +28,12 @@ from MaxText.conversion.hugging_face_folder import (
 from MaxText.conversion.importing import FolderWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import Request
-from MaxText.conversion.settings import find_family, model_keys, named_family
+from MaxText.conversion.settings import (
+    absent_in_transformers,
+    find_family,
+    model_keys,
+    named_family,
+)
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
@@ -59,7 +64,7 @@ def convert(request: Request, show: Show) -> None:
         given = {name: values.from_text(text) for name, text in request.keys.items()}
         weights = FolderWeights(source, given)
         if request.verify:
-            verification.check_possible(weights.family)
+            verification.check_possible(weights.family, weights.config)
         tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
         shown = f"{source}: {weights.family.architecture}, "
     elif request.source_kind == "maxtext":
@@ -157,7 +162,7 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     folded, told = exporting.fold(weights, request.family)
     family = _family(folded, request.family, named_family(kept))
     if request.verify:
-        verification.check_possible(family)
+        verification.check_possible(family, folded.config)
     export = exporting.FolderExport(folded, family, request.dtype, note.get("formats"))
     if told:
         show(told)
@@ -180,11 +185,12 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
     show(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
         show(f"note: {absent}")
-    if family.in_transformers:
+    absent_there = absent_in_transformers(family, folded.config)
+    if not absent_there:
         show(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
         return
     show(
-        f"transformers has no {family.architecture}. Programs here read the folder with "
+        f"transformers has no {absent_there}. Programs here read the folder with "
         f"load_parameters_path=hf:{request.target}"
     )
     if family.auto_map:

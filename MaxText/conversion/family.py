@@ -251,6 +251,12 @@ class Family:
         return {name: value for name, value in every.items() if name not in decided}
 
     @property
+    def in_layer(self) -> str:
+        """How the names of a layer's tensors begin, such as "model.layers.{layer}."."""
+        name = next(row.theirs for row in self.rows if row.in_layers)
+        return name[: name.index("}") + 2]
+
+    @property
     def has_model_type(self) -> bool:
         """Whether config.json names the family by model_type."""
         return self.in_transformers or bool(self.auto_map)
@@ -261,6 +267,7 @@ class Family:
 # family.
 SHARED_PARTS: Mapping[str, Any] = {
     "mixer": "attention",
+    "connection_type": "auto",
     "layer_pattern": "",
     "layer_kinds": {},
     "causal": True,
@@ -287,6 +294,7 @@ SHARED_PARTS: Mapping[str, Any] = {
     "logits_bias": False,
     "logits_embedding_dtype": "auto",
     "head_qk": False,
+    "head_type": "auto",
     "attention_projections": "dense",
     "feed_forward_type": "mlp",
 }

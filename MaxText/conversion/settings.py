@@ -7,7 +7,9 @@ from typing import Any, get_args
 from MaxText.configuration import values as typed_values
 from MaxText.configuration.catalogue import Key, all_keys, flat
 from MaxText.configuration.layer_sections import SlotPlace
+from MaxText.configuration.maxtext_keys import ALIASES
 from MaxText.configuration.problems import Problem
+from MaxText.configuration.registry import KINDS, Registration, registration
 from MaxText.configuration.schema import Config
 from MaxText.conversion.families.known import FAMILIES, WITHOUT_PARTS
 from MaxText.conversion.family import REQUIRED, TEXTS, Family, Setting
@@ -17,6 +19,8 @@ from MaxText.errors import UserError
 _ROPE_SCALING = "rope_scaling"
 _ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
 _WORD = re.compile(r"[a-z]\w+")
+# The object of config.json with keys of ours that no family has: those of registered parts.
+_OWN = "maxtext"
 _SIZES = {  # sizes after global_parameter_scale, which config.json has no word for
     "base_emb_dim": "emb_dim",
     "base_num_query_heads": "num_query_heads",
@@ -69,7 +73,7 @@ def to_keys(
     if shorter.isdecimal():
         config[TEXTS] = int(shorter)
     problems: list[str] = []
-    keys: dict[str, Any] = {"decoder_block": family.decoder_block, **family.parts}
+    keys = {"decoder_block": family.decoder_block, **family.parts, **_own(config, where)}
     for setting in family.settings:
         if not _says_something(setting, keys):
             continue
@@ -90,6 +94,20 @@ def to_keys(
         raise UserError(f"{where}: config.json ({family.model_type}) cannot be imported:\n{lines}")
     keys |= given
     return with_effect(keys, keys)
+
+
+def _own(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Keys of registered parts in a config.json: keys of the model, or of parts not yet imported.
+
+    No other key is taken: `import_modules`, for one, would run code that nobody named.
+    """
+    own = config.get(_OWN, {})
+    if not isinstance(own, Mapping):
+        raise UserError(f"{where}: config.json: {_OWN}={own} is no JSON object.")
+    for name in own:
+        if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
+            raise UserError(f"{where}: config.json: {_OWN}.{name} is no key of a part.")
+    return own
 
 
 def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any]) -> str:
@@ -234,13 +252,44 @@ def _num_one_sided(family: Family, config: Config) -> int:
     return len(ours.keys() ^ theirs.keys())
 
 
+def _chosen_parts(config: Config) -> list[Registration]:
+    """The mixers and feed-forwards of the layers."""
+    sections = [layer.section for layer in config.model.layers]
+    chosen = {("mixer", one.block.mixer) for one in sections}
+    chosen |= {("feed_forward", one.feed_forward.feed_forward_type) for one in sections}
+    return [registration(*one) for one in sorted(chosen)]
+
+
+def part_keys(family: Family, config: Config) -> dict[str, Any]:
+    """Keys that choose mixers and feed-forwards that a user registered, and keys of these.
+
+    Empty where other layers have built-in ones that the family has not.
+    """
+    parts, block = _chosen_parts(config), config.model.block
+    if any(p.is_built_in and p.name != family.parts.get(KINDS[p.kind], p.name) for p in parts):
+        return {}
+    names: set[str] = set()
+    for part in parts:
+        if not part.is_built_in:
+            names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
+    if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
+        names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
+    return {name: value for name, value in flat(config).items() if name in names}
+
+
+def absent_in_transformers(family: Family, config: Config) -> str:
+    """The class, or the registered parts, that transformers lacks; "" if it lacks nothing."""
+    own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
+    return " and ".join(own) or ("" if family.in_transformers else family.architecture)
+
+
 def _mismatches(family: Family, config: Config) -> list[str]:
     """What differs: keys of ours, their values, and why where the family says so."""
-    values = our_values(config)
+    values, own = our_values(config), part_keys(family, config)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
         for name, wanted in with_effect(values, family.parts).items()
-        if values[name] != wanted
+        if values[name] != wanted and name not in own
     ]
     written: dict[str, Any] = {}
     for setting in family.settings:
@@ -292,6 +341,9 @@ def _in_one_form(config: Config) -> dict[str, Any]:
     experts = model.mixture_of_experts
     scale = model.attention.attention_scale
     return {
+        "connection_type": "auto"  # dense_conn says which of the two
+        if model.block.connection_type in ("residual", "dense")
+        else model.block.connection_type,
         "attention_types": ()
         if set(model.mixers) <= {"attention"}
         else model.attention.attention_types,
@@ -333,6 +385,8 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
             place[name] = setting.theirs_of(values)
     if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
         del result[_ROPE_SCALING]  # what silence means, also to versions that do not know the word
+    if own := part_keys(family, config):
+        result[_OWN] = own
     return result
 
 
@@ -370,5 +424,5 @@ def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
 def settled_names(family: Family) -> set[str]:
     """Keys of config.json that the table decides, older and newer names included."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
-    return names | {"rope_parameters", "rope_scaling", "architectures",
+    return names | {_OWN, "rope_parameters", "rope_scaling", "architectures",
                     *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from MaxText.configuration.registry import lookup
 from MaxText.conversion.family import Family, Row, numbered
+from MaxText.conversion.layouts import Layout
 from MaxText.errors import UserError
+from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.model import Model
+from MaxText.parallelism.constraints import ParameterInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,8 @@ class UnknownParameters(UserError):
     def __init__(self, family: str, names: Sequence[str]):
         self.names = ", ".join(names)
         super().__init__(
-            f"the format {family} has no place for {self.names}.\n  What to do: add rows for them "
-            "to the table in MaxText/conversion/families, or keep the checkpoint in our format."
+            f"the format {family} has no place for {self.names}.\n  What to do: name them in the "
+            "part's hugging_face_names, or keep the checkpoint in our format."
         )
 
 
@@ -54,41 +58,72 @@ class TensorMap:
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[Tensor]] = {}
         num_layers = model.section.shape.dimensions.num_layers
-        num_experts = model.section.mixture_of_experts.num_experts
+        for row, layer in self._declared() if rows is None else ():
+            self._add(row, layer)
+        declared = {(tensor.ours[0], tensor.place) for tensor in self.tensors}
         for row in family.rows if rows is None else rows:
             for layer in range(num_layers) if row.in_layers else (0,):
-                stored = [
-                    self._stored(numbered(name, num_layers, layer), layer) for name in row.ours
-                ]
-                ours = tuple(name for name, _ in stored)
-                if ours[0] in model.parameters:
-                    outer = stored[0][1]
-                    for expert in range(num_experts) if row.in_experts else (0,):
-                        place = (*outer, expert) if row.in_experts else outer
-                        name = numbered(row.theirs, num_layers, layer, expert)
-                        shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
-                        older = tuple(numbered(one, num_layers, layer) for one in row.older)
-                        tensor = Tensor(name, shape, row, ours, place, older)
-                        self.groups.setdefault(ours, []).append(tensor)
+                stored = self._stored(row, layer)
+                if stored[0] not in declared and all(self._fits(row, name) for name, _ in stored):
+                    self._add(row, layer)
         named = [name for ours in self.groups for name in ours]
         if unknown := sorted(set(model.parameters) - set(named)):
             raise UnknownParameters(family.model_type, unknown)
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
-    def _stored(self, name: str, layer: int) -> tuple[str, tuple[int, ...]]:
-        """The array that holds ours of a table's row in a layer, and the place in it."""
-        folder, _, within = name.partition("/")
-        if folder != "layers":
-            return name, ()
-        found, row = self.model.stored(layer, within)
-        return found, () if row is None else (row,)
+    def _declared(self) -> list[tuple[Row, int]]:
+        """Rows that mixers and feed-forwards declare, and the layer of each."""
+        found = []
+        for layer, one in enumerate(self.model.section.layers):
+            feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
+            for folder, part in (("self_attention", mixer_of(one)), ("mlp", feed_forward)):
+                for ours, theirs in part.hugging_face_names.items() if part else ():
+                    name = f"{folder}/{ours}"
+                    if info := self.model.parameters.get(self.model.stored(layer, name)[0]):
+                        theirs = self.family.in_layer + theirs
+                        found.append((Row(theirs, (f"layers/{name}",), _linear(info)), layer))
+        return found
+
+    def _add(self, row: Row, layer: int) -> None:
+        """The tensors of a row in a layer."""
+        section = self.model.section
+        num_layers, num_experts = section.shape.dimensions.num_layers, 1
+        if row.in_experts:
+            num_experts = section.mixture_of_experts.num_experts
+        stored = self._stored(row, layer)
+        ours, outer = tuple(name for name, _ in stored), stored[0][1]
+        shape = row.layout.shape(self._sizes(row, ours[0]), len(ours))
+        older = tuple(numbered(one, num_layers, layer) for one in row.older)
+        for expert in range(num_experts):
+            place = (*outer, expert) if row.in_experts else outer
+            name = numbered(row.theirs, num_layers, layer, expert)
+            tensor = Tensor(name, shape, row, ours, place, older)
+            self.groups.setdefault(ours, []).append(tensor)
+
+    def _stored(self, row: Row, layer: int) -> list[tuple[str, tuple[int, ...]]]:
+        """The arrays that hold ours of a row in a layer, and the place in each."""
+        stored = []
+        for name in row.ours:
+            found = numbered(name, self.model.section.shape.dimensions.num_layers, layer)
+            folder, _, within = found.partition("/")
+            found, place = self.model.stored(layer, within) if folder == "layers" else (found, None)
+            stored.append((found, () if place is None else (place,)))
+        return stored
+
+    def _fits(self, row: Row, ours: str) -> bool:
+        """Whether the model has an array of a row, with as many dimensions."""
+        info = self.model.parameters.get(ours)
+        if info is None:
+            return False
+        outer = ("layers" in info.logical_axes) + row.in_experts
+        return len(info.shape) - outer == len(row.layout.ours.split())
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
         """Sizes of one array by the letters of its layout; they may differ from layer to layer."""
         info = self.model.parameters[ours]
         return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
 
-    @functools.cached_property
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors."""
         return [tensor for group in self.groups.values() for tensor in group]
@@ -122,3 +157,15 @@ class TensorMap:
         """A tensor of theirs from the arrays of ours of its group, all layers of each."""
         parts = [array[tensor.place] for array in arrays]
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.ours[0]))
+
+
+def _linear(info: ParameterInfo) -> Layout:
+    """A matrix as torch.nn.Linear has it, [outputs, inputs]; other arrays as they are."""
+    names = [name for name in info.logical_axes if name != "layers"]
+    letters = "ABCDEFGHIKLM"[: len(names)]
+    matrix = letters.replace("", " ")
+    if info.num_in_dims:
+        first = names.count("exp")
+        inputs, outputs = letters[first:][: info.num_in_dims], letters[first + info.num_in_dims :]
+        matrix = f"{letters[:first]} ({' '.join(outputs)}) ({' '.join(inputs)})"
+    return Layout(matrix.strip(), " ".join(letters))

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from MaxText.configuration.schema import Config
 from MaxText.conversion.family import Family
+from MaxText.conversion.settings import absent_in_transformers
 from MaxText.conversion.weights import Weights, nested
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
@@ -37,12 +39,11 @@ class Agreement(NamedTuple):
         return close and abs(self.our_loss - self.their_loss) <= LOSS_TOLERANCE * self.their_loss
 
 
-def check_possible(family: Family) -> None:
+def check_possible(family: Family, config: Config) -> None:
     """Refuses a comparison before any work is done."""
-    if not family.in_transformers:
+    if absent := absent_in_transformers(family, config):
         raise UserError(
-            f"--verify compares with transformers, which has no {family.architecture}. "
-            "Leave --verify out."
+            f"--verify compares with transformers, which has no {absent}. Leave --verify out."
         )
     try:
         import torch  # pyright: ignore[reportMissingImports]  # noqa: F401

@@ -31,7 +31,7 @@ class Sequences:
     """Sequences that are being continued.
 
     Attributes:
-      states: of the mixers.
+      states: of the mixers and the head.
       tokens_B: the newest token of each, which no step has read yet.
       lengths_B: tokens of each, the newest included.
       keys_B: random keys.
@@ -193,8 +193,8 @@ class Engine:
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, sequences: Sequences
     ) -> tuple[Sequences, Drawn]:
-        pointers = decoder.pointers_of(sequences.states)
-        logits_BV = decoder.logits(h_B1D, pointers, sequences.lengths_B[:, None] - 1)[:, 0]
+        head_state, places_B1 = sequences.states[-1], sequences.lengths_B[:, None] - 1
+        logits_BV = decoder.logits(h_B1D, head_state, places_B1)[:, 0]
         # A draw depends on the sequence's own key and how many came before it, and on nothing
         # else in the batch.
         keys_B = jax.vmap(jax.random.fold_in)(sequences.keys_B, sequences.num_drawn_B)

@@ -3,7 +3,26 @@
 Legend: N query heads.
 """
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.part import Init, Position
+
+
+class ALiBi(Position):
+    """Softmax attention lowers its scores."""
+
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        self.num_heads = init.dimensions.num_query_heads
+        self.max_bias = keys.position.alibi_max_bias
+
+    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        return {"slopes_N": jnp.asarray(slopes(self.num_heads, self.max_bias))}
 
 
 def slopes(num_heads: int, max_bias: float = 8.0) -> np.ndarray:

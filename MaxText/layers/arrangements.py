@@ -12,10 +12,10 @@ from flax import nnx
 from MaxText.configuration.model_sections import Layer
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
 from MaxText.layers.building import Building
-from MaxText.layers.connections import Inputs, Normalized
 from MaxText.layers.context import Context
 from MaxText.layers.feed_forward import MLP as PlainMLP
 from MaxText.layers.part import Mixer, Scalars
+from MaxText.layers.residual import Inputs, Normalized
 from MaxText.layers.static_sgu import beside_static_sgu
 from MaxText.layers.weights import weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
@@ -50,6 +50,8 @@ class ParallelBlock(Block):
 
     Both norms may be one and the same (GPT-J).
     """
+
+    not_recomputed = ("self_attention", "mlp")
 
     def build_feed_forward(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
         if not layer.section.block.parallel_residual_shared_norm:
@@ -169,6 +171,8 @@ def rezero(block: type[Block]) -> type[Block]:
     class ReZero(block):  # type: ignore[misc, valid-type]
         """Bachlechner et al. 2020."""
 
+        not_recomputed = ()  # gates read all outputs
+
         def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
             super().__init__(layer, init, rngs)
             own = layer.section.block
@@ -198,6 +202,8 @@ class Identity(nnx.Module):
 
 class Gate(nnx.Module):
     """A learned number that a branch is multiplied with, 0 at first."""
+
+    rows = "gates"
 
     def __init__(self, init: Building, rngs: nnx.Rngs):
         self.scale = weight(rngs, (), (), zeros, dtype=init.weight_dtype)

@@ -4,7 +4,7 @@ Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H he
 """
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -40,6 +40,12 @@ State = KeyValueCache | WindowCache
 class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
 
+    rows: ClassVar = {
+        **dict.fromkeys(("query", "key", "value"), "query, key, value"),
+        **dict.fromkeys(("memory_key", "memory_value"), "memories"),
+        "out": "attention output",
+    }
+    not_recomputed = ("out",)
     has_separate_inputs = True
     mixer = "attention"
     has_memories = True  # whether it reads num_mem_kv learned keys and values
@@ -49,7 +55,7 @@ class Attention(Mixer):
         D, N, K, H = building.dimensions[:4]
         init = building.initializers
         self.section = section
-        self.has_positions = model.position.position_embedding in ("rotary", "alibi")
+        self.has_positions = model.position.position_embedding != "none"
         self.dropout_rate = model.dropout.rate("attention")
         self.max_length = building.dimensions.max_target_length
         self.precision = building.precision
@@ -123,7 +129,7 @@ class Attention(Mixer):
         q_BTD, k_BTD, v_BTD = inputs
         q_BTNH = tag(self.query(q_BTD), "query_proj")
         k_BTKH = tag(self.key(k_BTD), "key_proj")
-        v_BTKH = tag(self.value(v_BTD), "value_proj")
+        v_BTKH = self.values(v_BTD, context)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None and self.has_positions:
@@ -133,6 +139,10 @@ class Attention(Mixer):
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
         o_BTNH = constrain(o_BTNH, *OF_QUERIES)
         return tag(self.out(o_BTNH), "out_proj"), state
+
+    def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
+        """v_BTKH of all tokens that are read."""
+        return tag(self.value(v_BTD), "value_proj")
 
     def _core(
         self,
@@ -204,7 +214,8 @@ class Attention(Mixer):
             whole = (OF_KEYS[0], "activation_kv_length", *OF_KEYS[2:])
             k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
             parts = q_BTNH.shape[1] // of_queries.shard_shape(q_BTNH.shape)[1]
-        if section.attention == "flash" and serves(q_BTNH, of_queries):
+        no_bias = scoring.slopes_N is None  # a registered position embedding may have added one
+        if section.attention == "flash" and no_bias and serves(q_BTNH, of_queries):
             assert memory is None, section
             assert not drops, section
             return flash_attention(
@@ -223,6 +234,16 @@ class LocalAttention(Attention):
 
     mixer = "local_attention"
     has_memories = False
+
+    @classmethod
+    def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
+        window, causal = keys.attention.sliding_window_size, keys.attention.causal
+        counted = keys_by_rule(length, causal=causal, window=window)
+        multiplied = keys_multiplied(keys.attention, length, cls.mixer)
+        return (
+            f"in local layers, of a window of {window:,}, {counted:,.6g}",
+            f"in local layers with {multiplied:,.6g}",
+        )
 
 
 def named(o_BTNH: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 Legend: B sequences, T tokens, D emb_dim.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -12,11 +12,11 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import lookup
 from MaxText.layers.building import Building
 from MaxText.layers.capture import scope
-from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import normalization
 from MaxText.layers.part import FeedForward, Mixer, Scalars, checked
+from MaxText.layers.residual import Inputs
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 # RNG stream ids within a layer; attention's probabilities have 0, routing has 9, random slopes of
@@ -28,7 +28,12 @@ class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h)).
 
     layers/arrangements.py has the others.
+
+    Attributes:
+      not_recomputed: branches whose output nothing in the backward pass reads (layers/part.py).
     """
+
+    not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)
 
     def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
         """`init` has the layer's sizes."""

@@ -1,9 +1,10 @@
-"""What a layer reads: the residual stream, or sums over all hidden states so far.
+"""Dense connections: layers read sums over all hidden states so far.
 
 Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
@@ -29,28 +32,10 @@ from MaxText.layers.depth_mixing import (
     to_be_scaled,
 )
 from MaxText.layers.normalization import RMSNorm, factor, normalized
+from MaxText.layers.part import Flops
+from MaxText.layers.residual import Connection, Inputs, Normalized
 from MaxText.layers.weights import Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
-
-
-class Normalized(NamedTuple):
-    """An input that the layer's own norm has been applied to."""
-
-    x_BTD: jax.Array
-
-
-class Inputs(NamedTuple):
-    """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
-
-    q: jax.Array | Normalized
-    k: jax.Array | Normalized
-    v: jax.Array | Normalized
-    r: jax.Array
-
-    @classmethod
-    def all(cls, x_BTD: jax.Array) -> "Inputs":
-        """One hidden state as every input."""
-        return cls(x_BTD, x_BTD, x_BTD, x_BTD)
 
 
 class Source(NamedTuple):
@@ -72,25 +57,18 @@ class Source(NamedTuple):
 Sources = tuple[Source, ...]
 
 
-class ResidualStream(nnx.Module):
-    """Each layer reads the output of the one before it (He et al. 2016)."""
-
-    def __call__(
-        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
-    ) -> tuple[Inputs, Sources]:
-        """Inputs of the layer after `depth` others, and what layers after it may read: nothing."""
-        return Inputs.all(sources[-1].x_BTD), ()
-
-
-class DenseConnections(nnx.Module):
+class DenseConnections(Connection):
     """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
 
     Below, X_0 is the embedding and X_i the output of layer i, counted from 1.
     """
 
-    def __init__(
-        self, section: DenseSection, epsilon: float, building: Building, rngs: nnx.Rngs
-    ) -> None:
+    keeps_shapes = False
+    rows = "dense connections"
+    not_recomputed = ("after",)
+
+    def __init__(self, keys: ModelSection, building: Building, rngs: nnx.Rngs) -> None:
+        section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
         self.section = section
         self.epsilon = epsilon
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
@@ -121,26 +99,52 @@ class DenseConnections(nnx.Module):
             else:
                 depths.append(earlier.depth)
 
-    def __call__(
-        self, depth: int, sources: Sources, norms: Mapping[str, nnx.Module]
+    @classmethod
+    def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """The sums as products of weights with hidden states, 2 C S D each."""
+        section, num_layers = keys.dense_connections, dimensions.num_layers
+        sums = {
+            depth: 2.0
+            * dimensions.emb_dim
+            * len(_ways(section, depth, num_layers))
+            * len(section.sources(depth))
+            for depth in range(1, num_layers + 1)
+            if section.stands_after(depth)
+        }
+        # Nothing in its own backward pass reads the sum after the last layer.
+        kept = sums.get(num_layers, 0.0) if section.mudd_postnorm == "none" else 0.0
+        if section.dense_kept_sums:
+            kept = math.nan
+        return {"sums over depth": Flops(sum(sums.values()), kept=kept)}
+
+    def begin(self, x_BTD: jax.Array) -> Sources:
+        return (Source(x_BTD),)
+
+    def read(
+        self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, Sources]:
-        """Inputs of the layer after `depth` others; after the last one only `r` is meant.
+        """Inputs of the layer after `index` others; after the last one only `r` is meant.
 
         Args:
-          sources: of X_0 to X_depth, as the layer before has handed them on.
-          norms: the layer's own, of ways whose input it normalises alone. They may be applied
+          carried: X_0 to X_index, as the layer before has handed them on.
+          norms: the layer's own, of ways whose input it normalizes alone. They may be applied
             here, where that costs less.
-
-        Returns:
-          Inputs, and the sources to be handed on.
         """
-        x_BTD = sources[-1].x_BTD
-        if str(depth) not in self.after:
+        sources, x_BTD = carried, carried[-1].x_BTD
+        if str(index) not in self.after:
             return Inputs.all(x_BTD), sources
         scales = None if self.source_norm is None else self.source_norm.factors()
-        sums, sources = self.after[str(depth)](sources, scales, norms)
+        sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
         return Inputs(*(sums.get(way, rest) for way in Inputs._fields)), sources
+
+    def write(
+        self, index: int, carried: Sources, y_BTD: jax.Array, shared: dict[str, Any]
+    ) -> Sources:
+        return (*carried, Source(y_BTD))
+
+    def end(self, carried: Sources) -> jax.Array:
+        return self.read(self.num_layers, carried, {})[0].r
 
 
 class SourceScales(nnx.Module):
@@ -167,6 +171,8 @@ class DepthSum(nnx.Module):
     these connections. Weights and sums are float32.
     """
 
+    not_recomputed = ("wi",)  # every policy keeps x W1
+
     def __init__(
         self, section: DenseSection, depth: int, epsilon: float, building: Building, rngs: nnx.Rngs
     ):
@@ -178,8 +184,7 @@ class DepthSum(nnx.Module):
         self.left_to: int | None = None  # depth of the sum that gradients are left to
         self.num_later_ways = 0  # of the sum that leaves its gradients to this one
         self.kept = False  # whether its results are kept for the backward pass
-        # Only one stream goes on after the last layer.
-        self.ways = ("r",) if depth == num_layers else section.dense_ways
+        self.ways = _ways(section, depth, num_layers)
         C, S = len(self.ways), len(self.sources)
         if not section.dense_dynamic:
             self.norm = self.wi = self.wo = None
@@ -337,6 +342,11 @@ class DepthSum(nnx.Module):
             return source
         x_BTD = source.x_BTD
         return Source(to_be_scaled(x_BTD, scale_D), inverse_rms(x_BTD, self.epsilon))
+
+
+def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
+    """Those that have a sum after a layer; only one stream goes on after the last."""
+    return ("r",) if depth == num_layers else section.dense_ways
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

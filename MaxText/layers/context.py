@@ -4,11 +4,22 @@ Legend: B sequences, T tokens, R turned dimensions of a head.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
+from MaxText.errors import UserError
 from MaxText.parallelism.constraints import split_rows
+
+
+class Shared(dict[str, jax.Array]):
+    """Arrays that mixers share across layers."""
+
+    def __missing__(self, name: str) -> jax.Array:
+        raise UserError(
+            f"a mixer reads context.shared[{name!r}], and the connection between layers shares "
+            f"{', '.join(self) or 'nothing'}: set the connection_type that goes with the mixer"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +34,8 @@ class Context:
       drops_tokens: whether experts may drop tokens beyond their capacity. Not where texts are
         scored: their padding would decide which.
       layer: number of the layer that reads this, from 0; None outside of layers.
+      shared: arrays [B, T, ...] that mixers hand to those of later layers, as the connection
+        between layers says (residual.Connection); a mixer reads entries, and may replace them.
       slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
         distance; None without.
       capacity: tokens that the state of each mixer shall have room for, while a prompt is read
@@ -41,6 +54,7 @@ class Context:
     capacity: int | None = None
     lengths_B: jax.Array | None = None
     positions_BT: jax.Array | None = None
+    shared: dict[str, jax.Array] = dataclasses.field(default_factory=Shared)
 
     @property
     def generates(self) -> bool:
@@ -75,12 +89,14 @@ class Context:
 
         return part
 
-    def for_layer(self, index: jax.Array | int) -> "Context":
-        """This context with the number and the random key of layer `index`."""
+    def for_layer(
+        self, index: jax.Array | int, shared: Mapping[str, jax.Array] | None = None
+    ) -> "Context":
+        """This context with the number and the random key of layer `index`, and what it shares."""
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return dataclasses.replace(self, dropout_key=key, layer=index)
+        return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
 
     def key_for(self, place: int) -> jax.Array | None:
         """The random key of one place within a layer; places are numbered by the caller."""

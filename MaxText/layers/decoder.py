@@ -5,29 +5,28 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.configuration.model_sections import NO_STAGES, Layer, RematPolicy
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.model_sections import RematPolicy
-from MaxText.layers import alibi
+from MaxText.configuration.registry import lookup
+from MaxText.errors import UserError
 from MaxText.layers.arrangements import block_of
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.building import Building
 from MaxText.layers.capture import record, scope
-from MaxText.layers.connections import DenseConnections, Inputs, ResidualStream, Source, Sources
 from MaxText.layers.context import Context
-from MaxText.layers.dense import Dense
 from MaxText.layers.dropout import dropout
-from MaxText.layers.embedding import AxialEmbedding, Embedding
-from MaxText.layers.head_qk import HeadQK, Pointers
+from MaxText.layers.embedding import Embedding
+from MaxText.layers.head import head_of
 from MaxText.layers.normalization import normalization
+from MaxText.layers.part import Scalars, described
 from MaxText.layers.pipeline import pipelined
-from MaxText.layers.rotary import rotary_table
 from MaxText.layers.stack import (
     LayersOutput,
     apply_scanned,
@@ -38,7 +37,7 @@ from MaxText.layers.stack import (
 from MaxText.layers.weights import initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
-States = tuple[Any, ...]  # of the mixers, one per layer
+States = tuple[Any, ...]  # of the mixers, one per layer, and of the head
 
 # Axes of rows and tokens after the last layer.
 _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
@@ -46,6 +45,8 @@ _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 
 class Decoder(nnx.Module):
     """A causal language model composed of the parts that the configuration names."""
+
+    rows: ClassVar = {"token_embedder": "token embedding"}
 
     def __init__(self, section: ModelSection, rngs: nnx.Rngs):
         assert section.numerics.dtype != "auto", "resolve backend defaults first"
@@ -64,18 +65,11 @@ class Decoder(nnx.Module):
         self.section = section
         self.dtype = building.dtype
         scale = math.sqrt(D) if section.embedding.scale_embedding else None
-        self.token_embedder = Embedding(V, "vocab", building, rngs, scale)
-        if section.position.position_embedding == "axial":
-            self.position_embedder = AxialEmbedding(
-                section.position.axial_pos_shape, building, rngs
-            )
-        elif section.position.position_embedding != "learned":
-            self.position_embedder = None
-        else:
-            num_positions = section.position.trainable_position_size
-            if num_positions == -1:
-                num_positions = dimensions.max_target_length
-            self.position_embedder = Embedding(num_positions, "position", building, rngs)
+        used_in = jnp.dtype(jnp.float32) if section.head.logits_dot_in_fp32 else None
+        self.token_embedder = Embedding(V, "vocab", building, rngs, scale, used_in)
+        whole = Layer(section, dimensions)
+        position = lookup("position", section.position.position_embedding)
+        self.position_embedder = position.build(whole, building, rngs)
         layers = section.layers
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
@@ -89,37 +83,20 @@ class Decoder(nnx.Module):
             rngs,
             shared=section.block.share_parameters,
         )
-        if section.dense_connections.dense_conn:
-            epsilon = section.block.normalization_layer_epsilon
-            self.connections = DenseConnections(section.dense_connections, epsilon, building, rngs)
-        else:
-            self.connections = ResidualStream()
+        self.connections = lookup("connection", section.connection).build(whole, building, rngs)
         kind = section.head.final_normalization_type
         self.decoder_norm = (
             normalization(section.block, building, rngs, kind=None if kind == "auto" else kind)
             if section.head.final_norm
             else None
         )
-        if section.head.logits_via_embedding:
-            self.logits_dense = None
-        else:
-            self.logits_dense = Dense(
-                (D,),
-                (V,),
-                ("embed", "vocab"),
-                building.initializers.kernel,
-                building,
-                rngs,
-                use_bias=section.head.logits_bias,
-            )
-
-        head = section.head
-        self.head_qk = HeadQK(head.head_qk_dim, building, rngs) if head.head_qk else None
+        head, own_keys = head_of(section)
+        self.head = head.build(own_keys, building, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Float32 logits [B, T, V] of a whole batch."""
         h_BTD, _ = self.hidden(batch)
-        return self.logits(h_BTD, self.pointers(h_BTD, batch))
+        return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
     def hidden(
         self,
@@ -146,40 +123,47 @@ class Decoder(nnx.Module):
             positions_BT = _places(batch.tokens_BT)
         context = Context(
             segments_BT=batch.segments_BT,
-            rotary=self._rotary(positions_BT),
-            slopes_N=self._slopes(),
             dropout_key=dropout_key,
             training=training,
             drops_tokens=drops_tokens,
+            **self.position_embedder.for_mixers(positions_BT),
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         num_stages = num_stages_in_force()
 
-        def apply(layer: Block, x_BTD: jax.Array, context: Context, index: jax.Array | int):
-            return layer(Inputs.all(x_BTD), context.for_layer(index))[:2]
-
         if num_stages == 1 and memory.scan_layers is not True:
             output = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(self._last(output, memory.remat_policy)), output.scalars
-        assert isinstance(self.connections, ResidualStream), "dense connections are unrolled"
+        if not self.connections.keeps_shapes:
+            raise UserError(
+                f"{described(self.connections)}: each layer reads another number of arrays, so "
+                "layers cannot be scanned or cut into stages: set scan_layers=false and "
+                f"{NO_STAGES}"
+            )
+
+        def apply(layer: Block, carried: Any, context: Context, index: jax.Array | int):
+            return self._layer(layer, carried, context, index, None)[:2]
+
+        carried = self.connections.begin(x_BTD)
         if num_stages > 1:
-            x_BTD, scalars = pipelined(
+            carried, scalars = pipelined(
                 self.layers,
                 self.blueprint,
-                x_BTD,
+                carried,
                 context,
                 apply,
                 schedule=self.section.pipeline_schedule(num_stages),
                 policy=memory.remat_policy,
             )
         else:
-            x_BTD, scalars = apply_scanned(
+            carried, scalars = apply_scanned(
                 self.layers,
                 self.blueprint,
-                x_BTD,
-                lambda layer, x_BTD, index: apply(layer, x_BTD, context, index),
+                carried,
+                lambda layer, carried, index: apply(layer, carried, context, index),
                 memory.remat_policy,
             )
+        x_BTD = self.connections.end(carried)
         if num_stages > 1:  # norm and head have rows on all stages
             x_BTD = constrain(x_BTD, *_OF_HEAD, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -195,14 +179,13 @@ class Decoder(nnx.Module):
           capacity: tokens that the states shall have room for, T or more.
 
         Returns:
-          h_BTD, normalised, and one state per layer.
+          h_BTD, normalised, and one state per layer and that of the head.
         """
         positions_BT = _places(tokens_BT)
         context = Context(
-            rotary=self._rotary(positions_BT),
-            slopes_N=self._slopes(),
             capacity=capacity,
             lengths_B=lengths_B,
+            **self.position_embedder.for_mixers(positions_BT),
         )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
@@ -220,7 +203,7 @@ class Decoder(nnx.Module):
           h_BTD, normalised, and the states after these tokens.
         """
         context = Context(
-            rotary=self._rotary(positions_BT), slopes_N=self._slopes(), positions_BT=positions_BT
+            positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
         )
         return self._with_states(tokens_BT, positions_BT, context, states)
 
@@ -232,119 +215,81 @@ class Decoder(nnx.Module):
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
-        own = None if states is None else states[: self.blueprint.plan.num_layers]
+        own = None if states is None else states[:-1]
         output = self._unrolled(x_BTD, context, own, "none")
         h_BTD = self._normalized(self._last(output, "none"))
-        new_states = output.states
-        if self.head_qk is not None:
-            pointers = self.head_qk.pointers(h_BTD, tokens_BT)
-            if states is None:
-                assert context.capacity is not None
-                pointers = pointers.with_capacity(context.capacity)
-            else:
-                pointers = states[-1].append(pointers, positions_BT)
-            new_states = (*new_states, pointers)
-        return h_BTD, new_states
+        earlier = None if states is None else states[-1]
+        return h_BTD, (*output.states, self.head.state(h_BTD, tokens_BT, context, earlier))
 
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> LayersOutput:
-        """All layers, each with its inputs and its state; outputs are sources of `connections`."""
+        """All layers, each with its state."""
 
-        def apply(layer: Block, sources: Sources, index: int, state: Any):
-            # Inputs are made where the layer is, so that its backward pass makes them again
-            # instead of keeping them.
-            inputs, sources = self.connections(index, sources, layer.norms_of_ways)
+        def apply(layer: Block, carried: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
-                y_BTD, scalars, state = layer(inputs, context.for_layer(index), state)
-                record(y_BTD, "output")
-            return (*sources, Source(y_BTD)), scalars, state
+                return self._layer(layer, carried, context, index, state)
 
         return apply_unrolled(
             self.layers,
             self.blueprint,
-            Source(x_BTD),
+            self.connections.begin(x_BTD),
             apply,
             policy=policy,
             states=states,
-            in_turn=self.section.dense_connections.dense_conn,
+            in_turn=not self.connections.keeps_shapes,
         )
+
+    def _layer(
+        self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
+    ) -> tuple[Any, Scalars, Any]:
+        """A layer and what is carried past it: (carried on, scalars, state)."""
+        # Inputs are made where the layer is, so that its backward pass makes them again instead of
+        # keeping them.
+        inputs, rest = self.connections.read(index, carried, layer.norms_of_ways)
+        context = context.for_layer(index, self.connections.shared(rest))
+        y_BTD, scalars, state = layer(inputs, context, state)
+        record(y_BTD, "output")
+        after = self.connections.write(index, rest, y_BTD, context.shared)
+        return self.connections.checked(carried, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
         """What the final norm reads."""
-        depth = self.section.shape.dimensions.num_layers
-        read = rematerialized(
-            lambda sources: self.connections(depth, sources, {})[0].r, policy, in_scan=False
-        )
-        return read(output.outputs)
+        return rematerialized(self.connections.end, policy, in_scan=False)(output.carried)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
-        if self.position_embedder is not None:
-            x_BTD = x_BTD + self.position_embedder(positions_BT).astype(x_BTD.dtype)
+        added_BTD = self.position_embedder.embed(positions_BT)
+        if added_BTD is not None:
+            x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
         # Layers are numbered from 0, so the stem takes a number that no layer can have.
         stem_key = context.for_layer(2**31 - 1).dropout_key
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
-    def pointers(self, h_BTD: jax.Array, batch: Batch) -> Pointers | None:
-        """What `logits` reads of the whole sequence besides `h_BTD`; None without Head-QK."""
-        if self.head_qk is None:
-            return None
-        return self.head_qk.pointers(h_BTD, batch.tokens_BT, batch.segments_BT)
-
-    def pointers_of(self, states: States) -> Pointers | None:
-        """The same, of states that `read_prompt` and `read_next` return."""
-        return None if self.head_qk is None else states[-1]
+    def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
+        """What `logits` reads of the whole sequence besides `h_BTD`."""
+        return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
 
     def logits(
         self,
         h_BTD: jax.Array,
-        pointers: Pointers | None = None,
+        head_state: Any = None,
         places_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
 
         Args:
-          pointers: of the whole sequence, where the head has Head-QK.
+          head_state: of the whole sequence: `head_state`, or the last one of decode states.
           places_BT: where in it the hidden states stand; None is from its beginning.
         """
-        head = self.section.head
-        dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else self.dtype
-        if self.logits_dense is None:
-            rounded = None if head.logits_embedding_dtype == "auto" else jnp.dtype(jnp.bfloat16)
-            logits_BTV = self.token_embedder.attend(h_BTD, dtype, rounded)
-            if head.normalize_embedding_logits:
-                logits_BTV = logits_BTV / math.sqrt(h_BTD.shape[-1])
-        else:
-            logits_BTV = self.logits_dense(h_BTD, dtype)
-        logits_BTV = logits_BTV.astype(jnp.float32)
-        if head.final_logits_soft_cap:
-            cap = head.final_logits_soft_cap
-            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
-        if self.head_qk is not None:
-            assert pointers is not None
-            if places_BT is None:
-                places_BT = _places(h_BTD)
-            logits_BTV = self.head_qk(logits_BTV, h_BTD, pointers, places_BT)
+        if places_BT is None:
+            places_BT = _places(h_BTD)
+        logits_BTV = self.head(h_BTD, self.token_embedder, head_state, places_BT)
         return constrain(logits_BTV, *_OF_HEAD, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
-
-    def _slopes(self) -> jax.Array | None:
-        position = self.section.position
-        if position.position_embedding != "alibi":
-            return None
-        num_heads = self.section.shape.dimensions.num_query_heads
-        return jnp.asarray(alibi.slopes(num_heads, position.alibi_max_bias))
-
-    def _rotary(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        position = self.section.position
-        if position.position_embedding != "rotary":
-            return None
-        num_dims = int(self.section.shape.dimensions.head_dim * position.rotary_pct)
-        return rotary_table(positions_BT, num_dims, position)
 
 
 def _places(x_BT: jax.Array) -> jax.Array:

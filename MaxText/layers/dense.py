@@ -24,21 +24,27 @@ class Dense(nnx.Module):
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
+        used_in: jnp.dtype | None = None,
     ):
-        """`axes` names the dimensions of the kernel, inputs first."""
+        """
+        Args:
+          axes: names of the kernel's dimensions, inputs first.
+          used_in: format of the product where it is not that of activations.
+        """
         self.num_in_dims = len(inputs)
-        self.dtype = building.dtype
+        self.dtype = used_in or building.dtype
         self.precision = building.precision
         dtype = building.weight_dtype
         self.kernel = weight(
-            rngs, inputs + outputs, axes, initializer, dtype=dtype, num_in_dims=len(inputs)
-        )
+            rngs, inputs + outputs, axes, initializer,
+            dtype=dtype, num_in_dims=len(inputs), used_in=self.dtype,
+        )  # fmt: skip
         self.bias = (
             weight(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """The product, computed in `dtype` (the activations' format when None)."""
+        """The product, computed in `dtype` where that is given."""
         dtype = dtype or self.dtype
         n = self.num_in_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))

@@ -1,9 +1,7 @@
-"""Token and position tables.
+"""Tables of vectors.
 
-Legend: B sequences, T tokens, D emb_dim, V vocab_size, P positions.
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +21,13 @@ class Embedding(nnx.Module):
         building: Building,
         rngs: nnx.Rngs,
         scale: float | None = None,
+        used_in: jnp.dtype | None = None,
     ):
-        """`scale` multiplies the rows that are read, not those of the tied head."""
+        """
+        Args:
+          scale: multiplies the rows that are read, not those of the tied head.
+          used_in: the widest format that it is read in, where it is not that of activations.
+        """
         D = building.dimensions.emb_dim
         self.dtype = building.dtype
         self.precision = building.precision
@@ -32,8 +35,9 @@ class Embedding(nnx.Module):
         init = building.initializers
         initial = init.position if row_axis == "position" else init.embedding
         self.embedding = weight(
-            rngs, (num_rows, D), (row_axis, "embed"), initial, dtype=building.weight_dtype
-        )
+            rngs, (num_rows, D), (row_axis, "embed"), initial,
+            dtype=building.weight_dtype, used_in=used_in or building.dtype,
+        )  # fmt: skip
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """Rows of the table, [B, T, D]."""
@@ -56,23 +60,3 @@ class Embedding(nnx.Module):
             table = table.astype(rounded)
         table = table.astype(dtype)
         return jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)
-
-
-class AxialEmbedding(nnx.Module):
-    """Positions as rows of two small tables: (first[p // b] + second[p % b]) / 2.
-
-    Ho et al. 2019 with the mean of GPT-Neo, whose tables have a deviation of 0.01.
-    """
-
-    def __init__(self, shape: Sequence[int], building: Building, rngs: nnx.Rngs):
-        """`shape` is (a, b), rows of the two; together they name a * b positions."""
-        first, second = shape
-        self.first = Embedding(first, "position", building, rngs)
-        self.second = Embedding(second, "position", building, rngs)
-        self.period = second
-
-    def __call__(self, positions_BT: jax.Array) -> jax.Array:
-        """[B, T, D]."""
-        return 0.5 * (
-            self.first(positions_BT // self.period) + self.second(positions_BT % self.period)
-        )

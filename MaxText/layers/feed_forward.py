@@ -36,6 +36,8 @@ class MLP(FeedForward):
     numbers of learned activations lie in activation, or activation_0, activation_1, ...
     """
 
+    not_recomputed = ("wo",)
+
     @classmethod
     def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
         """Makes the MLP of a layer, or the experts of one that has several."""
@@ -54,19 +56,19 @@ class MLP(FeedForward):
         """`place` is that of randomness within a layer."""
         D, F = building.dimensions.emb_dim, building.dimensions.mlp_dim
         init = building.initializers
-        bias = {"use_bias": section.ffn_bias}
+        bias = section.ffn_bias
         self.activations = section.mlp_activations
         many = len(self.activations) > 1
         self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
         for name in self.input_names:
-            dense = Dense((D,), (F,), ("embed", "mlp"), init.kernel, building, rngs, **bias)
+            dense = Dense((D,), (F,), ("embed", "mlp"), init.kernel, building, rngs, use_bias=bias)
             setattr(self, name, dense)
         for name, activation in zip(self.input_names, self.activations, strict=True):
             if activation in LEARNED:
                 learned = LearnedActivation(activation, building, rngs)
                 setattr(self, name.replace("wi", "activation"), learned)
         self.place = place
-        self.wo = Dense((F,), (D,), ("mlp", "embed"), init.output, building, rngs, **bias)
+        self.wo = Dense((F,), (D,), ("mlp", "embed"), init.output, building, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""

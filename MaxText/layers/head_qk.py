@@ -6,13 +6,20 @@ Legend: B sequences, T tokens, S tokens pointed at, D emb_dim, E head_qk_dim, V 
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.layers.building import Building
+from MaxText.configuration.layer_sections import Dimensions
+from MaxText.configuration.model_sections import Model
+from MaxText.layers.attention_flops import keys_by_rule
+from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.embedding import Embedding
+from MaxText.layers.head import LinearHead
+from MaxText.layers.part import Flops, Init
 from MaxText.layers.weights import orthogonal, zeros
 
 
@@ -53,15 +60,59 @@ class Pointers:
         )
 
 
-class HeadQK(nnx.Module):
+class HeadQK(LinearHead):
+    """The plain head, and what its tokens point at."""
+
+    rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
+    not_recomputed = ("head_qk",)
+
+    def __init__(self, keys: Model, init: Init, rngs: nnx.Rngs):
+        super().__init__(keys, init, rngs)
+        self.head_qk = Pointing(keys.head.head_qk_dim, init, rngs)
+
+    def __call__(
+        self, h_BTD: jax.Array, table: Embedding, state: Pointers, places_BT: jax.Array
+    ) -> jax.Array:
+        logits_BTV = super().__call__(h_BTD, table, None, places_BT)
+        return self.head_qk(logits_BTV, h_BTD, state, places_BT)
+
+    def state(
+        self,
+        h_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        context: Context,
+        earlier: Pointers | None = None,
+    ) -> Pointers:
+        new = self.head_qk.pointers(h_BTD, tokens_BT, context.segments_BT)
+        if earlier is not None:
+            assert context.positions_BT is not None
+            return earlier.append(new, context.positions_BT)
+        return new if context.capacity is None else new.with_capacity(context.capacity)
+
+    @classmethod
+    def flops(cls, keys: Model, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        width = 2 * keys.head.head_qk_dim
+        by_rule = width * keys_by_rule(length, causal=True)
+        return {"Head-QK scores": Flops(by_rule, float(width * length))}
+
+    @classmethod
+    def state_bytes(
+        cls, keys: Model, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        return keys.head.head_qk_dim * itemsize + 4, 0  # a key and an id
+
+
+class Pointing(nnx.Module):
     """Adds to the logits of ids that the text has had; at first nothing, since Wq starts at 0."""
 
-    def __init__(self, width: int, building: Building, rngs: nnx.Rngs):
-        D = building.dimensions.emb_dim
+    not_recomputed = ("key",)  # multiplied once for the whole sequence
+
+    def __init__(self, width: int, init: Init, rngs: nnx.Rngs):
+        D = init.dimensions.emb_dim
         axes = ("embed", None)
-        self.precision = building.precision
-        self.query = Dense((D,), (width,), axes, zeros, building, rngs)
-        self.key = Dense((D,), (width,), axes, orthogonal(0.1), building, rngs)
+        self.precision = init.precision
+        self.query = Dense((D,), (width,), axes, zeros, init, rngs)
+        self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
 
     def pointers(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, segments_BT: jax.Array | None = None

@@ -277,6 +277,10 @@ class LinearAttention(Attention):
         }
 
     @classmethod
+    def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
+        return "a linear layer has sums of fixed size in their place", ""
+
+    @classmethod
     def state_bytes(
         cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:

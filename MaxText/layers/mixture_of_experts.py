@@ -5,6 +5,7 @@ groups, S tokens of a group, C capacity of an expert for a group.
 """
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Experts(nnx.Module):
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
             return weight(
                 rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
-                dtype=building.weight_dtype, num_in_dims=1,
+                dtype=building.weight_dtype, num_in_dims=1, used_in=building.dtype,
             )  # fmt: skip
 
         for name in self.input_names:
@@ -91,6 +92,9 @@ class MixtureOfExperts(nnx.Module):
     than in training, and filled up.
     """
 
+    rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
+    not_recomputed = ()  # gates read the output of each expert
+
     def __init__(
         self,
         section: MoESection,
@@ -107,6 +111,8 @@ class MixtureOfExperts(nnx.Module):
             building.initializers.kernel,
             building,
             rngs,
+            # Rounded, a token might visit another expert.
+            used_in=jnp.dtype(jnp.float32),
         )
         width = dimensions.mlp_dim if section.moe_mlp_dim == -1 else section.moe_mlp_dim
         chosen = section.moe_activations or activations
@@ -121,7 +127,7 @@ class MixtureOfExperts(nnx.Module):
         if context.generates or not context.drops_tokens:
             factor, capacity = self._without_drops(factor), group
         x = x_BTD.reshape(-1, group, width)
-        logits = self.gate(x, jnp.dtype(jnp.float32))
+        logits = self.gate(x)
         p = jax.nn.softmax(logits, axis=-1)
         real = jnp.ones(x.shape[:2], bool)
         if context.segments_BT is not None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Layer
@@ -19,6 +18,38 @@ from MaxText.layers.weights import ShapesOnly
 from MaxText.parallelism.constraints import ParameterInfo
 
 Parameters = dict  # nested, leaves are arrays
+
+# Weights of built-in heads, which checkpoints have beside the layers, not in the head's folder.
+_OUT_OF_HEAD = ("logits_dense", "head_qk")
+
+
+def _as_stored(tree: Any) -> Parameters:
+    """The parameters of a decoder under the names that checkpoints have."""
+    head = dict(tree.get("head", {}))
+    beside = {name: head.pop(name) for name in _OUT_OF_HEAD if name in head}
+    rest = {name: tree[name] for name in tree if name != "head"}
+    return rest | beside | ({"head": head} if head else {})
+
+
+def _as_built(parameters: Parameters) -> Parameters:
+    """The inverse of `_as_stored`."""
+    head = dict(parameters.get("head", {}))
+    head |= {name: parameters[name] for name in _OUT_OF_HEAD if name in parameters}
+    rest = {name: x for name, x in parameters.items() if name not in ("head", *_OUT_OF_HEAD)}
+    return rest | {"head": head}
+
+
+def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
+    """What the modules above a parameter declare of it (layers/part.py)."""
+    row, is_recomputed = "", False
+    for step in path:
+        rows = getattr(type(module), "rows", {})
+        kept = getattr(type(module), "not_recomputed", None)
+        row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
+        is_recomputed = is_recomputed or (kept is not None and step not in kept)
+        is_container = isinstance(module, nnx.Dict | nnx.List)
+        module = module[step] if is_container else getattr(module, step)
+    return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}
 
 
 class Model:
@@ -36,17 +67,16 @@ class Model:
         module = Decoder(section, ShapesOnly())
         self.blueprint = module.blueprint
         self._graphdef, state = nnx.split(module)
+        for path, parameter in nnx.to_flat_state(state):
+            parameter.set_metadata(**_declared(module, path))
+        state = nnx.State(_as_stored(state))
         self.abstract: Parameters = nnx.to_pure_dict(state)
         self.parameters: dict[str, ParameterInfo] = {}
         for path, parameter in nnx.to_flat_state(state):
-            metadata = parameter.get_metadata()
-            value = parameter.get_value()
-            self.parameters["/".join(map(str, path))] = ParameterInfo(
-                shape=value.shape,
-                dtype=value.dtype,
-                logical_axes=metadata["logical_axes"],
-                num_in_dims=metadata["num_in_dims"],
-            )
+            name, value = "/".join(map(str, path)), parameter.get_value()
+            metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
+            metadata["row"] = metadata["row"] or self.placed(name)[0].rpartition("/")[0]
+            self.parameters[name] = ParameterInfo(*(metadata[f] for f in ParameterInfo._fields))
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
         """Where a layer's parameter is stored: the array's name, and the row of a stacked one.
@@ -87,32 +117,27 @@ class Model:
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Fresh parameters. Pure: call it under jit with output shardings."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self.section, nnx.Rngs(params=key))))
+        state = nnx.state(Decoder(self.section, nnx.Rngs(params=key)))
+        return _as_stored(nnx.to_pure_dict(state))
 
     def merge(self, parameters: Parameters) -> Decoder:
         """The module with these parameters, whole or in parts, for use inside a trace."""
         layers = parameters["layers"]
         if isinstance(layers, tuple):
             parameters = parameters | {"layers": self.blueprint.join(layers)}
-        return nnx.merge(self._graphdef, parameters)
+        return nnx.merge(self._graphdef, _as_built(parameters))
 
     def in_parts(self, parameters: Parameters) -> Parameters:
         """Parameters for programs that generate text, which read all of them for each token.
 
-        Layers are arrays of their own, and matrices that are multiplied in a narrower format have
-        it already, so that a step does not convert them. The arguments' arrays are given up one by
+        Layers are arrays of their own, and what is always used in a narrower format has it already,
+        so that a step does not convert them. The arguments' arrays are given up one by
         one: there is never a second copy of all.
         """
-        numerics, head = self.section.numerics, self.section.head
-        dtype = jnp.dtype(numerics.dtype)
-        whole = ("token_embedder", "logits_dense") if head.logits_dot_in_fp32 else ()
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:
-            name = "/".join(entry.key for entry in path)
-            is_product = self.parameters[name].num_in_dims > 0 or "embedder" in name
-            narrower = dtype.itemsize < leaf.dtype.itemsize
-            # Routers multiply in float32; rounded, a token might visit another expert than before.
-            if not (is_product and narrower) or name.startswith(whole) or "/gate/" in name:
+            dtype = self.parameters["/".join(entry.key for entry in path)].used_in
+            if dtype is None or dtype.itemsize >= leaf.dtype.itemsize:
                 return leaf
             new = jax.block_until_ready(leaf.astype(dtype))
             leaf.delete()

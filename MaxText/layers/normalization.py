@@ -23,6 +23,8 @@ from MaxText.layers.weights import constant, ones, weight, zeros
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich 2019)."""
 
+    rows = "norms"
+
     def __init__(
         self,
         size: int,
@@ -58,6 +60,8 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + eps) * scale + bias (Ba et al. 2016)."""
 
+    rows = "norms"
+
     def __init__(
         self,
         size: int,
@@ -90,6 +94,8 @@ class LayerNorm(nnx.Module):
 
 class ScaleNorm(nnx.Module):
     """g x / |x|, one g for all dimensions, sqrt(D) at first (Nguyen and Salazar 2019)."""
+
+    rows = "norms"
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 
 __all__ = [
-    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Scalars", "register", "tag",
+    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Position", "Scalars", "register",
+    "tag",
 ]  # fmt: skip
 
 Scalars = dict[str, jax.Array]  # to be summed over layers
@@ -40,16 +41,18 @@ class Flops(NamedTuple):
       executed: as the backend computes them, masked products included; None is the same.
       recomputed: those that the backward pass executes again under every remat policy.
       backward: operations of the backward pass for each forward one.
+      kept: executed ones that the backward pass never executes again; nan where that is not known.
     """
 
     by_rule: float
     executed: float | None = None
     recomputed: float = 0.0
     backward: int = 2
+    kept: float = 0.0
 
 
 class Part(nnx.Module):
-    """A part of a layer.
+    """A part of a model.
 
     Remat policies keep intermediate values that `tag` gives one of their names: query_proj,
     key_proj, value_proj, context and out_proj of a mixer, mlpwi and mlpwo of a feed-forward.
@@ -57,14 +60,28 @@ class Part(nnx.Module):
     Attributes:
       logical_axes: logical axis -> mesh axes, for axes of weights or activations that
         logical_axis_rules does not name.
+      rows: row of the FLOPs table that all weights are counted in, or own attribute -> row; by
+        default the row has the name of the folder of the weight. The outermost module decides.
+      not_recomputed: own attributes whose product nothing in the backward pass reads: those that
+        make the output. With remat_policy=full they are computed once, if the layer as well only
+        adds the output to the residual stream.
+      hugging_face_names: of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
+        Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are stored there
+        as torch.nn.Linear has them, [outputs, inputs] without other dimensions.
     """
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    hugging_face_names: ClassVar[dict[str, str]] = {}
+    rows: ClassVar[str | dict[str, str]] = {}
+    not_recomputed: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, keys: Any, init: Init, rngs: nnx.Rngs):
+        """Declares weights; `keys` are those of `keys_of`."""
 
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Makes the part of a layer."""
-        return cls(cls.keys_of(layer), init, rngs)  # type: ignore[call-arg]
+        """Makes the part of a layer; those of the whole model get its keys and sizes."""
+        return cls(cls.keys_of(layer), init, rngs)
 
     @classmethod
     def keys_of(cls, layer: Layer) -> Any:
@@ -126,6 +143,11 @@ class Mixer(Part):
         return 0, 0
 
     @classmethod
+    def notes(cls, keys: Any, length: int) -> tuple[str, str]:
+        """What is said below the FLOPs table: of `by_rule` and of `executed`; "" for nothing."""
+        return "", ""
+
+    @classmethod
     def decodes(cls) -> bool:
         """Whether text can be generated with it."""
         return cls.prefill is not Mixer.prefill
@@ -143,9 +165,25 @@ class Nothing(Mixer):
 class FeedForward(Part):
     """Changes each token by itself."""
 
+    rows = "feed-forward"
+
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """The output [B, T, D], and scalars to be summed over layers."""
         raise NotImplementedError
+
+
+class Position(Part):
+    """How the model knows where a token stands; this one adds and tells nothing."""
+
+    rows = "position embedding"
+
+    def embed(self, positions_BT: jax.Array) -> jax.Array | None:
+        """What is added to the embedding, [B or 1, T, D]."""
+        return None
+
+    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        """Fields of Context that mixers read: `rotary` or `slopes_N`."""
+        return {}
 
 
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
@@ -158,12 +196,17 @@ def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
         return found
     given = f"({', '.join(map(_words, found))})" if isinstance(found, tuple) else _words(found)
     second = "scalars" if method == "__call__" else "state"
-    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
-             if one.target is type(part))  # fmt: skip
     raise UserError(
-        f"{next(names, type(part).__name__)}: {method} returned {given}, and has to return "
+        f"{described(part)}: {method} returned {given}, and has to return "
         f"({_words(x_BTD)}, {second})"
     )
+
+
+def described(part: Part) -> str:
+    """Kind, name and place of a part, for messages."""
+    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
+             if one.target is type(part))  # fmt: skip
+    return next(names, type(part).__name__)
 
 
 def _words(x: Any) -> str:

@@ -107,6 +107,8 @@ class Pattention(nnx.Module):
     Scores are not divided by the root of the width. Biases, if any, are added to both products.
     """
 
+    not_recomputed = ("values",)
+
     def __init__(
         self,
         section: PattentionSection,
@@ -178,6 +180,8 @@ class PattentionProjection(Pattention):
 
 class PattentionFeedForward(FeedForward, Pattention):
     """A Pattention in the place of the MLP."""
+
+    not_recomputed = Pattention.not_recomputed
 
     @classmethod
     def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Self:

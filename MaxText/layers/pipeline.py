@@ -31,27 +31,28 @@ from MaxText.parallelism.constraints import HIDDEN, constrain, joined_rows, spli
 def pipelined(
     layers: Any,
     blueprint: Blueprint,
-    x_BTD: jax.Array,
+    carried: Any,
     context: Context,
-    apply: Callable[[Any, jax.Array, Context, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
+    apply: Callable[[Any, Any, Context, jax.Array], tuple[Any, dict[str, jax.Array]]],
     *,
     schedule: PipelineSchedule,
     policy: RematPolicy,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sends `x_BTD` through all layers of a stacked module, on stages of a mesh.
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Sends `carried` through all layers of a stacked module, on stages of a mesh.
 
     The result is that of `stack.apply_scanned`, but for rounding and for which numbers dropout
     draws: each microbatch draws its own.
 
     Args:
       layers: what `stack` returned, all of them repeats of one cycle.
+      carried: what the first layer gets: a tree of arrays [B, T, ...], such as x_BTD.
       context: of the whole batch.
-      apply: (layer, x, context of these rows, index) -> (y, scalars).
+      apply: (layer, carried, context of these rows, index) -> (what the next layer gets, scalars).
       schedule: whose number of stages is that of the mesh in force.
       policy: what each layer's backward pass computes again.
 
     Returns:
-      The last output, and each scalar summed over layers and rows.
+      What the last layer handed on, and each scalar summed over layers and rows.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
@@ -66,7 +67,7 @@ def pipelined(
             for run, length in enumerate(plan.runs)
         }
 
-    def stage(number: jax.Array, x_bTD: jax.Array, weights_K: Any, turn: jax.Array):
+    def stage(number: jax.Array, arrived: Any, weights_K: Any, turn: jax.Array):
         visit = turn - number
         repeat = jnp.clip(visit // num_microbatches, 0, repeats - 1)
         first = (repeat * num_stages + number) * per_stage
@@ -76,10 +77,10 @@ def pipelined(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
 
-        y_bTD, scalars = scan_cycle(
+        handed_on, scalars = scan_cycle(
             blueprint,
             weights_K,
-            x_bTD,
+            arrived,
             lambda layer, x, index: apply(layer, x, contexts(visit % num_microbatches), index),
             policy,
             num_repeats=per_stage // cycle,
@@ -87,34 +88,49 @@ def pipelined(
             select=of_repeat if repeats > 1 else None,
         )
         has_work = (visit >= 0) & (visit < num_microbatches * repeats)
-        return y_bTD, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
+        return handed_on, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
 
     all_stages = jax.vmap(stage, in_axes=(0, 0, 0, None), spmd_axis_name="stage")
     numbers_S = jnp.arange(num_stages)
-    is_first_S = (numbers_S == 0)[:, None, None, None]
 
-    def one_turn(carry: tuple[jax.Array, jax.Array], turn: jax.Array):
-        arrived_SbTD, waiting_SMbTD = carry
-        next_SbTD = _at(waiting_SMbTD, turn % num_microbatches)
-        x_SbTD = staged(jnp.where(is_first_S, next_SbTD, arrived_SbTD))
-        y_SbTD, scalars = all_stages(numbers_S, x_SbTD, weights_SK, turn)
-        arrived_SbTD = staged(jnp.roll(staged(y_SbTD), 1, axis=0))
-        # What has come around from the last stage; nothing has before its first visit is over.
+    def entered(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
+        next_SbT = _at(waiting_SMbT, turn % num_microbatches)
+        return staged(jnp.where(is_first_S, next_SbT, arrived_SbT))
+
+    def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        """With what has come around from the last stage; nothing has before its first visit."""
         place = (turn - (num_stages - 1)) % num_microbatches
         has_come = turn >= num_stages - 1
-        kept_SbTD = jnp.where(has_come, arrived_SbTD, _at(waiting_SMbTD, place))
-        waiting_SMbTD = jax.lax.dynamic_update_index_in_dim(waiting_SMbTD, kept_SbTD, place, 1)
-        return (arrived_SbTD, staged(waiting_SMbTD)), jax.tree.map(jnp.sum, scalars)
+        kept_SbT = jnp.where(has_come, arrived_SbT, _at(waiting_SMbT, place))
+        return staged(
+            jax.lax.dynamic_update_index_in_dim(waiting_SMbT, kept_SbT, place, 1), waits=True
+        )
 
-    x_MbTD = split_rows(constrain(x_BTD, *HIDDEN), num_microbatches, *HIDDEN[1:])
-    # Only the first stage's places are ever read. The others get rows as well, not zeros, and so
-    # do stages that wait for their first visit: what they compute stays finite, as must be for
-    # its gradient to be 0.
-    waiting_SMbTD = staged(jnp.broadcast_to(x_MbTD, (num_stages, *x_MbTD.shape)))
-    carry = (_at(waiting_SMbTD, 0), waiting_SMbTD)
-    (_, waiting_SMbTD), scalars = jax.lax.scan(one_turn, carry, jnp.arange(schedule.num_turns))
-    y_MbTD = constrain(waiting_SMbTD[0], None, *HIDDEN)
-    return constrain(joined_rows(y_MbTD), *HIDDEN), jax.tree.map(jnp.sum, scalars)
+    def one_turn(carry: tuple[Any, Any], turn: jax.Array):
+        arrived, waiting = carry
+        given = jax.tree.map(lambda w, a: entered(w, a, turn), waiting, arrived)
+        handed_on, scalars = all_stages(numbers_S, given, weights_SK, turn)
+        arrived = jax.tree.map(lambda y: staged(jnp.roll(staged(y), 1, axis=0)), handed_on)
+        waiting = jax.tree.map(lambda w, a: kept(w, a, turn), waiting, arrived)
+        return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
+
+    def begin(x: jax.Array) -> jax.Array:
+        # Only the first stage's places are ever read. The others get rows as well, not zeros, and
+        # so do stages that wait for their first visit: what they compute stays finite, as must be
+        # for its gradient to be 0.
+        axes = _axes(x.ndim)
+        x_MbT = split_rows(constrain(x, *axes), num_microbatches, *axes[1:])
+        return staged(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
+
+    def end(waiting_SMbT: jax.Array) -> jax.Array:
+        axes = _axes(waiting_SMbT.ndim - 2)
+        return constrain(joined_rows(constrain(waiting_SMbT[0], None, *axes)), *axes)
+
+    waiting = jax.tree.map(begin, carried)
+    carry = (jax.tree.map(lambda w: _at(w, 0), waiting), waiting)
+    (_, waiting), scalars = jax.lax.scan(one_turn, carry, jnp.arange(schedule.num_turns))
+    return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
 
 def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
@@ -138,10 +154,16 @@ def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
     return nnx.to_pure_dict(state, arranged)
 
 
-def staged(x: jax.Array) -> jax.Array:
-    """Hidden states [S, ..., b, T, D], those of each stage on its devices."""
-    return constrain(x, "activation_stage", *[None] * (x.ndim - 4), *HIDDEN)
+def staged(x: jax.Array, *, waits: bool = False) -> jax.Array:
+    """Arrays [S, b, T, ...], or [S, M, b, T, ...] that wait, those of each stage on its devices."""
+    outer = ("activation_stage", None) if waits else ("activation_stage",)
+    return constrain(x, *outer, *_axes(x.ndim - len(outer)))
 
 
-def _at(waiting_SMbTD: jax.Array, place: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(waiting_SMbTD, place, 1, keepdims=False)
+def _axes(num_dims: int) -> tuple[str | None, ...]:
+    """Logical axes of what is carried: hidden states [b, T, D], or other arrays [b, T, ...]."""
+    return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
+
+
+def _at(waiting_SMbT: jax.Array, place: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(waiting_SMbT, place, 1, keepdims=False)

@@ -6,17 +6,32 @@ Legend: B sequences, T tokens, N heads, H head_dim, R turned dimensions.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from MaxText.configuration.layer_sections import Position
+from MaxText.configuration.layer_sections import Position as PositionSection
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.part import Init, Position
 from MaxText.parallelism.constraints import platform
 
 
+class Rotary(Position):
+    """Queries and keys are turned by angles that grow with the position."""
+
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        self.section = keys.position
+        self.num_dims = int(init.dimensions.head_dim * keys.position.rotary_pct)
+
+    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        return {"rotary": rotary_table(positions_BT, self.num_dims, self.section)}
+
+
 def rotary_table(
-    positions_BT: jax.Array, num_dims: int, section: Position
+    positions_BT: jax.Array, num_dims: int, section: PositionSection
 ) -> tuple[jax.Array, jax.Array]:
     """sin and cos of position * frequency, each float32 [B, T, 1, R/2].
 
@@ -38,7 +53,7 @@ def rotary_table(
     return sin, cos
 
 
-def frequencies(num_dims: int, section: Position) -> jax.Array | np.ndarray:
+def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarray:
     """Radians per token of each pair of dimensions, float32 [R/2].
 
     default: f_i = theta^(-2i/R).

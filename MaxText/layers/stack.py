@@ -405,12 +405,12 @@ class LayersOutput(NamedTuple):
     """What unrolled layers return.
 
     Attributes:
-      outputs: what the last layer handed on.
+      carried: what the last layer handed on.
       scalars: summed over layers.
       states: decode states of the mixers, one per layer.
     """
 
-    outputs: tuple[Any, ...]
+    carried: Any
     scalars: Scalars
     states: tuple[Any, ...]
 
@@ -418,22 +418,22 @@ class LayersOutput(NamedTuple):
 def apply_unrolled(
     layers: Any,
     blueprint: Blueprint,
-    first: Any,
-    apply: Callable[[Any, tuple[Any, ...], int, Any], tuple[tuple[Any, ...], Scalars, Any]],
+    carried: Any,
+    apply: Callable[[Any, Any, int, Any], tuple[Any, Scalars, Any]],
     *,
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,
     in_turn: bool = False,
 ) -> LayersOutput:
-    """Sends `first` through all layers, each unrolled.
+    """Sends `carried` through all layers, each unrolled.
 
     Programs that generate text do this, too: a loop would copy each layer's weights and
     state out of the stacked ones for every token, which takes as long as the products.
 
     Args:
       layers: what `stack` returned.
-      apply: (layer, outputs so far, index, state or None) -> (outputs, scalars, state), where
-        outputs are what the next layer reads, of this layer alone or of earlier ones, too.
+      carried: what the first layer gets: a tree of arrays.
+      apply: (layer, carried, index, state or None) -> (what the next layer gets, scalars, state).
       policy: what each layer's backward pass computes again. Outputs of layers are always kept.
       states: of each layer, or None before there are any.
       in_turn: on TPU a layer's backward pass waits for the weights' gradients of the layer after
@@ -443,22 +443,22 @@ def apply_unrolled(
         effect on the result.
     """
     in_turn = in_turn and platform() == "tpu"
-    outputs, totals, new_states = (first,), {}, []
+    totals, new_states = {}, []
     weights = weights_of(layers)
     if not in_turn or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
     for index, graphdef in enumerate(blueprint.graphdefs):
-        own, weights, outputs = _take(index, weights, outputs, in_turn)
+        own, weights, carried = _take(index, weights, carried, in_turn)
 
-        def one_layer(weights, outputs, state, graphdef=graphdef, index=index):
-            return apply(nnx.merge(graphdef, weights), outputs, index, state)
+        def one_layer(weights, carried, state, graphdef=graphdef, index=index):
+            return apply(nnx.merge(graphdef, weights), carried, index, state)
 
-        outputs, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
-            own, outputs, None if states is None else states[index]
+        carried, scalars, state = rematerialized(one_layer, policy, in_scan=False)(
+            own, carried, None if states is None else states[index]
         )
         _add(totals, scalars)
         new_states.append(state)
-    return LayersOutput(outputs, totals, tuple(new_states))
+    return LayersOutput(carried, totals, tuple(new_states))
 
 
 def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
@@ -486,21 +486,21 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
     return tuple(blueprint.layer_of(weights, cycles, index) for index in range(num_layers))
 
 
-def _take(index: int, held: Any, outputs: Any, in_turn: bool) -> tuple[dict, Any, Any]:
-    """Weights of a layer, those to take the next layer's from, and the outputs it is to read.
+def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
+    """Weights of a layer, those to take the next layer's from, and what it is to read.
 
     Args:
       held: one tree of stacked weights, or a list of one tree per layer, or of one that all share.
     """
     if not in_turn:
-        return held[index % len(held)], held, outputs
+        return held[index % len(held)], held, carried
     if not isinstance(held, list):
-        held, outputs = _in_turn((held, outputs))
+        held, carried = _in_turn((held, carried))
         weights, held = _cut(index, held)  # pyright: ignore
-        return weights, held, outputs
+        return weights, held, carried
     held, place = list(held), index % len(held)
-    held[place], outputs = _in_turn((held[place], outputs))
-    return held[place], held, outputs
+    held[place], carried = _in_turn((held[place], carried))
+    return held[place], held, carried
 
 
 def weights_of(layers: Any) -> dict:

@@ -37,14 +37,23 @@ def weight(
     *,
     dtype: jnp.dtype,
     num_in_dims: int = 0,
+    used_in: jnp.dtype | None = None,
 ) -> nnx.Param:
-    """A parameter. `num_in_dims` > 0 marks a matrix [inputs..., outputs...] of a product."""
+    """A parameter.
+
+    Args:
+      shape: of a matrix, [inputs..., outputs...].
+      dtype: that it is stored in.
+      num_in_dims: number of input dimensions of a matrix that is multiplied with; 0 for others.
+      used_in: a format that it is always converted to. Programs that generate text convert it
+        once.
+    """
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, ShapesOnly):
         value = jax.ShapeDtypeStruct(shape, dtype)
     else:
         value = initializer(rngs.params(), shape, num_in_dims, dtype)
-    return nnx.Param(value, logical_axes=logical_axes, num_in_dims=num_in_dims)
+    return nnx.Param(value, logical_axes=logical_axes, num_in_dims=num_in_dims, used_in=used_in)
 
 
 def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:

@@ -10,9 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.registry import registrations
 from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
+from MaxText.layers.head import Head, head_of
 from MaxText.layers.model import Model
+from MaxText.layers.part import Mixer
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
 
@@ -50,14 +54,11 @@ class ModelCost:
     @property
     def kv_cache_bytes_per_token(self) -> int:
         """What generation keeps of a token: keys and values of layers of global attention in
-        `dtype`, and what Head-QK finds it by; 0 for a model that sees later tokens.
+        `dtype`, and what the head keeps; 0 for a model that sees later tokens.
 
         There, every new token changes the keys and values of all others.
         """
-        head = self.model.section.head
-        pointer = head.head_qk_dim * self._activation_bytes + 4 if head.head_qk else 0
-        of_token, _ = self._state_bytes
-        return of_token + pointer if self.model.section.attention.causal else 0
+        return self._state_bytes[0]
 
     @property
     def fixed_state_bytes(self) -> int:
@@ -66,20 +67,21 @@ class ModelCost:
 
     @property
     def _state_bytes(self) -> tuple[int, int]:
-        """Of the mixers' decode states: for each token, and however long a sequence is."""
+        """Of decode states: for each token, and however long a sequence is."""
         of_token = fixed = 0
-        if not self.model.section.attention.causal:
+        section = self.model.section
+        if not section.attention.causal:
             return 0, 0
-        for layer in self.model.section.layers:
-            if (mixer := mixer_of(layer)) is not None:
-                found = mixer.state_bytes(
-                    mixer.keys_of(layer),
-                    layer.dimensions,
-                    self.count.sequence_length,
-                    self._activation_bytes,
-                )
+        mixers = [(mixer_of(layer), layer) for layer in section.layers]
+        for part, layer in [*mixers, head_of(section)]:
+            if part is not None:
+                found = self._bytes_of(part, layer)
                 of_token, fixed = of_token + found[0], fixed + found[1]
         return of_token, fixed
+
+    def _bytes_of(self, part: type[Mixer] | type[Head], layer: Layer) -> tuple[int, int]:
+        length, itemsize = self.count.sequence_length, self._activation_bytes
+        return part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -97,13 +99,7 @@ class ModelCost:
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if section.num_mem_kv:
             rule += f", and {section.num_mem_kv} learned ones"
-        if "local_attention" in self._mixers:
-            window = section.sliding_window_size
-            keys = keys_by_rule(length, causal=section.causal, window=window)
-            rule += f"; in local layers, of a window of {window:,}, {keys:,.6g}"
-        if "linear_attention" in self._mixers:
-            rule += "; a linear layer has sums of fixed size in their place"
-        return rule
+        return "; ".join([rule, *(note for note, _ in self._notes if note)])
 
     @property
     def attention_computed(self) -> str:
@@ -116,15 +112,16 @@ class ModelCost:
         else:
             keys = keys_multiplied(section, length)
             words = f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
-        if "local_attention" in self._mixers:
-            words += (
-                f"; in local layers with {keys_multiplied(section, length, 'local_attention'):,.6g}"
-            )
-        return words
+        return "; ".join([words, *(note for _, note in self._notes if note)])
 
     @property
-    def _mixers(self) -> set[str]:
-        return set(self.model.section.mixers)
+    def _notes(self) -> list[tuple[str, str]]:
+        """Of each mixer, those registered first before others."""
+        layers = {layer.section.block.mixer: layer for layer in self.model.section.layers}
+        mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
+        loaded = [(one.load(), layers[one.name]) for one in mixers]
+        length = self.count.sequence_length
+        return [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, for the events of a run.
@@ -249,15 +246,17 @@ class ModelCost:
             self.kv_cache_bytes_per_token,
             self.fixed_state_bytes,
         )
-        layers = "layers" if self._mixers == {"attention"} else "layers of global attention"
+        growing = [
+            layer
+            for layer in section.layers
+            if (mixer := mixer_of(layer)) is not None and self._bytes_of(mixer, layer)[0]
+        ]
+        layers = "layers" if len(growing) == d.num_layers else "layers of global attention"
         of_token = f"2 x {layers} x kv heads x head_dim x bytes of {section.numerics.dtype}"
-        numbers = (
-            f"2 x {section.mixers.count('attention')} x {d.num_kv_heads} x {d.head_dim} x "
-            f"{self._activation_bytes}"
-        )
-        if section.head.head_qk:
-            of_token += " + a key and an id of Head-QK"
-            numbers += f" + {section.head.head_qk_dim * self._activation_bytes + 4}"
+        numbers = f"2 x {len(growing)} x {d.num_kv_heads} x {d.head_dim} x {self._activation_bytes}"
+        if of_head := self._bytes_of(*head_of(section))[0]:
+            of_token += f" + state of head {section.head.name}"
+            numbers += f" + {of_head}"
         of_sequence = "tokens x bytes of a token"
         return [
             *rows,

@@ -66,50 +66,27 @@ F mlp_dim, V vocab_size.
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterable
 
+from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.registry import lookup
-from MaxText.layers.arrangements import mixer_of
-from MaxText.layers.attention_flops import keys_by_rule
+from MaxText.layers.arrangements import block_of, mixer_of
+from MaxText.layers.head import head_of
 from MaxText.layers.mixture_of_experts import places
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops
+from MaxText.layers.part import Part as LayerPart
 from MaxText.parallelism.constraints import ParameterInfo
 
 _TOKEN_TABLE = "token_embedder/embedding"
-_POINTING = "Head-QK scores"
-_BETWEEN_TOKENS = ("attention scores", "attention values", "static SGU")
 _DEPTH_SUMS = "sums over depth"
-# Parts in the order of the forward pass, and how the names of their parameters look; attention
-# between tokens and sums over depth have none. A parameter that no row knows is a part with the
-# name of its folder, which comes last, so a new part is counted whether or not it has a row.
-_PARTS: tuple[tuple[str, str | None], ...] = (
-    ("token embedding", r"^token_embedder/"),
-    ("position embedding", r"^position_embedder/"),
-    ("query, key, value", r"/self_attention/(query|key|value)/"),
-    ("memories", r"/self_attention/memory_(key|value)$"),
-    *((name, None) for name in _BETWEEN_TOKENS),
-    ("attention output", r"/self_attention/out/"),
-    ("router", r"/mlp/gate/"),
-    ("feed-forward", r"/(macaron_)?mlp/"),
-    ("gates", r"_gate/scale$"),
-    ("dense connections", r"^connections/"),
-    (_DEPTH_SUMS, None),
-    ("norms", r"norm(_[qkv])?/"),
-    ("head", r"^logits_dense/"),
-    ("Head-QK", r"^head_qk/"),
-    (_POINTING, None),
-)
-# Products whose results only the residual stream takes: nothing in the backward pass of their
-# layer reads them, so remat_policy=full does not compute them again. Gates read them all.
-_NOT_AGAIN = {
-    "sequential": r"/mlp/(wo|values)/",
-    "parallel": r"/mlp/(wo|values)/|/self_attention/out/(kernel|values)",
-}
-# Whose products every policy keeps (layers/connections.py).
-_KEPT = r"connections/after/\d+/wi/kernel"
+# Rows of the table in the order of the forward pass, where the model has them. What mixers and
+# feed-forwards compute besides products with weights comes between the two, and rows that only a
+# registered part has come last.
+_BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
+_END = ("attention output", "router", "feed-forward", "gates", "dense connections", _DEPTH_SUMS,
+        "norms", "head", "Head-QK")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,39 +202,37 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     products: collections.Counter[str] = collections.Counter()
     executed: collections.Counter[str] = collections.Counter()
     for name, info in model.parameters.items():
-        part = _part_of(name)
-        held[part] += info.size
+        held[info.row] += info.size
         if info.num_in_dims:
             by_rule, computed = _of_weights(model, name, info, sequence_length)
-            products[part] += by_rule  # type: ignore[assignment]
-            executed[part] += computed  # type: ignore[assignment]
-    if section.head.logits_via_embedding:
-        table = 2 * model.parameters[_TOKEN_TABLE].size
-        products["head"] += table
-        executed["head"] += table
-    between = _between_tokens(section, sequence_length)
-    known = [name for name, _ in _PARTS]
-    place = known.index(_BETWEEN_TOKENS[1]) + 1
-    known[place:place] = [name for name in between if name not in known]
-    sums = float(sum(_depth_sums(model).values()))
+            products[info.row] += by_rule  # type: ignore[assignment]
+            executed[info.row] += computed  # type: ignore[assignment]
+    table = _of_table(model)
+    products["head"] += table
+    executed["head"] += table
+    beside = _beside_weights(section, sequence_length)
+    rows = {name: one for of_owner in beside.values() for name, one in of_owner.items()}
     parts = []
-    for name in dict.fromkeys([*known, *held]):
-        if name in between:
-            one = between[name]
-            computed = one.executed or 0.0
-            parts.append(Part(name, 0, one.by_rule, computed, one.backward, True))
-        elif name == _DEPTH_SUMS:
-            parts += [Part(name, 0, sums, sums)] if sums else []
+    for name in dict.fromkeys([*_BEGINNING, *beside["layers"], *_END, *rows, *held]):
+        if one := rows.get(name):
+            computed, is_between = one.executed or 0.0, name != _DEPTH_SUMS
+            parts.append(Part(name, 0, one.by_rule, computed, one.backward, is_between))
         elif held[name] or products[name]:
             parts.append(Part(name, held[name], products[name], executed[name]))
-    recomputed = _recomputed(model, parts, between, sequence_length)
+    recomputed = _recomputed(model, beside, sequence_length)
     return FlopCount(sequence_length, tuple(parts), recomputed)
+
+
+def _of_table(model: Model) -> int:
+    """Operations of a head that multiplies with the token table."""
+    head, layer = head_of(model.section)
+    return 2 * model.parameters[_TOKEN_TABLE].size * head.reads_table(head.keys_of(layer))
 
 
 def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
     """Forward operations on a token of one matrix of all layers: by the rule, and executed."""
     section, times = model.section, 1
-    if section.block.share_parameters and name.startswith("layers/"):
+    if section.block.share_parameters and info.owner == "layers":
         times = section.shape.dimensions.num_layers
     whole = 2 * times * info.size
     if "exp" not in info.logical_axes or (layer := model.layer_of(name)) is None:
@@ -270,84 +245,66 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
     return visited, whole * capacity / group
 
 
-def _between_tokens(section: ModelSection, length: int) -> dict[str, Flops]:
-    """Row -> forward operations on a token over all layers, besides those of weights."""
-    found: dict[str, Flops] = {"attention scores": Flops(0.0), "attention values": Flops(0.0)}
+def _beside_weights(section: ModelSection, length: int) -> dict[str, dict[str, Flops]]:
+    """Owner (ParameterInfo) -> row -> forward operations on a token besides those of weights."""
+    whole = Layer(section, section.shape.dimensions)
 
-    def add(rows: dict[str, Flops]) -> None:
-        for name, more in rows.items():
-            one = found.get(name, Flops(0.0))
-            executed = more.by_rule if more.executed is None else more.executed
-            found[name] = Flops(
-                one.by_rule + more.by_rule,
-                (one.executed or 0.0) + executed,
-                one.recomputed + more.recomputed,
-                more.backward,
-            )
+    def declared(part: type[LayerPart], layer: Layer) -> dict[str, Flops]:
+        return part.flops(part.keys_of(layer), layer.dimensions, length)
 
+    of_layers = [{"attention scores": Flops(0.0), "attention values": Flops(0.0)}]
     for layer in section.layers:
-        if (mixer := mixer_of(layer)) is not None:
-            add(mixer.flops(mixer.keys_of(layer), layer.dimensions, length))
-        own = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
-        add(own.flops(own.keys_of(layer), layer.dimensions, length))
-    if section.head.head_qk:
-        width = 2 * section.head.head_qk_dim
-        counted = width * keys_by_rule(length, causal=True)
-        found[_POINTING] = Flops(counted, float(width * length))
+        feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+        for branch, part in (("self_attention", mixer_of(layer)), ("mlp", feed_forward)):
+            rows = {} if part is None else declared(part, layer)
+            if branch in block_of(layer).not_recomputed:
+                # Nothing reads again what no gradient passes through.
+                rows = {
+                    name: one if one.backward else one._replace(kept=_executed(one))
+                    for name, one in rows.items()
+                }
+            of_layers.append(rows)
+    return {
+        "layers": _summed(of_layers),
+        "connections": _summed([declared(lookup("connection", section.connection), whole)]),
+        "head": _summed([declared(head_of(section)[0], whole)]),
+    }
+
+
+def _executed(one: Flops) -> float:
+    return one.by_rule if one.executed is None else one.executed
+
+
+def _summed(rows: Iterable[dict[str, Flops]]) -> dict[str, Flops]:
+    found: dict[str, Flops] = {}
+    for name, more in (item for of_part in rows for item in of_part.items()):
+        one = found.get(name, Flops(0.0))
+        found[name] = Flops(
+            one.by_rule + more.by_rule,
+            (one.executed or 0.0) + _executed(more),
+            one.recomputed + more.recomputed,
+            more.backward,
+            one.kept + more.kept,
+        )
     return found
 
 
-def _part_of(name: str) -> str:
-    for part, pattern in _PARTS:
-        if pattern is not None and re.search(pattern, name):
-            return part
-    return re.sub(r"^layers/(\d+/|cycle/\d+/)?", "", name.rpartition("/")[0])
-
-
-def _depth_sums(model: Model) -> dict[int, int]:
-    """Number of layers before a sum over depth -> its forward operations on a token, 2 C S D."""
-    sizes = {}
-    for name, info in model.parameters.items():
-        # One of the two may be missing; both end in [C, S].
-        if match := re.match(r"connections/after/(\d+)/(static|wo/kernel)$", name):
-            sizes[int(match[1])] = info.shape[-2:]
-    emb_dim = model.section.shape.dimensions.emb_dim
-    return {depth: 2 * math.prod(size) * emb_dim for depth, size in sizes.items()}
-
-
-def _recomputed(
-    model: Model, parts: Iterable[Part], between: dict[str, Flops], length: int
-) -> float | None:
+def _recomputed(model: Model, beside: dict[str, dict[str, Flops]], length: int) -> float | None:
     """What the backward pass executes again: the layers by policy, the head when it is in chunks.
 
     Chunks of the head keep no logits (training/objective.py).
     """
-    section = model.section
-    policy, chunks = section.memory.remat_policy, section.objective.num_vocab_tiling
-    executed = {part.name: part.executed for part in parts}
-    again = sum(one.recomputed for one in between.values())
-    if chunks > 1:
-        again += executed["head"] + executed.get(_POINTING, 0.0)
-        if section.head.head_qk:
-            again += 2 * model.parameters["head_qk/query/kernel"].size
-    if policy == "none":
-        return again
-    if policy != "full" or section.dense_connections.dense_kept_sums:
+    policy, chunks = model.section.memory.remat_policy, model.section.objective.num_vocab_tiling
+    if policy not in ("none", "full"):
         return None
-    parallel, gated = section.block.block_arrangement == "parallel", section.block.use_rezero
+    again = sum(one.recomputed for rows in beside.values() for one in rows.values())
+    owners = ("layers", "connections") if policy == "full" else ()
+    if chunks > 1:
+        again += _of_table(model)
+        owners += ("head",)
     for name, info in model.parameters.items():
-        if not (name.startswith(("layers/", "connections/")) and info.num_in_dims):
-            continue
-        if re.fullmatch(_KEPT, name):
-            continue
-        if gated or not re.search(_NOT_AGAIN[section.block.block_arrangement], name):
+        if info.owner in owners and info.num_in_dims and info.is_recomputed:
             again += _of_weights(model, name, info, length)[1]
-    for name, one in between.items():
-        # Nothing reads the sums of static SGU again where only the residual stream takes them.
-        if name != _POINTING and (one.backward or not parallel or gated):
-            again += one.executed or 0.0
-    sums = _depth_sums(model)
-    if section.dense_connections.mudd_postnorm == "none":
-        # Nothing in its own backward pass reads the sum after the last layer.
-        sums.pop(section.shape.dimensions.num_layers, None)
-    return again + sum(sums.values())
+    for one in (one for owner in owners for one in beside[owner].values()):
+        again += _executed(one) - one.kept
+    return None if math.isnan(again) else again

@@ -24,6 +24,7 @@ from MaxText.monitoring.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.monitoring.sinks.terminal import Terminal
 from MaxText.monitoring.step_log import StepLog
 from MaxText.training.assembly import Assembled
+from MaxText.training.objective import is_in_nats
 
 # Parameters, operations and memory as tables, with the formulas; of the newest start.
 START_FILE = "start.txt"
@@ -138,6 +139,6 @@ def open_records(
     )
     emit_start(events, start, start_facts(run.run_name, quantities, cost, lineage, batches))
     profiler = StepProfiler(monitoring, tensorboard, first_step)
-    baseline = batches.unigram_entropy if model.section.objective.is_in_nats else None
+    baseline = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     trend = LossTrend(baseline, start.metadata.get("loss_trend"))
     return Records(events, terminal, profiler, quantities, lineage, trend)

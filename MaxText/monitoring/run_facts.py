@@ -14,6 +14,7 @@ from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage
 from MaxText.monitoring.quantities import Quantities
 from MaxText.parallelism import start_up
+from MaxText.training.objective import is_in_nats
 
 
 def start_facts(
@@ -50,7 +51,7 @@ def start_facts(
         "cost": cost.facts(),
         "lineage": lineage.facts(),
         "data": {**batches.facts, "vocab_size": vocab_size},
-        "unigram_entropy": batches.unigram_entropy if objective.is_in_nats else None,
+        "unigram_entropy": batches.unigram_entropy if is_in_nats(objective) else None,
     }
 
 

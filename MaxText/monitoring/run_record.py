@@ -89,9 +89,10 @@ class RunRecord:
     @property
     def loss_kind(self) -> str:
         """What the losses are of, in words; those of other words are another quantity."""
-        kind = "cross-entropy"
-        if self.config.get("loss_type") == "entmax":
-            kind = f"entmax, alpha {self.config.get('entmax_alpha')}"
+        objective = str(self.config.get("loss_type", "cross_entropy"))
+        alpha = self.config.get("entmax_alpha")
+        words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
+        kind = words.get(objective, objective)
         if self.config.get("mlm_training"):
             kind += " of masked tokens"
         tokenizer = (self.facts.get("data") or {}).get("tokenizer")

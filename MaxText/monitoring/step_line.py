@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 # Numbers of the compiled step whose MaxText tag has another name.
 _TAGS = {"learning_rate": "current_learning_rate"}
 
-# Scalars by which training/recovery.py decides, and which tell people nothing.
+# Scalars by which checkpointing/recovery.py decides, and which tell people nothing.
 _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
 
 
@@ -41,8 +41,8 @@ class StepReport:
       step: the update, from 0.
       seconds: wall time of the update, with the device's work done.
       metrics: scalars of the compiled step; needs loss, total_weights (targets in the loss), and
-        lm_loss (nats per token) or entmax_loss; grad_norm and learning_rate are shown if given.
-        Losses are means over `updates`.
+        lm_loss (nats per token) or entmax_loss, where the objective has them; grad_norm and
+        learning_rate are shown if given. Losses are means over `updates`.
       tokens_per_device: tokens an update sees, over the number of devices.
       tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
       peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
@@ -78,13 +78,16 @@ class StepReport:
 
     @property
     def has_perplexity(self) -> bool:
-        """False for the loss of entmax, which is no log-probability."""
+        """False for an objective that is no log-probability, such as entmax."""
         return "lm_loss" in self.metrics
 
     @property
     def lm_loss(self) -> float:
-        """Mean loss of the targets, without what is added to it."""
-        return float(self.metrics["lm_loss" if self.has_perplexity else "entmax_loss"])
+        """Mean loss of the targets, without what is added to it; of an objective that has another
+        name for it, all that is minimised.
+        """
+        names = ("lm_loss", "entmax_loss", "loss")
+        return float(next(self.metrics[name] for name in names if name in self.metrics))
 
     def line(self) -> str:
         """MaxText's line, which scripts parse, and then our additions."""
@@ -164,12 +167,12 @@ class EvaluationReport:
 
     Attributes:
       step: the last update done before it.
-      total_loss: sum over targets, in nats, or of the loss of entmax.
+      total_loss: sum over targets, in nats, or as the objective has it.
       total_weights: targets.
       num_batches: batches read.
       seconds: wall time.
       correct: targets that were the likeliest id; None if they were not counted.
-      has_perplexity: False for the loss of entmax, which is no log-probability.
+      has_perplexity: False for an objective that is no log-probability, such as entmax.
     """
 
     step: int

@@ -106,6 +106,15 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / max(whole, 1):.1f}%"
 
 
+def short_count(number: float, _position: float | None = None) -> str:
+    """2500000 as "2.5M"; the signature is that of a matplotlib formatter."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        # 999,600 rounds to a thousand of the smaller unit.
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
 def byte_count(number: int) -> str:
     """Bytes, and the same in the largest binary unit that gives 1 or more."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -21,12 +21,27 @@ HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 
 
 class ParameterInfo(NamedTuple):
-    """What the abstract model knows about one parameter."""
+    """What the abstract model knows about one parameter.
+
+    Attributes:
+      shape: all dimensions, `layers` included.
+      dtype: as it is stored.
+      logical_axes: name of each dimension.
+      num_in_dims: leading dimensions contracted with the input, after `layers` and `exp`.
+      used_in: the format that it is read in everywhere; None where that may differ.
+      owner: the decoder's attribute that it belongs to: "layers", "connections", "head", ...
+      row: of the FLOPs table (layers/part.py).
+      is_recomputed: whether rematerialization of its owner computes its product again.
+    """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
     logical_axes: tuple[str | None, ...]
-    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
+    num_in_dims: int
+    used_in: jnp.dtype | None = None
+    owner: str = "layers"
+    row: str = ""
+    is_recomputed: bool = True
 
     @property
     def size(self) -> int:
@@ -110,16 +125,18 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def token_by_token(x: jax.Array) -> jax.Array:
-    """`x` with all that a token has side by side in a TPU's memory.
+def token_by_token(tree: Any) -> Any:
+    """Arrays with all that a token has side by side in a TPU's memory.
 
     For what layers hand on. Left to itself, the compiler has tokens side by side after some
     products and dimensions after others, and copies whole states in between. No effect elsewhere,
     nor without a mesh: what is exported is for other machines, too.
     """
     if _in_force.get() is None or platform() != "tpu":
-        return x
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        return tree
+    return jax.tree.map(
+        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), tree
+    )
 
 
 def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:

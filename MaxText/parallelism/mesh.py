@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -413,7 +412,8 @@ def check_sharding(
             f"    {name} {parameters[name].shape}{_undivided(parameters[name], layout)}"
             for name in largest
         ]
-        differ = any(re.search(r"^layers/\d+/mlp/", name) for name in largest)
+        axes_of_largest = [parameters[name].logical_axes for name in largest]
+        differ = any("mlp" in axes and "layers" not in axes for axes in axes_of_largest)
         raise UserError(
             f"{share:.1%} of the parameters lie whole on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {layout.words}; the largest:\n"

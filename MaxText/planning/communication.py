@@ -121,7 +121,7 @@ def _hidden_states(program: Program) -> float:
     parameters = program.model.parameters
     layers = section.shape.dimensions.num_layers
     sums, again = 0.0, 0.0
-    for name, info in parameters.items():
+    for info in parameters.values():
         axes = [name for name in info.logical_axes if name != "layers"]
         contracted = axes[: info.num_in_dims]
         sizes = info.shape[len(info.logical_axes) - len(axes) :]
@@ -129,10 +129,10 @@ def _hidden_states(program: Program) -> float:
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):
             continue
         times = info.shape[0] if "layers" in info.logical_axes else 1
-        if section.block.share_parameters and name.startswith("layers/"):
+        if section.block.share_parameters and info.owner == "layers":
             times = layers
         sums += times
-        again += times * ("/mlp/" not in name)
+        again += times * info.is_recomputed
     policy = section.memory.remat_policy
     # Forward, and in the backward pass of the products that begin each part; the embedding and the
     # head add one each.

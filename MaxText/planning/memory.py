@@ -178,7 +178,7 @@ def _converted(program: Program) -> float:
     return sum(
         math.prod(shardings[name].shard_shape(info.shape)) * float(width)
         for name, info in parameters.items()
-        if name.startswith("layers/") and info.num_in_dims and width < info.dtype.itemsize
+        if info.owner == "layers" and info.num_in_dims and width < info.dtype.itemsize
     )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.schema import Config
 from MaxText.monitoring.cost import MFU_RULE
-from MaxText.monitoring.report.wording import short_count
-from MaxText.monitoring.tables import WIDTH, ruled_table
+from MaxText.monitoring.tables import WIDTH, ruled_table, short_count
 from MaxText.planning.fitting import command
 from MaxText.planning.planning import FULL, Plan
 from MaxText.planning.program import Program

@@ -33,7 +33,7 @@ from MaxText.scoring.bytes_of_ids import IdBytes
 from MaxText.scoring.data_set_score import SourceScore
 from MaxText.scoring.tasks import progress_lines
 from MaxText.scoring.text_bytes import TextBytes
-from MaxText.training.objective import loss_sums
+from MaxText.training.objective import is_in_nats, loss_sums
 
 Sums = dict[str, jax.Array]
 
@@ -47,7 +47,6 @@ def make_score_step(
       count_correct: also `correct`, the targets that are the likeliest id.
     """
     objective = model.section.objective
-    loss_name = "lm_loss" if objective.is_in_nats else "entmax_loss"
 
     def score_step(params: Any, batch: Batch, id_bytes: IdBytes) -> Sums:
         sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
@@ -58,7 +57,7 @@ def make_score_step(
         counts_BT = batch.weights_BT > 0
         correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
         return correct | {
-            "nats": sums.over_targets[loss_name],
+            "nats": sums.in_nats,
             "targets": jnp.sum(counts_BT, dtype=jnp.int32),
             "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
         }
@@ -187,6 +186,7 @@ class _Scorer:
         """Reads all batches of a source. Sums are added in double precision, one batch late."""
         of_ids = self._text_bytes.of_ids(source)
         tables = self._placed_tables(of_ids)
+        objective = self._trained.model.section.objective
         sums: dict[str, Any] = {"nats": 0.0, "targets": 0, "bytes": 0}
         if self._counts_correct:
             sums["correct"] = 0
@@ -217,7 +217,7 @@ class _Scorer:
             num_batches=num_batches,
             seconds=seconds,
             correct=sums.get("correct"),
-            is_entmax=not self._trained.model.section.objective.is_in_nats,
+            other_loss="" if is_in_nats(objective) else objective.loss_type,
             facts=_facts(source, batches.bad_records.count),
         )
 

@@ -15,7 +15,7 @@ class SourceScore:
 
     Attributes:
       name: what named the source.
-      nats: sum of cross entropy, or of the loss of entmax where that is what the model minimises.
+      nats: sum of cross entropy, or of another loss where that is what the model minimises.
       num_targets: predicted tokens; each counts once.
       num_bytes: bytes of UTF-8 that the targets spell; None where that is not known.
       why_no_bytes: the reason for None.
@@ -24,8 +24,8 @@ class SourceScore:
       facts: which data these are: tokens and documents of the split, digests.
       correct: targets that were the likeliest id; None where they were not counted, which is all
         but masked language models.
-      is_entmax: whether the loss is that of entmax. It is no log-probability, which would be
-        infinite for ids of probability 0, so there is neither perplexity nor bits per byte.
+      other_loss: loss_type where the loss is no log-probability, so that there is neither
+        perplexity nor bits per byte. That of entmax would be infinite for ids of probability 0.
     """
 
     name: str
@@ -37,7 +37,7 @@ class SourceScore:
     seconds: float
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     correct: int | None = None
-    is_entmax: bool = False
+    other_loss: str = ""
 
     @property
     def loss(self) -> float:
@@ -46,13 +46,13 @@ class SourceScore:
 
     @property
     def perplexity(self) -> float | None:
-        """exp of the mean over all targets; None for the loss of entmax."""
-        return None if self.is_entmax else perplexity(self.loss)
+        """exp of the mean over all targets; None for another loss."""
+        return None if self.other_loss else perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers; None where the bytes are not known, and for entmax."""
-        if self.is_entmax or not self.num_bytes:
+        """Comparable between tokenizers; None without known bytes, and for other losses."""
+        if self.other_loss or not self.num_bytes:
             return None
         return self.nats / math.log(2) / self.num_bytes
 
@@ -75,7 +75,7 @@ class SourceScore:
             "loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
-            "nats": None if self.is_entmax else self.nats,
+            "nats": None if self.other_loss else self.nats,
             "targets": self.num_targets,
             "bytes": self.num_bytes,
             "batches": self.num_batches,
@@ -84,8 +84,8 @@ class SourceScore:
         }
         if self.correct is not None:
             row |= {"masked_accuracy": self.masked_accuracy, "correct": self.correct}
-        if self.is_entmax:
-            row["loss_type"] = "entmax"
+        if self.other_loss:
+            row["loss_type"] = self.other_loss
         if self.why_no_bytes:
             row["why_no_bytes"] = self.why_no_bytes
         return row | self.facts
@@ -105,7 +105,7 @@ def total(scores: Sequence[SourceScore]) -> SourceScore:
         num_batches=sum(score.num_batches for score in scores),
         seconds=sum(score.seconds for score in scores),
         correct=None if None in correct else sum(count or 0 for count in correct),
-        is_entmax=any(score.is_entmax for score in scores),
+        other_loss=next((score.other_loss for score in scores if score.other_loss), ""),
     )
 
 
@@ -120,15 +120,15 @@ def table(scores: Sequence[SourceScore]) -> str:
     lines += [
         f"bits/byte of {score.name} is left out: {score.why_no_bytes}"
         for score in scores
-        if score.num_bytes is None and not whole.is_entmax
+        if score.num_bytes is None and not whole.other_loss
     ]
-    if whole.is_entmax:
+    if whole.other_loss:
         lines.append(
-            "perplexity and bits/byte are left out: entmax gives ids probability 0, and the loss "
-            "of entmax is no log-probability"
+            f"perplexity and bits/byte are left out: the loss of {whole.other_loss} is no "
+            "log-probability"
         )
     lines.append(
-        f"loss {'of entmax' if whole.is_entmax else 'in nats'} per token; "
+        f"loss {f'of {whole.other_loss}' if whole.other_loss else 'in nats'} per token; "
         f"{whole.num_batches:,} batches in {whole.seconds:.1f} s, "
         f"{whole.tokens_per_second:,.0f} tokens/s"
     )

@@ -191,13 +191,13 @@ def _read_places(
     decoder = model.merge(params)
     batch = Batch(tokens_BT, targets_BT=None, weights_BT=None, segments_BT=segments_BT)
     h_BTD, _ = decoder.hidden(batch, drops_tokens=False)
-    pointers = decoder.pointers(h_BTD, batch)
+    head_state = decoder.head_state(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, places_BC[..., None], axis=1)
     h_BCD = constrain(h_BCD, *HIDDEN)
 
     def of_chunk(chunk):
         h_BCD, targets_BC, places_BC = chunk
-        logits_BCV = decoder.logits(h_BCD, pointers, places_BC)
+        logits_BCV = decoder.logits(h_BCD, head_state, places_BC)
         losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
         return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 

@@ -1,21 +1,23 @@
 """The parts of a train step, made of a configuration for the devices that it will run on."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from MaxText.checkpointing.growth.old_slots import slow_old_slots
-from MaxText.checkpointing.growth.settling import Settled
 from MaxText.configuration.registry import registrations
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import Layout, check_lengths, check_sharding
 from MaxText.training import backend_defaults
 from MaxText.training import step as steps
-from MaxText.training.optimizer import make_optimizer
+from MaxText.training.objective import losses_of
+from MaxText.training.optimizer import make_optimizer, slow_old_slots
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 
@@ -42,14 +44,22 @@ class Assembled(NamedTuple):
     choices: Sequence[str]
 
 
-def assemble(settled: Settled, layout: Layout) -> Assembled:
+def assemble(
+    config: Config,
+    layout: Layout,
+    old_slots: Mapping[str, int] | None = None,
+    old_slots_learning_rate: float = 1.0,
+) -> Assembled:
     """Makes them.
+
+    Args:
+      old_slots: parameter name -> leading slots that were trained before the run grew.
+      old_slots_learning_rate: multiplies their updates.
 
     Raises:
       UserError: the mesh divides too few of the parameters, or the sequences unevenly; or a part
         returns something else than it should.
     """
-    config = settled.config
     platform = layout.mesh.devices.flat[0].platform
     section, choices = backend_defaults.resolve(config.model, platform, layout)
     model = Model(section)
@@ -57,9 +67,7 @@ def assemble(settled: Settled, layout: Layout) -> Assembled:
         _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    optimizer = slow_old_slots(
-        optimizer, model.parameters, settled.old_slots, settled.old_slots_learning_rate
-    )
+    optimizer = slow_old_slots(optimizer, model.parameters, old_slots, old_slots_learning_rate)
     initialize = steps.make_initialize(model, optimizer, config.guard)
     check_lengths(section.shape.max_target_length, config.batch, layout)
     whole = check_sharding(model.parameters, layout, config.mesh.sharding_tolerance)
@@ -69,11 +77,19 @@ def assemble(settled: Settled, layout: Layout) -> Assembled:
 
 
 def _trace(model: Model) -> None:
-    """Traces the layers on one sequence; the parts are checked on the way."""
+    """Traces the model on one sequence; the parts are checked on the way."""
+    section, shape = model.section, (1, model.section.shape.max_target_length)
+    ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def hidden(params: Any) -> Any:
-        ids_BT = jnp.zeros((1, model.section.shape.max_target_length), jnp.int32)
+    def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
-        return model.merge(params).hidden(batch)
+        return model.merge(params)(batch)
 
-    jax.eval_shape(hidden, model.abstract)
+    found = jax.eval_shape(logits, model.abstract, ids_BT)
+    wanted = jax.ShapeDtypeStruct((*shape, section.shape.vocab_size), jnp.float32)
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise UserError(
+            f"head_type={section.head.name} returned {found.dtype} {list(found.shape)}, and has to "
+            f"return float32 {list(wanted.shape)}"
+        )
+    jax.eval_shape(functools.partial(losses_of, section=section.objective), wanted, ids_BT)

@@ -3,15 +3,23 @@
 Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from MaxText.configuration.model_sections import Objective
+from MaxText.configuration.registry import lookup
+from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
+
+# The loss that is minus a log-probability.
+IN_NATS = "lm_loss"
+# By name, [B, T] each, and log(Z) [B, T].
+Losses = tuple[dict[str, jax.Array], jax.Array | None]
 
 
 @jax.custom_vjp
@@ -48,13 +56,13 @@ class LossSums(NamedTuple):
 
     Attributes:
       over_targets: weighted; lm_loss is cross entropy in nats, z_loss is z_loss_multiplier *
-        log(Z)^2 (PaLM, section 5). With loss_type=entmax it is entmax_loss in place of the two. To
-        be divided by the sum of the weights.
+        log(Z)^2 (PaLM, section 5). Other objectives have other names. To be divided by the sum of
+        the weights.
       over_tokens: losses of layers, such as those of routers. To be divided by `num_tokens`.
       correct: weight of the targets that are the likeliest id, the first of several; None where
         nobody asked.
       log_z: weighted sum of log(Z), the logarithm of the softmax's denominator: it grows when
-        logits drift. None for entmax, which has no such number.
+        logits drift. None for objectives without such a number.
     """
 
     over_targets: dict[str, jax.Array]
@@ -66,6 +74,11 @@ class LossSums(NamedTuple):
     def total(self) -> jax.Array:
         """The weighted sum over targets."""
         return sum(self.over_targets.values())  # type: ignore[return-value]
+
+    @property
+    def in_nats(self) -> jax.Array:
+        """Weighted minus log-probabilities; the total of an objective that has no such loss."""
+        return self.over_targets.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         """Every loss by itself; their sum is what is minimised."""
@@ -81,17 +94,51 @@ def num_tokens(batch: Batch) -> jax.Array:
     return jnp.maximum(jnp.sum(batch.segments_BT > 0).astype(jnp.float32), 1.0)
 
 
-def losses_of(
-    logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """What is minimised at each target, by name, and log(Z) if any; float32 [B, T] each."""
-    if section.loss_type == "entmax" and section.entmax_alpha > 1:
-        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, section.entmax_alpha)}, None
+def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
+    """Cross entropy, and z_loss_multiplier * log(Z)^2."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
-    if section.loss_type == "entmax":  # alpha = 1 is softmax
-        return {"entmax_loss": losses_BT}, log_z_BT
-    z_losses_BT = section.z_loss_multiplier * jnp.square(log_z_BT)
-    return {"lm_loss": losses_BT, "z_loss": z_losses_BT}, log_z_BT
+    z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
+    return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
+
+
+def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
+    """The loss of alpha-entmax; alpha = 1 is softmax."""
+    if keys.entmax_alpha > 1:
+        return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, keys.entmax_alpha)}, None
+    losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
+    return {"entmax_loss": losses_BT}, log_z_BT
+
+
+def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
+    """What is minimised at each target, by the registered objective.
+
+    An objective is a function of its keys (those of the section for one without keys of its own),
+    float32 logits [B, T, V] and targets [B, T].
+
+    Returns:
+      Losses by name, float32 [B, T] each, whose sum is minimised; and log(Z) [B, T], or None. A
+      loss named lm_loss is in nats per target, so that it has a perplexity.
+
+    Raises:
+      UserError: the objective returned something else.
+    """
+    objective = lookup("objective", section.loss_type)
+    found = objective(section.parts.of(objective) or section, logits_BTV, targets_BT)
+    losses, log_z_BT = found if isinstance(found, tuple) and len(found) == 2 else ({}, None)
+    arrays = [*losses.values(), *([] if log_z_BT is None else [log_z_BT])]
+    if not losses or any(jnp.shape(x) != targets_BT.shape for x in arrays):
+        raise UserError(
+            f"loss_type={section.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
+            f"log_z or None), each of them {list(targets_BT.shape)} as the targets"
+        )
+    return found
+
+
+def is_in_nats(section: Objective) -> bool:
+    """Whether a loss is minus a log-probability, so that it has a perplexity."""
+    shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    losses, _ = jax.eval_shape(functools.partial(losses_of, section=section), *shapes)
+    return IN_NATS in losses
 
 
 def loss_sums(
@@ -105,11 +152,11 @@ def loss_sums(
 ) -> LossSums:
     """What is minimised, in parts and as sums, so that parts of a batch can be added up."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
-    pointers = decoder.pointers(h_BTD, batch)
+    head_state = decoder.head_state(h_BTD, batch)
     places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
     def sums(h_BTD, targets_BT, weights_BT, places_BT):
-        logits_BTV = decoder.logits(h_BTD, pointers, places_BT)
+        logits_BTV = decoder.logits(h_BTD, head_state, places_BT)
         losses, log_z_BT = losses_of(logits_BTV, targets_BT, section)
         summed = {name: jnp.sum(loss_BT * weights_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * weights_BT)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing import layout
-from MaxText.checkpointing.growth.old_slots import slow_old_slots
 from MaxText.checkpointing.growth.settling import Settled, settle
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
@@ -18,7 +17,7 @@ from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.training.optimizer import make_optimizer
+from MaxText.training.optimizer import make_optimizer, slow_old_slots
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_initialize, make_train_step

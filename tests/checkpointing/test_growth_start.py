@@ -145,7 +145,8 @@ def test_updates_of_old_slots_are_scaled(small, factor):
         config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
         settled = settle(config, [])
         layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
-        built = assemble(settled, layout)
+        rate = settled.old_slots_learning_rate
+        built = assemble(settled.config, layout, settled.old_slots, rate)
         params = program(settled.config).random_state().params
         gradients = jax.tree.map(lambda x: x + number, params)
         state = built.optimizer.init(params)

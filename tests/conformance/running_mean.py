@@ -1,4 +1,4 @@
-"""A small mixer of its own: y_t = W_out mean_(s <= t) (W_in x_s), and mistakes that one can make.
+"""A small mixer of its own: y_t = V gelu(K mean_(s <= t) (W x_s)), and mistakes that one can make.
 
 `FAULT` chooses the mistake; check_part.py has to find each of them (test_check_part.py).
 """
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from MaxText.configuration.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.part import Flops, Mixer, register
 from MaxText.layers.weights import constant, weight
@@ -20,18 +21,26 @@ FAULT = os.environ.get("FAULT", "")
 _calls = itertools.count()
 
 
-@register("mixer", "running_mean")
+class Keys(Section):
+    """Running mean."""
+
+    mean_slots: int = key(6, "Rows of K and columns of V.", ge=1)
+
+
+@register("mixer", "running_mean", keys=Keys)
 class RunningMean(Mixer):
     """The mean over the tokens so far of a document."""
 
     logical_axes: ClassVar = {"mean": ("tensor",)}
 
-    def __init__(self, config, init, rngs):
+    def __init__(self, keys, init, rngs):
         D = init.dimensions.emb_dim
         axes = ("embed", "no_such_axis" if FAULT == "unknown axis" else "mean")
         draw = init.initializers
         self.into = Dense((D,), (D,), axes, draw.kernel, init, rngs)
-        self.out = Dense((D,), (D,), ("mean", "embed"), draw.output, init, rngs)
+        slots = (keys.mean_slots,)
+        self.keys = Dense((D,), slots, ("mean", "slots"), draw.kernel, init, rngs)
+        self.values = Dense(slots, (D,), ("slots", "embed"), draw.output, init, rngs)
         start = 1.0
         if FAULT == "random initialization":
             start = np.random.default_rng().normal()
@@ -45,9 +54,10 @@ class RunningMean(Mixer):
             mean_BTD = 2 * mean_BTD
         if FAULT == "counts its calls":
             mean_BTD = mean_BTD * (1 + 0.1 * next(_calls))
-        if FAULT == "float32 output":
-            return self.out(mean_BTD * scale, jnp.float32)
-        return self.out((mean_BTD * scale).astype(x_BTD.dtype))
+        scores_BTS = self.keys((mean_BTD * scale).astype(x_BTD.dtype))
+        theta = jax.nn.softmax if FAULT == "softmax over slots" else jax.nn.gelu
+        dtype = jnp.float32 if FAULT == "float32 output" else None
+        return self.values(theta(scores_BTS), dtype)
 
     def __call__(self, x_BTD, context):
         v_BTD, ids_BT = self.into(x_BTD).astype(jnp.float32), context.segments_BT

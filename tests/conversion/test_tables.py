@@ -1,5 +1,8 @@
 """The tables of the families: tensors and config.json, there and back."""
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -232,6 +235,43 @@ def test_a_part_that_the_format_does_not_know_is_named():
     family = FAMILIES["gpt2"]
     with pytest.raises(UserError, match=r"format gpt2 has no place for .*layers/mlp/wo/kernel"):
         TensorMap(family, model, family.rows[:3])
+
+
+HYBRID = {
+    "layer_pattern": "MG",
+    "layer_kinds": {"M": {"mixer": "moving_average", "average_tokens": 4}, "G": {}},
+}
+
+
+@pytest.mark.parametrize("keys", [{"mixer": "moving_average", "average_tokens": 16.0}, HYBRID])
+def test_a_llama_with_a_mixer_of_ones_own_comes_back(keys, tmp_path):
+    given = keys | {"import_modules": ["examples/moving_average.py"]}
+    config = configure(**to_keys(FAMILIES["llama"], random("llama")[0], "here", given))
+    model = model_of(config)
+    arrays = {
+        name: np.random.default_rng(0).random(info.shape, np.float32)
+        for name, info in model.parameters.items()
+    }
+    formats = {name: array.dtype for name, array in arrays.items()}
+    weights = SimpleNamespace(config=config, model=model, formats=formats, read=arrays.get)
+    export = FolderExport(weights, find_family(config, ""), "")
+    assert export.family.model_type == "llama"
+    export.write(tmp_path, 10**9)
+    (tmp_path / "config.json").write_text(json.dumps(export.config_json({}, {})))
+    again = FolderWeights(tmp_path)
+    assert again.config.model == config.model
+    same_bits({name: again.read(name) for name in again.model.parameters}, arrays)
+    stored, row = model.stored(0, "self_attention/into/kernel")
+    into = arrays[stored] if row is None else arrays[stored][row]
+    theirs = again.files.read("model.layers.0.mixer.in_proj.weight")
+    np.testing.assert_array_equal(theirs, into.reshape(16, 32).T)  # [outputs, inputs]
+
+
+@pytest.mark.parametrize("name", ["import_modules", "base_output_directory"])
+def test_config_json_sets_no_key_but_those_of_parts(name):
+    config = random("llama")[0] | {"maxtext": {name: "elsewhere"}}
+    with pytest.raises(UserError, match=rf"maxtext\.{name} is no key of a part"):
+        to_keys(FAMILIES["llama"], config, "here", {})
 
 
 def test_words_for_the_same_experts():

@@ -22,12 +22,19 @@ DIFFERENTIAL = {
     "import_modules": ["examples/differential_attention.py"],
     "mixer": "differential_attention",
 }
+VALUE_RESIDUAL = {
+    "import_modules": ["examples/value_residual.py"],
+    "connection_type": "value_residual",
+    "mixer": "value_residual_attention",
+}
 CAUTIOUS = {"import_modules": ["examples/my_optimizer.py"], "opt_type": "cautious_adamw"}
 
 
 @pytest.mark.multi_device
 @pytest.mark.parametrize(
-    "keys", [HYBRID, DIFFERENTIAL, CAUTIOUS], ids=["hybrid", "differential", "cautious"]
+    "keys",
+    [HYBRID, DIFFERENTIAL, VALUE_RESIDUAL, CAUTIOUS],
+    ids=["hybrid", "differential", "value residual", "cautious"],
 )
 def test_the_same_losses_on_eight_devices(keys):
     expected, _ = train(jax.devices()[:1], **keys)

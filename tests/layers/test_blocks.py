@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers.connections import Inputs
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
+from MaxText.layers.residual import Inputs
 from MaxText.layers.static_sgu import static_sgu
 from tests.small_models import random_batch, tiny_config
 
@@ -163,7 +163,7 @@ def test_head_qk_points_at_earlier_tokens_of_the_document():
     def run(params, batch):
         decoder = model.merge(params)
         h_BTD, _ = decoder.hidden(batch)
-        plain = decoder.logits(h_BTD, decoder.pointers(jnp.zeros_like(h_BTD), batch))
+        plain = decoder.logits(h_BTD, decoder.head_state(jnp.zeros_like(h_BTD), batch))
         return h_BTD, decoder(batch) - plain
 
     h, added = (np.asarray(x, np.float64) for x in run(params, batch))

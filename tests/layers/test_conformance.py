@@ -121,8 +121,8 @@ def sums_as_products():
         yield
 
 
-# The tests of training and of several devices have more of these.
-OTHERS = ("initialization", "bfloat16", "8 devices", "resume")
+# The tests of training, of growth and of several devices have more of these.
+OTHERS = ("initialization", "bfloat16", "8 devices", "resume", "growth")
 
 
 def conforms(decoder_block: str, keys: dict[str, Any]) -> None:

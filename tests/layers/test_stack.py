@@ -53,8 +53,8 @@ def loss_of(alike, shared, reads_all, in_turn):
 
     def loss(weights, x):
         layers = nnx.merge(graphdef, weights)
-        found = stack.apply_unrolled(layers, blueprint, x, apply, policy="full", in_turn=in_turn)
-        return jnp.sum(jnp.sin(found.outputs[-1])) + found.scalars["squares"]
+        found = stack.apply_unrolled(layers, blueprint, (x,), apply, policy="full", in_turn=in_turn)
+        return jnp.sum(jnp.sin(found.carried[-1])) + found.scalars["squares"]
 
     return nnx.to_pure_dict(weights), loss
 
@@ -160,8 +160,8 @@ def test_layers_are_numbered_through_a_pattern(stacked):
             y, scalars = apply(layer, outputs[-1], index)
             return (y,), scalars, state
 
-        found = stack.apply_unrolled(layers, blueprint, jnp.zeros((1, 1, D)), one)
-        return found.outputs[-1], found.scalars
+        found = stack.apply_unrolled(layers, blueprint, (jnp.zeros((1, 1, D)),), one)
+        return found.carried[-1], found.scalars
 
     (y, scalars), (z, others) = numbers(scanned), numbers(unrolled)
     np.testing.assert_allclose(y, z, rtol=1e-6)

@@ -1,7 +1,6 @@
 """FLOPs, bytes and tables of a model's cost, against the compiler, arrays and figures by hand."""
 
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,14 @@ import pytest
 
 from MaxText.configuration.layer_sections import Attention
 from MaxText.configuration.loading import configure
+from MaxText.configuration.registry import lookup
 from MaxText.conformance import products
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.model import Model
+from MaxText.layers.part import Flops
 from MaxText.monitoring.cost import MFU_RULE, model_cost
 from MaxText.monitoring.flops import FlopCount, Part, count_flops
 from MaxText.monitoring.tables import parameter_table
-from MaxText.parallelism.constraints import ParameterInfo
 from MaxText.training.objective import loss_sums
 from tests.layers.test_conformance import sums_as_products
 from tests.small_models import random_batch, tiny_config, trainer
@@ -204,15 +204,23 @@ def test_static_sgu_and_head_qk_by_hand():
     assert parts["head"].flops == 2 * D * V
 
 
-def test_a_part_without_a_row_is_counted_under_its_own_name():
-    model = Model(tiny_config().model)
-    gate = ParameterInfo((3, 32, 5), model.parameters["decoder_norm/scale"].dtype, (None,) * 3, 1)
-    larger = types.SimpleNamespace(
-        section=model.section, parameters=model.parameters | {"layers/mixer/gate/kernel": gate}
-    )
-    before, after = count_flops(model, 16), count_flops(larger, 16)
-    assert after.parts == (*before.parts, Part("mixer/gate", 480, 960, 960))
-    assert after.per_token == before.per_token + 3 * 960
+def test_a_part_of_ones_own_has_rows(monkeypatch):
+    """By default those of its folders; declared ones and those of `flops` where they are."""
+    L, D = 3, 32
+    keys = {"import_modules": ["examples/moving_average.py"], "mixer": "moving_average"}
+    by_folder = parts_of(**keys)
+    wanted = {"self_attention/into": 2 * D * D, "self_attention": D, "self_attention/out": D * D}
+    for name, size in wanted.items():
+        flops = 2 * L * size if "/" in name else 0
+        assert by_folder[name] == Part(name, L * size, flops, flops)
+    assert list(by_folder)[-3:] == ["self_attention", "self_attention/into", "self_attention/out"]
+    average = lookup("mixer", "moving_average")
+    monkeypatch.setattr(average, "rows", {"out": "attention output"})
+    monkeypatch.setattr(average, "flops", classmethod(lambda *_: {"scan": Flops(5.0)}))
+    declared = parts_of(**keys)
+    assert declared["attention output"].parameters == L * D * D
+    assert declared["scan"] == Part("scan", 0, 15.0, 15.0, between_tokens=True)
+    assert list(declared).index("scan") + 1 == list(declared).index("attention output")
 
 
 def test_line_of_maxtext(told):

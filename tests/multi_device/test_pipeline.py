@@ -53,6 +53,12 @@ CASES = {
             "L": {"mixer": "linear_attention"}, "A": {"base_mlp_dim": 48}}},
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
+    "values and the embedding carried along": (
+        "llama2",
+        {"import_modules": ["examples/value_residual.py"], "connection_type": "value_residual",
+         "mixer": "value_residual_attention"},
+        TWO | {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2},
+    ),
     "kernel of attention, sequences split": ("llama2", FLASH, TWO | {
         "ici_data_parallelism": 2, "ici_context_parallelism": 2,
     }),

@@ -18,7 +18,7 @@ from MaxText.layers.model import Model
 from MaxText.scoring.data_set import score_data_set
 from MaxText.scoring.data_set_score import SourceScore, table, total
 from MaxText.scoring.text_bytes import TextBytes
-from MaxText.training.evaluation import evaluate
+from MaxText.scoring.validation import evaluate
 from MaxText.training.step import make_eval_step
 from tests.scoring.small_trained import full_log_probabilities, tiny_trained
 from tests.small_models import some_quick

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.checkpointing.growth.settling import Settled
+from MaxText.compilation import known_memory
 from MaxText.errors import UserError
 from MaxText.input_pipeline.rows.batch_plan import BatchPlan
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
-from MaxText.training import known_memory
 from MaxText.training.assembly import assemble
 from MaxText.training.objective import loss_sums
 from MaxText.training.step import make_eval_step
@@ -40,10 +39,10 @@ class Linear:
     def hidden(self, batch, key, training):
         return self.h_BTD, {}
 
-    def pointers(self, h_BTD, batch):
+    def head_state(self, h_BTD, batch):
         return None
 
-    def logits(self, h_BTD, pointers, places_BT):
+    def logits(self, h_BTD, head_state, places_BT):
         return h_BTD @ self.kernel
 
 
@@ -228,7 +227,7 @@ def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
     assert (known_memory.memory_of(jax.devices("cpu")[0]) or 0) > 2**28  # of the host
     config = tiny_config()
     layout = mesh.make_layout(config.mesh, jax.devices()[:1], config.model.pipeline)
-    built = assemble(Settled(config), layout)
+    built = assemble(config, layout)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
 
     def check(memory, microbatches=1):

@@ -9,6 +9,7 @@ from MaxText.monitoring.report import wording
 from MaxText.monitoring.report.content import Section, Table, Verbatim
 from MaxText.monitoring.report.entries import Entry, all_runs, differing_peaks
 from MaxText.monitoring.run_record import RunRecord
+from MaxText.monitoring.tables import short_count
 
 # Keys that always differ and say nothing.
 _NAMES_OF_RUNS = ("run_name",)
@@ -83,7 +84,7 @@ def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -
         name,
         wording.whole(own[0]),
         _part(own[0], total[0]),
-        wording.short_count(own[1]),
+        short_count(own[1]),
         _part(own[1], total[1]),
     ]
 
@@ -135,7 +136,7 @@ def lineage(entries: Sequence[Entry]) -> list[Section]:
         branch = tree
         for ancestor in run.facts.get("lineage") or ():
             branch = branch.setdefault(_ancestor(ancestor), {})
-        spent = f"{wording.short_count(run.tokens)} tokens, {wording.operations(run.flops)} FLOPs"
+        spent = f"{short_count(run.tokens)} tokens, {wording.operations(run.flops)} FLOPs"
         branch[f"{name}: {run.state}, {spent}"] = {}
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
     return [Section("Lineage", [note], texts=[Verbatim("\n".join(_branches(tree)))])]
@@ -146,7 +147,7 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
     name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
     words = [f"step {step:,}"] if step is not None else []
     words += [str(ancestor.get("how") or "").replace("_", " ")]
-    words += [f"{wording.short_count(tokens)} tokens"] if tokens is not None else []
+    words += [f"{short_count(tokens)} tokens"] if tokens is not None else []
     words += [f"{wording.operations(flops)} FLOPs"] if flops is not None else []
     return f"{name}: {', '.join(word for word in words if word)}"
 

@@ -16,7 +16,7 @@ from MaxText.monitoring.report.chart import (
     colour_of,
     dash_of,
 )
-from MaxText.monitoring.report.wording import short_count
+from MaxText.monitoring.tables import short_count
 
 _INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
 _MOST_LEGEND_ROWS = 14

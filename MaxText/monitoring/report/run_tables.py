@@ -11,6 +11,7 @@ from MaxText.monitoring.report import wording
 from MaxText.monitoring.report.content import Section, Table
 from MaxText.monitoring.report.entries import Entry, all_runs, averaged, differing_peaks
 from MaxText.monitoring.run_record import RunRecord
+from MaxText.monitoring.tables import short_count
 
 # Updates from which the speed of now is taken.
 _RECENT_ROWS = 200
@@ -76,15 +77,13 @@ def _overview_row(run: RunRecord, comparable_mfu: bool) -> list[str]:
         wording.loss(run.final_loss),
         _training_loss(run),
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
-        _with_inherited(run.tokens, run.inherited_tokens, wording.short_count),
+        _with_inherited(run.tokens, run.inherited_tokens, short_count),
         _with_inherited(run.flops, run.inherited_flops, wording.operations),
         wording.spent_time(run.goodput.running_seconds),
-        wording.ABSENT if speed is None else wording.short_count(speed * devices),
+        wording.ABSENT if speed is None else short_count(speed * devices),
         wording.share(_median(recent, "perf/mfu") if comparable_mfu else None),
         wording.share(run.goodput.goodput),
-        wording.short_count(facts["num_parameters"])
-        if facts.get("num_parameters")
-        else wording.ABSENT,
+        short_count(facts["num_parameters"]) if facts.get("num_parameters") else wording.ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
 

@@ -7,15 +7,6 @@ from MaxText.monitoring.step_line import duration
 ABSENT = "-"
 
 
-def short_count(number: float, _position: float | None = None) -> str:
-    """2500000 as "2.5M"; the signature is that of a matplotlib formatter."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        # 999,600 rounds to a thousand of the smaller unit.
-        if abs(number) >= 0.9995 * size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
 def whole(number: float | None) -> str:
     """12345 as "12,345"."""
     return ABSENT if number is None else f"{number:,.0f}"

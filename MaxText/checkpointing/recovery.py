@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.input_pipeline.batch_iterators import BatchIterator
-from MaxText.monitoring.event_stream import EventStream
 from MaxText.parallelism.agreement import on_all_processes
 
 # What is compared to say what rose before an update went wrong: medians over so many updates right
@@ -70,7 +69,7 @@ class Recovery:
         self,
         section: Guard,
         checkpoints: Checkpoints,
-        events: EventStream,
+        emit: Callable[..., None],
         batches: BatchIterator,
         abstract_state: Any,
         start: Start,
@@ -79,7 +78,7 @@ class Recovery:
         Args:
           section: when to go back.
           checkpoints: told of every update, which makes them good, and the place to go back to.
-          events: told of updates left out and of going back.
+          emit: takes events, of updates left out and of going back (EventStream.emit).
           batches: of the training; `go_back` moves them.
           abstract_state: a train state of jax.ShapeDtypeStruct with shardings.
           start: where the run begins.
@@ -92,7 +91,7 @@ class Recovery:
         self._abstract_state = abstract_state
         self._section = section
         self._checkpoints = checkpoints
-        self._events = events
+        self._emit = emit
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
         self._history: collections.deque[dict[str, float]] = collections.deque(
             maxlen=_SHORTLY_BEFORE + _BEFORE_THAT + 2 * section.skip_step_interval
@@ -101,7 +100,7 @@ class Recovery:
         for rewind in recorded:
             # Its row went with those of the steps that are done again.
             if rewind.to >= start.first_step:
-                events.emit("rewind", step=rewind.to, again=True, **rewind.facts())
+                emit("rewind", step=rewind.to, again=True, **rewind.facts())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -134,7 +133,7 @@ class Recovery:
             numbers = ", ".join(
                 f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "update_norm")
             )
-            self._events.emit(
+            self._emit(
                 "skip",
                 step=self._last_skipped,
                 what="update",
@@ -233,7 +232,7 @@ class Recovery:
         self.rewinds = rewind.number
         self.trouble = None
         self._begin(state)
-        self._events.emit("rewind", step=rewind.to, **rewind.facts())
+        self._emit("rewind", step=rewind.to, **rewind.facts())
         return state
 
     def _last_good(self, trouble: Trouble, signs: str) -> tuple[int, str, Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from MaxText.monitoring.step_line import EvaluationReport
+from MaxText.training.objective import IN_NATS
 
 
 def evaluate(
@@ -41,13 +42,13 @@ def evaluate(
         waiting = sums
         num_batches += 1
     add(waiting)
-    is_entmax = "entmax_loss" in totals
+    total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
     return EvaluationReport(
         step=step,
-        total_loss=totals["entmax_loss" if is_entmax else "lm_loss"],
-        total_weights=totals["total_weights"],
+        total_loss=totals[IN_NATS] if IN_NATS in totals else sum(totals.values()),
+        total_weights=total_weights,
         num_batches=num_batches,
         seconds=time.perf_counter() - began,
-        correct=totals.get("correct"),
-        has_perplexity=not is_entmax,
+        correct=correct,
+        has_perplexity=IN_NATS in totals,
     )

@@ -17,6 +17,7 @@ from MaxText.input_pipeline.batch_iterators import BatchIterator
 from MaxText.monitoring.records import Records
 from MaxText.parallelism.mesh import Layout
 from MaxText.training.assembly import Assembled
+from MaxText.training.objective import is_in_nats
 
 
 def leave_results(
@@ -39,7 +40,7 @@ def leave_results(
       Diverged: the loss ended above where it began.
     """
     line, model = records.terminal.line, built.model
-    entropy = batches.unigram_entropy if model.section.objective.is_in_nats else None
+    entropy = batches.unigram_entropy if is_in_nats(model.section.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder

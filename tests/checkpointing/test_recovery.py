@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from MaxText.checkpointing.description import Unreadable
+from MaxText.checkpointing.recovery import Recovery
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
 from MaxText.monitoring.event_stream import EventStream
-from MaxText.training.recovery import Recovery
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
 
@@ -89,7 +89,7 @@ def made(checkpoints=None, section=SECTION, rewinds=0, first_step=0, recorded=()
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), start.state
     )
     batches, checkpoints = Batches(), checkpoints or Checkpoints()
-    recovery = Recovery(section, checkpoints, EventStream([sink]), batches, abstract, start)
+    recovery = Recovery(section, checkpoints, EventStream([sink]).emit, batches, abstract, start)
     return recovery, checkpoints, batches, rows
 
 

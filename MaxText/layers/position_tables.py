@@ -1,0 +1,43 @@
+"""Learned positions, added to the embedding.
+
+Legend: B sequences, T tokens, D emb_dim.
+"""
+
+import jax
+from flax import nnx
+
+from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.layers.embedding import Embedding
+from MaxText.layers.part import Init, Position
+
+
+class LearnedPositions(Embedding, Position):
+    """A row of a table for each position (GPT-2)."""
+
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        num_rows = keys.position.trainable_position_size
+        if num_rows == -1:
+            num_rows = init.dimensions.max_target_length
+        super().__init__(num_rows, "position", init, rngs)
+
+    def embed(self, positions_BT: jax.Array) -> jax.Array:
+        return self(positions_BT)
+
+
+class AxialPositions(Position):
+    """Positions as rows of two small tables: (first[p // b] + second[p % b]) / 2.
+
+    Ho et al. 2019 with the mean of GPT-Neo, whose tables have a deviation of 0.01. The tables have
+    a and b rows (axial_pos_shape) and together name a * b positions.
+    """
+
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        first, second = keys.position.axial_pos_shape
+        self.first = Embedding(first, "position", init, rngs)
+        self.second = Embedding(second, "position", init, rngs)
+        self.period = second
+
+    def embed(self, positions_BT: jax.Array) -> jax.Array:
+        return 0.5 * (
+            self.first(positions_BT // self.period) + self.second(positions_BT % self.period)
+        )

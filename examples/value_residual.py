@@ -1,0 +1,59 @@
+"""State that crosses layers: value residuals, and the embedding in the residual stream.
+
+    v_l = a_l v_l + b_l v_1       values of layer l, with those of the first (Zhou et al. 2024)
+    x_l = c_l x_l + d_l x_0       what layer l reads, with the embedding (modded-nanogpt)
+
+Legend: B sequences, T tokens, D emb_dim, K key/value heads, H head_dim, L layers.
+"""
+
+import jax.numpy as jnp
+
+from MaxText.layers.attention import Attention
+from MaxText.layers.part import register
+from MaxText.layers.residual import Connection, Inputs
+from MaxText.layers.weights import constant, weight
+
+
+@register("connection", "value_residual")
+class ValueResidual(Connection):
+    """Carries the residual stream, the embedding, and the values of the first layer."""
+
+    def __init__(self, keys, init, rngs):
+        _, _, K, H = init.dimensions[:4]
+        self.values_shape, self.dtype = (K, H), init.dtype
+        L, dtype = init.dimensions.num_layers, init.weight_dtype
+        self.of_stream = weight(rngs, (L,), (None,), constant(1.0), dtype=dtype)
+        self.of_embedding = weight(rngs, (L,), (None,), constant(0.0), dtype=dtype)
+
+    def begin(self, x_BTD):
+        return x_BTD, x_BTD, jnp.zeros((*x_BTD.shape[:2], *self.values_shape), self.dtype)
+
+    def read(self, index, carried, norms):
+        x_BTD, x0_BTD, _ = carried
+        c, d = (w[...][index].astype(x_BTD.dtype) for w in (self.of_stream, self.of_embedding))
+        return Inputs.all(c * x_BTD + d * x0_BTD), carried
+
+    def shared(self, carried):
+        return {"first_values": carried[2]}
+
+    def write(self, index, carried, y_BTD, shared):
+        return y_BTD, carried[1], shared["first_values"]
+
+    def end(self, carried):
+        return carried[0]
+
+
+@register("mixer", "value_residual_attention")
+class ValueResidualAttention(Attention):
+    """Attention whose values are a learned mean of its own and the first layer's."""
+
+    def __init__(self, keys, init, rngs):
+        super().__init__(keys, init, rngs)
+        self.value_scales = weight(rngs, (2,), (None,), constant(0.5), dtype=init.weight_dtype)
+
+    def values(self, v_BTD, context):
+        v_BTKH = super().values(v_BTD, context)
+        first_BTKH = jnp.where(context.layer == 0, v_BTKH, context.shared["first_values"])
+        context.shared["first_values"] = first_BTKH
+        a, b = self.value_scales[...].astype(v_BTKH.dtype)
+        return a * v_BTKH + b * first_BTKH

@@ -1,0 +1,158 @@
+"""What layers hand to later layers: connections and positions that a user registers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from MaxText import conformance
+from MaxText.configuration.loading import configure
+from MaxText.errors import UserError
+from MaxText.layers.model import Model
+from tests.small_models import random_batch, tiny_config
+
+EXAMPLE = {
+    "import_modules": ["examples/value_residual.py"],
+    "connection_type": "value_residual",
+    "mixer": "value_residual_attention",
+}
+PARTS = """
+import jax.numpy as jnp
+from MaxText.layers.part import Position, register
+from MaxText.layers.residual import Connection, Inputs
+
+
+@register("position", "sinusoidal")
+class Sinusoidal(Position):
+    '''Vaswani et al. 2017, section 3.5.'''
+
+    def __init__(self, keys, init, rngs):
+        self.width = init.dimensions.emb_dim
+
+    def embed(self, positions_BT):
+        rates = 10_000.0 ** (-jnp.arange(0, self.width, 2) / self.width)
+        angles = positions_BT[..., None] * rates
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+@register("connection", "two_streams")
+class TwoStreams(Connection):
+    '''Layers read the first of two streams and write the second; then both change places.'''
+
+    def begin(self, x_BTD):
+        return jnp.stack([x_BTD, x_BTD], axis=2)
+
+    def read(self, index, carried, norms):
+        return Inputs.all(carried[:, :, 0]), carried
+
+    def write(self, index, carried, y_BTD, shared):
+        return jnp.stack([carried[:, :, 1], y_BTD], axis=2)
+
+    def end(self, carried):
+        return carried.sum(axis=2)
+
+
+@register("connection", "grows")
+class Grows(TwoStreams):
+    '''Each layer reads the sum of the two outputs before it.'''
+
+    keeps_shapes = False
+
+    def begin(self, x_BTD):
+        return (x_BTD,)
+
+    def read(self, index, carried, norms):
+        return Inputs.all(sum(carried[-2:])), carried
+
+    def write(self, index, carried, y_BTD, shared):
+        return (*carried, y_BTD)
+
+    def end(self, carried):
+        return sum(carried)
+
+
+@register("connection", "forgets")
+class Forgets(Grows):
+    keeps_shapes = True
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("parts") / "crossing_parts.py"
+    path.write_text(PARTS)
+    return {"import_modules": [str(path)]}
+
+
+def model_and_weights(**keys):
+    model = Model(tiny_config(base_num_decoder_layers=2, **keys).model)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    numbers = np.random.default_rng(0)
+    return model, jax.tree.map(
+        lambda x: x + 0.1 * numbers.normal(size=x.shape).astype(x.dtype), params
+    )
+
+
+def logits(model, params, batch=None):
+    batch = batch or random_batch(configure(**{"vocab_size": 64, "max_target_length": 16}), 2)
+    return jax.jit(lambda params: model.merge(params)(batch))(params)
+
+
+def test_values_of_the_first_layer_alone():
+    """With a = 0, b = 1 the value kernel of later layers has no effect."""
+    model, params = model_and_weights(**EXAMPLE)
+    attention = params["layers"]["self_attention"]
+
+    def effect(a, b, layer):
+        scales = jnp.broadcast_to(jnp.array([a, b], jnp.float32), attention["value_scales"].shape)
+        attention["value_scales"] = scales
+        before = logits(model, params)
+        kernel = attention["value"]["kernel"]
+        attention["value"]["kernel"] = kernel.at[layer].add(1.0)
+        after = logits(model, params)
+        attention["value"]["kernel"] = kernel
+        return float(jnp.abs(after - before).max())
+
+    assert effect(0.0, 1.0, layer=1) == 0
+    assert effect(0.0, 1.0, layer=0) > 0.01
+    assert effect(1.0, 0.0, layer=1) > 0.01
+
+
+def test_what_is_carried_goes_through_scan_decoding_and_gradients(parts):
+    """By the suite of check_part.py; tests/multi_device has pipelines."""
+    keys = conformance.TRAINED | conformance.SIZES | parts | {"connection_type": "two_streams"}
+    subject = conformance.Subject(lambda **more: configure(**keys | more))
+    for check in conformance.CHECKS:
+        if check.name in ("causality", "gradients", "scan and remat", "decode state", "FLOPs"):
+            assert check.problem(subject) is None
+
+
+def test_connections_whose_shapes_grow_are_unrolled(parts):
+    keys = parts | {"connection_type": "grows"}
+    model, params = model_and_weights(**keys, scan_layers=False)
+    assert np.isfinite(logits(model, params)).all()
+    model, params = model_and_weights(**keys, scan_layers=True)
+    with pytest.raises(UserError, match=r"connection grows .*scan_layers=false"):
+        logits(model, params)
+    model, params = model_and_weights(**parts, connection_type="forgets")
+    with pytest.raises(
+        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*keep what begin"
+    ):
+        logits(model, params)
+
+
+def test_a_mixer_without_its_connection():
+    model, params = model_and_weights(**EXAMPLE | {"connection_type": "auto"})
+    with pytest.raises(UserError, match=r"shared\[.first_values.\].*nothing.*connection_type"):
+        logits(model, params)
+
+
+def test_positions_of_a_module(parts):
+    model, params = model_and_weights(**parts, position_embedding="sinusoidal")
+    decoder = model.merge(params)
+    table = decoder.position_embedder.embed(jnp.arange(5)[None])[0]
+    np.testing.assert_allclose(table[3, 1], np.sin(3 * 10_000 ** (-2 / 32)), rtol=1e-6)
+    assert not np.allclose(
+        logits(model, params)[:, 1:],
+        logits(*model_and_weights(**parts, position_embedding="none"))[:, 1:],
+    )
