@@ -31,11 +31,11 @@ SIZES = {
 DENSE = {"dense_conn": True, "dense_mixing": "sum"}
 WIDTHS = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one norm first, widths": ("llama2", WIDTHS | {"dense_first_norms": "one"}),
     "norms before, and after on all ways": (
         "gpt_neox", {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sources": "window"}
         | {"dense_window": 1},
     ),
+    "one norm first, widths": ("llama2", WIDTHS | {"dense_first_norms": "one"}),
     "keys and values alone, weights of the token alone": (
         "gpt2", {"dense_ways": ("v", "k"), "dense_static": False, "dense_activation": "silu"},
     ),
