@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from importlib import metadata
 
 import pytest
@@ -24,18 +25,28 @@ _USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_USERS_FLAGS} {_FAST_COMPILATION}"
 
 
+gc.disable()  # until all tests are collected: imports leave little behind
+
+
 def pytest_configure(config):
-    """Hypothesis keeps what it found beside pytest's own cache, not in a folder of its own."""
+    """What is kept from run to run lies in pytest's own cache."""
     from hypothesis.configuration import set_hypothesis_home_dir
 
-    if hasattr(config, "cache"):
-        set_hypothesis_home_dir(config.cache.mkdir("hypothesis"))
+    if not hasattr(config, "cache"):
+        return
+    set_hypothesis_home_dir(config.cache.mkdir("hypothesis"))
+    if sys.dont_write_bytecode:
+        # Who wants none beside the sources: rewriting asserts is half the time of a collection.
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+        sys.dont_write_bytecode = False
+        del os.environ["PYTHONDONTWRITEBYTECODE"]
 
 
 def pytest_collection_finish():
     """Tracing makes many short-lived objects: it need not look at thousands of tests for them."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,7 +60,7 @@ def compilation_cache(pytestconfig):
     # ignores jax's warning).
     folder = pytestconfig.cache.mkdir("compiled_programs")
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
 

@@ -93,7 +93,7 @@ def serve(control: socket.socket) -> dict | None:
 
 def become(request: dict) -> None:
     """Runs the program of a request in this process, as the interpreter would."""
-    from MaxText.parallelism import start_up
+    from MaxText.parallelism import compilation_cache, start_up
 
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -107,9 +107,17 @@ def become(request: dict) -> None:
     sys.stderr.reconfigure(line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     start_up._launched = time.time()
-    program, *_ = sys.argv = request["arguments"]
-    sys.path[0] = os.path.dirname(os.path.abspath(program))
-    runpy.run_path(program, run_name="__main__")
+    compilation_cache._SHORTEST_KEPT = 0.0
+    first, *rest = request["arguments"]
+    if first == "-c":
+        sys.path[0], sys.argv = "", ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.path[0], sys.argv = os.getcwd(), rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = os.path.dirname(os.path.abspath(first)), [first, *rest]
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":

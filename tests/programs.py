@@ -70,23 +70,29 @@ def start(
 
 
 def popen(command: Sequence[str], **keywords: Any) -> "subprocess.Popen | Forked":
-    """subprocess.Popen, but a program of MaxText/ begins with everything imported.
+    """subprocess.Popen, but a program (a file, -c or -m) begins with everything imported.
 
-    It is a new interpreter after all with options of Python, and with variables that jax reads
-    while it is imported.
+    It is a new interpreter after all with other options of Python, and with variables that jax
+    reads while it is imported.
     """
     environment = keywords.get("env") or os.environ
-    is_program = command[0] == sys.executable and str(command[1]).endswith(".py")
+    first = str(command[1])
+    is_program = command[0] == sys.executable and (first.endswith(".py") or first in ("-c", "-m"))
     if is_program and _of_jax(environment) in ({}, _OF_SERVER):
         return Forked(command, **keywords)
     return subprocess.Popen(command, **keywords)
 
 
 _OF_SERVER = {"JAX_PLATFORMS": "cpu"}
+_READ_LATER = ("JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def _of_jax(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith("JAX_")}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("JAX_") and not name.startswith(_READ_LATER)
+    }
 
 
 class _Server:

@@ -15,6 +15,8 @@ from MaxText.configuration.training_sections import Run
 
 FOLDER = "jax_cache"
 
+# Seconds of compilation. Where the cache is a bucket, reading what took less takes longer.
+_SHORTEST_KEPT = 0.5
 _CHECKED = ".checked"  # its time of change: when entries were looked at
 _HIT = "/jax/compilation_cache/cache_hits"
 
@@ -60,7 +62,7 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
         except OSError as error:
             return f"compilation cache: off, jax_cache_dir cannot be written ({error})"
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_KEPT)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _listen()
     return f"compilation cache: {folder}"

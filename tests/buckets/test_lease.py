@@ -14,6 +14,7 @@ from MaxText.checkpointing.lease import Lease
 from tests import programs
 from tests.parallelism.child_programs import ended, wait_for
 from tests.refusals import refused
+from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -79,7 +80,9 @@ def test_the_end_of_a_program_releases_it(start, bucket, emulator):
     assert emulator.names(f"{bucket}/runs/a/") == []
 
 
-@pytest.mark.parametrize("left", ['{"host": "gone", "process": 7, "token": "x"}', "{"])
+@pytest.mark.parametrize(
+    "left", some_quick(['{"host": "gone", "process": 7, "token": "x"}', "{"], 2)
+)
 def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left):
     emulator.write(lock, left.encode())
     hold()

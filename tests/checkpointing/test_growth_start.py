@@ -29,10 +29,13 @@ DIFFERENT_LAYERS = {"dense_first_norms": "one", "block_norm_parametric": True}
 # Normalizations under which slots can be added without a change of the function, and growths.
 PRESERVING = [
     pytest.param({"normalize_type": "l2_norm_gelu"}, 2, marks=pytest.mark.slow),
-    ({"normalize_type": "gelu_l2_norm"} | BIASES | DENSE | DIFFERENT_LAYERS, 1),
+    pytest.param(
+        {"normalize_type": "gelu_l2_norm"} | BIASES | DENSE | DIFFERENT_LAYERS, 1,
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"normalize_type": "l2_norm", "scan_layers": False}, 1, marks=pytest.mark.slow),
     pytest.param({"normalize_type": "gelu"} | DENSE, 1, marks=pytest.mark.slow),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,7 @@ def accepted_or_refused(told: Input, program: str) -> Loaded | None:
     return loaded
 
 
-@pytest.mark.parametrize("number", some_quick([100, 1000], 2))
+@pytest.mark.parametrize("number", some_quick([40, 1000], 2))
 def test_inputs(number):
     @given(_INPUTS, st.sampled_from(_PROGRAMS))
     @settings(_SETTINGS, max_examples=number)

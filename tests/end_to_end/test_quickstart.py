@@ -51,6 +51,7 @@ def test_a_finished_run_is_left_as_it_is(runs, whole):
     assert contents(copy) | {".lock": b""} == before | {".lock": b""}
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run_start_a_new_one(runs, whole):
     runs.complete("warm", f"load_parameters_path={whole[0]}", "steps=2", "eval_interval=-1")
     (parent,) = runs.events("warm", "start")[0]["lineage"]

@@ -40,8 +40,6 @@ LINEAR = kinds("linear", "global") | {"linear_attention_chunk": 5}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {"base_num_kv_heads": 2, "use_qk_norm": True}),
     "gpt2": ("gpt2", {"position_embedding": "learned", "proj_bias": True}),
-    "gpt_neox": ("gpt_neox", BIASES | {"rotary_pct": 0.5}),
-    "gemma": ("gemma", {"base_num_kv_heads": 1, "attn_logits_soft_cap": 5.0}),
     "local, rotary of Llama 3.1": (
         "llama2",
         kinds("local", "global") | {"rope_type": "llama3.1", "attention": "dot_product"} | DROPS,
@@ -72,13 +70,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         TWO_EXPERTS
         | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second_policy": "random"},
     ),
-    "experts in one layer, Head-QK": (
-        "gpt_neo",
-        TWO_EXPERTS
-        | HEAD_QK
-        | UNROLLED
-        | {"moe_layers": [1], "normalization_type": "scale_norm_centered"},
-    ),
     "muddformer": ("muddformer", MUDD),
     "a pattern of layers": (
         "llama2",
@@ -94,10 +85,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | DROPS,
     ),
-    "denseformer, experts": ("denseformer", UNROLLED | {"num_experts": 4, "dense_mixing": "sum"}),
 }
 # Their parts are above, or have golden tests; with the slow tests.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("gpt_neox", BIASES | {"rotary_pct": 0.5}),
+    "gemma": ("gemma", {"base_num_kv_heads": 1, "attn_logits_soft_cap": 5.0}),
+    "experts in one layer, Head-QK": (
+        "gpt_neo",
+        TWO_EXPERTS
+        | HEAD_QK
+        | UNROLLED
+        | {"moe_layers": [1], "normalization_type": "scale_norm_centered"},
+    ),
+    "denseformer, experts": ("denseformer", UNROLLED | {"num_experts": 4, "dense_mixing": "sum"}),
     "muddpythia": ("muddpythia", MUDD | {"rotary_pct": 0.5}),
     "muddformer_prepost": ("muddformer_prepost", MUDD),
     "tokenformer, parallel": (

@@ -98,8 +98,8 @@ def close_gradients(found, wanted, near):
             close(found[name][recorded], theirs[recorded], near, name)
 
 
-# They differ from muddformer_l4_d32 in what tests/layers/test_connections.py holds.
-VARIANTS = ("muddpythia_l3_d48", "muddllama_prepost_l4_d32")
+# They differ from others in what test_connections.py, test_rotary.py and test_pattention.py hold.
+VARIANTS = ("muddpythia_l3_d48", "muddllama_prepost_l4_d32", "llama31", "jax_b")
 
 
 @pytest.mark.parametrize(

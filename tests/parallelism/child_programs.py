@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from tests import programs
 from tests.house.sources import REPOSITORY
 
 LONGEST_SECONDS = 100.0
@@ -14,18 +15,26 @@ LONGEST_SECONDS = 100.0
 
 @contextlib.contextmanager
 def started(
-    program: str, *arguments: str, environment: Mapping[str, str] | None = None
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen]:
-    """A program's process, output and errors in one text pipe; killed at the end of the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments], cwd=REPOSITORY, text=True,
-        env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    """A program's process, output and errors in one text pipe; killed at the end of the block.
+
+    With options of Python it is a new interpreter, which can start itself again.
+    """
+    process = programs.popen(
+        [sys.executable, *options, "-c", textwrap.dedent(program), *arguments],
+        cwd=REPOSITORY, text=True, env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        with process:
+            pass
 
 
 def wait_for(process: subprocess.Popen, text: str) -> str:

@@ -115,7 +115,7 @@ def test_a_signal_while_the_program_is_started_again_is_not_lost():
         early_signals.install("__main__", also_sigterm=True)
         print("not reached")
     """
-    with started(program) as process:
+    with started(program, options=["-u"]) as process:
         assert ended(process) == (exit_codes.PREEMPTED, "again\n")
 
 

@@ -32,10 +32,13 @@ def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> Plan:
     [
         ("llama2", {}),
         ("tokenformer", {"remat_policy": "none"}),
-        ("muddformer", {"scan_layers": False, "dense_mixing": "sum", "mlp_dim_multiple": 8}),
+        pytest.param(
+            "muddformer", {"scan_layers": False, "dense_mixing": "sum", "mlp_dim_multiple": 8},
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", {"num_vocab_tiling": 4}),
     ],
-)
+)  # fmt: skip
 def test_operations_are_those_of_the_formula(block, keys):
     plan = plan_of("1xH100", block, **keys)
     executed = count_flops(plan.program.model, plan.program.length).executed_per_token

@@ -138,14 +138,13 @@ def variables(launcher: str, number: int, process: int, port: int) -> dict[str, 
 def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iterator[Group]:
     """Starts two processes of a command of Python; the folder receives <process>.log."""
     port, processes, outputs = free_port(), [], []
-    one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     try:
         for process in range(2):
             outputs.append(folder / f"{process}.log")
             with outputs[-1].open("w") as log:
-                environment = as_users_do() | one | variables(launcher, 2, process, port)
+                environment = as_users_do() | variables(launcher, 2, process, port)
                 processes.append(
-                    subprocess.Popen(
+                    programs.popen(
                         [sys.executable, *command], cwd=REPOSITORY, env=environment,
                         stdout=log, stderr=subprocess.STDOUT,
                     )
@@ -154,4 +153,5 @@ def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iter
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            with process:
+                pass

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from MaxText import conformance
-from MaxText.checkpointing.growth.settling import Settled
 from MaxText.configuration import import_modules, registry
 from MaxText.configuration.problems import ConfigurationError
 from MaxText.conformance import LENGTH, SIZES, Subject
@@ -162,7 +161,7 @@ def test_what_is_refused(module):
         config = tiny_config(**KEYS)
         layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
         with pytest.raises(UserError, match=words):
-            assemble(Settled(config), layout)
+            assemble(config, layout)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
     with pytest.raises(ConfigurationError, match=r"LowRank \(.*\) is not derived from"):
         tiny_config(**KEYS)

@@ -149,7 +149,7 @@ def loss_of(policy, scan):
 @pytest.mark.parametrize(
     ("policy", "scan"),
     [
-        ("full", True),
+        pytest.param("full", True, marks=pytest.mark.slow),
         ("qkv_proj_offloaded", False),
         pytest.param("minimal", True, marks=pytest.mark.slow),
         pytest.param("minimal_offloaded", False, marks=pytest.mark.slow),

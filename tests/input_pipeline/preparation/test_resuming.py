@@ -69,11 +69,14 @@ def start(folder, program, *arguments, **keywords):
     ("keys", "first", "stride"),
     [
         ({"tokenizer_path": "bytes"}, 1, 5),
-        ({"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 44, 9),
+        pytest.param(
+            {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 44, 9,
+            marks=pytest.mark.slow,
+        ),
         ({"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3}, 1, 4),
     ],
     ids=["tokens", "token records", "text_tfrecord"],
-)
+)  # fmt: skip
 def test_killed_at_any_moment(tmp_path, keys, first, stride):
     write_texts(tmp_path / "text", count=6)
     (tmp_path / "made").mkdir()
