@@ -26,18 +26,18 @@ class Keys(Section):
 class MovingAverage(Mixer):
     """A gated moving average over the tokens so far."""
 
-    hugging_face_names: ClassVar = {
-        "into/kernel": "mixer.in_proj.weight",
-        "out/kernel": "mixer.out_proj.weight",
-        "decay": "mixer.decay",
-    }
-
     def __init__(self, keys, init, rngs):
         D, draw, dtype = init.dimensions.emb_dim, init.initializers, init.weight_dtype
         self.into = Dense((D,), (2, D), ("embed", None, "mlp"), draw.kernel, init, rngs)
         self.out = Dense((D,), (D,), ("mlp", "embed"), draw.output, init, rngs)
         logit = jnp.log(keys.average_tokens - 1)  # a = 1 - 1 / average_tokens
         self.decay = weight(rngs, (D,), ("mlp",), constant(logit), dtype=dtype)
+
+    hugging_face_names: ClassVar = {
+        "into/kernel": "mixer.in_proj.weight",
+        "out/kernel": "mixer.out_proj.weight",
+        "decay": "mixer.decay",
+    }
 
     def __call__(self, x_BTD, context):
         return self.prefill(x_BTD, context)[0], {}
