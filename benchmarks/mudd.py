@@ -6,9 +6,9 @@
     python benchmarks/mudd.py --topology v5p:2x2x1 --shape 1.4b --layers 4 --rows kernel --keys \
         decoder_block=muddformer use_qk_norm=false
 
-Rows: the Transformer with its layers written out and in a scan; dense connections on all four ways
+Rows: the Transformer with its layers unrolled and in a scan; dense connections on all four ways
 with each form of `dense_mixing`; and every second sum over every second output (2x2), made again in
-the backward pass or kept for it. Rows are compared with the Transformer written out. The block is
+the backward pass or kept for it. Rows are compared with the Transformer unrolled. The block is
 the same everywhere, so that differences are those of the connections.
 
 With --topology steps are compiled for one chip of a TPU that need not be there, or for --chips of

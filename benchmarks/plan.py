@@ -70,7 +70,7 @@ SHAPES = (
           "model_name=llama2-7b max_target_length=2048 per_device_batch_size=1 "
           "remat_policy=save_out_proj ici_data_parallelism=2 ici_fsdp_parallelism=2 "
           "attention=dot_product"),
-    Shape("5 layers written out, dense connections, kernel", "v5p:2x2x1", 1,
+    Shape("5 unrolled layers, dense connections, kernel", "v5p:2x2x1", 1,
           "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
           "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
           "max_target_length=2048 per_device_batch_size=8 remat_policy=full attention=dot_product "

@@ -117,7 +117,7 @@ def compare(name: str, rounds: int) -> None:
     batch = Batch(tokens[:, :-1], tokens[:, 1:], jnp.ones((size.batch, size.length)))
     print(f"{name}: {size}")
     ours, our_compilation = our_step(size, batch)
-    # As measured: written out is faster for the small job, scanned for the big one.
+    # As measured: unrolled is faster for the small job, scanned for the big one.
     by_hand, hand_compilation = step_by_hand(size, batch, scan=name == "big")
 
     seconds: dict[str, list[float]] = {"ours": [], "by hand": []}

@@ -279,14 +279,14 @@ class Memory(Section):
 
     scan_layers: Literal["auto"] | bool = key(
         "auto",
-        "One compiled layer walked by a scan (true) or all layers written out (false). "
-        "auto: written out for few small layers on CPU, where layers differ, and with dense_conn; "
+        "One compiled layer walked by a scan (true) or all layers unrolled (false). "
+        "auto: unrolled for few small layers on CPU, where layers differ, and with dense_conn; "
         "else scanned.",
     )
     remat_policy: RematPolicy = key(
         "auto",
         "What the backward pass computes again. full: all of a layer; minimal: all but matrix "
-        "products; none: nothing. auto: none for written-out layers on CPU, else full.",
+        "products; none: nothing. auto: none for unrolled layers on CPU, else full.",
     )
 
 

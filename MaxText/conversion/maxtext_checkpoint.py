@@ -1,7 +1,7 @@
 """A checkpoint of MaxText, or of a program made from it, as a source of weights.
 
 Its tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
-second dimension is the layer (param_scan_axis=1); layers that are written out are `layers_0`,
+second dimension is the layer (param_scan_axis=1); layers that are unrolled are `layers_0`,
 `layers_1` and so on. Source of the names: AI-Hypercomputer/maxtext, its layers and its checkpoint
 conversion; for slots TokenFormer's and for dense connections MUDDFormer's JAX program, which were
 made from it.

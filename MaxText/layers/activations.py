@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.layers.building import Building
-from MaxText.layers.weights import constant, weight
+from MaxText.layers.weights import Init, constant, weight
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -143,7 +142,7 @@ LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {
 class LearnedActivation(nnx.Module):
     """An activation with a few learned numbers, one of each for all F features."""
 
-    def __init__(self, name: str, building: Building, rngs: nnx.Rngs):
+    def __init__(self, name: str, building: Init, rngs: nnx.Rngs):
         self.function, first_values = LEARNED[name]
         self.names = tuple(first_values)
         for parameter, value in first_values.items():

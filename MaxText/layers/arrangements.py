@@ -11,13 +11,12 @@ from flax import nnx
 
 from MaxText.configuration.model_sections import Layer
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
-from MaxText.layers.building import Building
 from MaxText.layers.context import Context
 from MaxText.layers.feed_forward import MLP as PlainMLP
 from MaxText.layers.part import Mixer, Scalars
 from MaxText.layers.residual import Inputs, Normalized
 from MaxText.layers.static_sgu import beside_static_sgu
-from MaxText.layers.weights import weight, zeros
+from MaxText.layers.weights import Init, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 _MACARON, _MACARON_SLOPES = 5, 11  # RNG stream ids; block.py has the others
@@ -53,7 +52,7 @@ class ParallelBlock(Block):
 
     not_recomputed = ("self_attention", "mlp")
 
-    def build_feed_forward(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+    def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
         if not layer.section.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
         self.pre_mlp_layer_norm = None
@@ -77,7 +76,7 @@ class ParallelBlock(Block):
 class BlockWithoutMixer(Block):
     """y = x + mlp(norm(x)), for a layer that has its feed-forward alone."""
 
-    def build_mixer(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
         self.doubles = layer.section.attention.none_doubles_residual
         self.is_parallel = layer.section.block.block_arrangement == "parallel"
 
@@ -111,7 +110,7 @@ def with_separate_norms(block: type[Block]) -> type[Block]:
     class WithSeparateNorms(block):  # type: ignore[misc, valid-type]
         """See layers/connections.py."""
 
-        def build_mixer(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+        def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
             for way in "qkv":
                 setattr(self, self._name(way), self.norm(layer, init, rngs))
             self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
@@ -142,7 +141,7 @@ def macaron(block: type[Block]) -> type[Block]:
     class Macaron(block):  # type: ignore[misc, valid-type]
         """Lu et al. 2019."""
 
-        def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
+        def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
             super().__init__(layer, init, rngs)
             section = layer.section
             self.macaron_mlp = PlainMLP(section.feed_forward, init, rngs, _MACARON_SLOPES)
@@ -173,7 +172,7 @@ def rezero(block: type[Block]) -> type[Block]:
 
         not_recomputed = ()  # gates read all outputs
 
-        def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
+        def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
             super().__init__(layer, init, rngs)
             own = layer.section.block
             if own.mixer != "none":
@@ -182,7 +181,7 @@ def rezero(block: type[Block]) -> type[Block]:
             if own.use_macaron and own.macaron_prenorm:
                 self.macaron_gate = Gate(init, rngs)
 
-        def norm(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
+        def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
             return Identity()
 
         def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
@@ -205,7 +204,7 @@ class Gate(nnx.Module):
 
     rows = "gates"
 
-    def __init__(self, init: Building, rngs: nnx.Rngs):
+    def __init__(self, init: Init, rngs: nnx.Rngs):
         self.scale = weight(rngs, (), (), zeros, dtype=init.weight_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ from MaxText.layers.attention_core import (
     softmax_attention,
 )
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
-from MaxText.layers.building import Building
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.flash_attention import TILE, flash_attention, serves
@@ -27,7 +26,7 @@ from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import rotate
-from MaxText.layers.weights import weight
+from MaxText.layers.weights import Init, weight
 from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
 
 # Names of the dimensions of queries and of keys and values.
@@ -50,7 +49,7 @@ class Attention(Mixer):
     mixer = "attention"
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
-    def __init__(self, model: ModelSection, building: Building, rngs: nnx.Rngs):
+    def __init__(self, model: ModelSection, building: Init, rngs: nnx.Rngs):
         section = model.attention
         D, N, K, H = building.dimensions[:4]
         init = building.initializers

@@ -10,13 +10,13 @@ from flax import nnx
 
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import lookup
-from MaxText.layers.building import Building
 from MaxText.layers.capture import scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import normalization
 from MaxText.layers.part import FeedForward, Mixer, Scalars, checked
 from MaxText.layers.residual import Inputs
+from MaxText.layers.weights import Init
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 # RNG stream ids within a layer; attention's probabilities have 0, routing has 9, random slopes of
@@ -35,7 +35,7 @@ class Block(nnx.Module):
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)
 
-    def __init__(self, layer: Layer, init: Building, rngs: nnx.Rngs):
+    def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
         """`init` has the layer's sizes."""
         section = layer.section
         self.dropout_rate = section.dropout.rate("residual")
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         self.build_mixer(layer, init, rngs)
         self.build_feed_forward(layer, init, rngs)
 
-    def build_mixer(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+    def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
         """Declares the mixer and the norm before it."""
         self.pre_self_attention_layer_norm = self.norm(layer, init, rngs)
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
@@ -55,7 +55,7 @@ class Block(nnx.Module):
         """The registered mixer of a layer."""
         return lookup("mixer", layer.section.block.mixer)
 
-    def build_feed_forward(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> None:
+    def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
         """Declares the feed-forward and the norm before it."""
         self.pre_mlp_layer_norm = self.norm(layer, init, rngs)
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
@@ -64,7 +64,7 @@ class Block(nnx.Module):
         """The registered feed-forward of a layer."""
         return lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
 
-    def norm(self, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
         """A norm before a branch."""
         own = layer.section.block
         return normalization(own, init, rngs, parametric=own.block_norm_parametric)

@@ -18,7 +18,6 @@ from MaxText.configuration.dense_connections_section import DenseConnections as 
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.building import Building
 from MaxText.layers.dense import Dense
 from MaxText.layers.depth_mixing import (
     ALONE,
@@ -34,7 +33,7 @@ from MaxText.layers.depth_mixing import (
 from MaxText.layers.normalization import RMSNorm, factor, normalized
 from MaxText.layers.part import Flops
 from MaxText.layers.residual import Connection, Inputs, Normalized
-from MaxText.layers.weights import Shape, constant, weight, zeros
+from MaxText.layers.weights import Init, Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
 
 
@@ -67,7 +66,7 @@ class DenseConnections(Connection):
     rows = "dense connections"
     not_recomputed = ("after",)
 
-    def __init__(self, keys: ModelSection, building: Building, rngs: nnx.Rngs) -> None:
+    def __init__(self, keys: ModelSection, building: Init, rngs: nnx.Rngs) -> None:
         section, epsilon = keys.dense_connections, keys.block.normalization_layer_epsilon
         self.section = section
         self.epsilon = epsilon
@@ -150,7 +149,7 @@ class DenseConnections(Connection):
 class SourceScales(nnx.Module):
     """Learned scales of normalised hidden states, one row for each of X_0 to X_L."""
 
-    def __init__(self, shape: Shape, building: Building, rngs: nnx.Rngs):
+    def __init__(self, shape: Shape, building: Init, rngs: nnx.Rngs):
         self.zero_centered = building.zero_centered_norms
         initial = constant(0.0 if self.zero_centered else 1.0)
         self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=building.weight_dtype)
@@ -174,7 +173,7 @@ class DepthSum(nnx.Module):
     not_recomputed = ("wi",)  # every policy keeps x W1
 
     def __init__(
-        self, section: DenseSection, depth: int, epsilon: float, building: Building, rngs: nnx.Rngs
+        self, section: DenseSection, depth: int, epsilon: float, building: Init, rngs: nnx.Rngs
     ):
         num_layers, D = building.dimensions.num_layers, building.dimensions.emb_dim
         self.section = section

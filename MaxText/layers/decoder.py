@@ -18,7 +18,6 @@ from MaxText.errors import UserError
 from MaxText.layers.arrangements import block_of
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
-from MaxText.layers.building import Building
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import dropout
@@ -34,7 +33,7 @@ from MaxText.layers.stack import (
     rematerialized,
     stack,
 )
-from MaxText.layers.weights import initializers
+from MaxText.layers.weights import Init, initializers
 from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_force
 
 States = tuple[Any, ...]  # of the mixers, one per layer, and of the head
@@ -53,7 +52,7 @@ class Decoder(nnx.Module):
         assert "auto" not in (section.memory.scan_layers, section.memory.remat_policy)
         dimensions = section.shape.dimensions
         precision = section.numerics.matmul_precision
-        building = Building(
+        building = Init(
             dimensions=dimensions,
             initializers=initializers(section.initialization, dimensions),
             dtype=jnp.dtype(section.numerics.dtype),

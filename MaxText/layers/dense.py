@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers.building import Building
-from MaxText.layers.weights import Initializer, Shape, weight, zeros
+from MaxText.layers.weights import Init, Initializer, Shape, weight, zeros
 
 Axes = tuple[str | None, ...]
 
@@ -20,7 +19,7 @@ class Dense(nnx.Module):
         outputs: Shape,
         axes: Axes,
         initializer: Initializer,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
@@ -61,7 +60,7 @@ class Dense(nnx.Module):
 
 def projection(
     model: ModelSection,
-    init: Building,
+    init: Init,
     rngs: nnx.Rngs,
     place: str,
     inputs: Shape,

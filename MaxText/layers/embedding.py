@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.layers.building import Building
-from MaxText.layers.weights import weight
+from MaxText.layers.weights import Init, weight
 
 
 class Embedding(nnx.Module):
@@ -18,7 +17,7 @@ class Embedding(nnx.Module):
         self,
         num_rows: int,
         row_axis: str,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         scale: float | None = None,
         used_in: jnp.dtype | None = None,

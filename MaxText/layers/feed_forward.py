@@ -17,12 +17,12 @@ from MaxText.layers.activations import (
     LearnedActivation,
     rrelu,
 )
-from MaxText.layers.building import Building
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
 from MaxText.layers.mixture_of_experts import MixtureOfExperts
 from MaxText.layers.part import FeedForward, Scalars
+from MaxText.layers.weights import Init
 from MaxText.parallelism.constraints import constrain
 
 _RANDOM_SLOPES = 10  # place of randomness within a layer; block.py has the others
@@ -39,7 +39,7 @@ class MLP(FeedForward):
     not_recomputed = ("wo",)
 
     @classmethod
-    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Any:
+    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
         """Makes the MLP of a layer, or the experts of one that has several."""
         section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
         if experts.num_experts > 1:
@@ -49,7 +49,7 @@ class MLP(FeedForward):
     def __init__(
         self,
         section: FeedForwardSection,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         place: int = _RANDOM_SLOPES,
     ):

@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec
 
 from MaxText.configuration.layer_sections import MixtureOfExperts as MoESection
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.building import Building
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
-from MaxText.layers.weights import Initializer, weight
+from MaxText.layers.weights import Init, Initializer, weight
 from MaxText.parallelism.constraints import batch_axes_in_force, constrain
 
 Scalars = dict[str, jax.Array]
@@ -43,7 +42,7 @@ class Experts(nnx.Module):
         num_experts: int,
         width: int,
         activations: tuple[str, ...],
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
     ):
         D, init = building.dimensions.emb_dim, building.initializers
@@ -99,7 +98,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         section: MoESection,
         activations: tuple[str, ...],
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
     ):
         dimensions = building.dimensions

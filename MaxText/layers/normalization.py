@@ -16,8 +16,7 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Block
 from MaxText.configuration.registry import lookup
-from MaxText.layers.building import Building
-from MaxText.layers.weights import constant, ones, weight, zeros
+from MaxText.layers.weights import Init, constant, ones, weight, zeros
 
 
 class RMSNorm(nnx.Module):
@@ -29,7 +28,7 @@ class RMSNorm(nnx.Module):
         self,
         size: int,
         epsilon: float,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         logical_axis: str = "norm",
         *,
@@ -67,7 +66,7 @@ class LayerNorm(nnx.Module):
         size: int,
         epsilon: float,
         use_bias: bool,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         *,
         parametric: bool = True,
@@ -101,7 +100,7 @@ class ScaleNorm(nnx.Module):
         self,
         size: int,
         epsilon: float,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         *,
         centered: bool = False,
@@ -144,7 +143,7 @@ def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
 
 def normalization(
     section: Block,
-    building: Building,
+    building: Init,
     rngs: nnx.Rngs,
     *,
     parametric: bool = True,
@@ -160,13 +159,13 @@ def normalization(
     return make(section, building, rngs, parametric=parametric)
 
 
-def rms_norm(section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+def rms_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """RMSNorm over the residual stream."""
     epsilon = section.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
-def layer_norm(section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """LayerNorm over the residual stream."""
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
     has_bias = section.normalization_bias
@@ -174,7 +173,7 @@ def layer_norm(section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bo
 
 
 def scale_norm(
-    section: Block, init: Building, rngs: nnx.Rngs, *, parametric: bool, centered: bool = False
+    section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool, centered: bool = False
 ) -> nnx.Module:
     """ScaleNorm over the residual stream."""
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon

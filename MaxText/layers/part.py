@@ -21,9 +21,9 @@ from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import register, registrations
 from MaxText.errors import UserError
-from MaxText.layers.building import Building as Init
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
+from MaxText.layers.weights import Init
 
 __all__ = [
     "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Position", "Scalars", "register",

@@ -18,12 +18,11 @@ from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers.building import Building
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Initializer, Shape, SlotInitializers
+from MaxText.layers.weights import Init, Initializer, Shape, SlotInitializers
 from MaxText.parallelism.constraints import constrain
 
 # Of flax, whose LayerNorm the JAX program uses.
@@ -116,7 +115,7 @@ class Pattention(nnx.Module):
         inputs: int,
         outputs: int,
         initializers: SlotInitializers,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool,
@@ -154,7 +153,7 @@ class PattentionProjection(Pattention):
         place: SlotPlace,
         inputs: Shape,
         outputs: Shape,
-        building: Building,
+        building: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool,
@@ -184,13 +183,11 @@ class PattentionFeedForward(FeedForward, Pattention):
     not_recomputed = Pattention.not_recomputed
 
     @classmethod
-    def build(cls, layer: Layer, init: Building, rngs: nnx.Rngs) -> Self:
+    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
         """Makes the feed-forward of a layer."""
         return cls(layer.section.pattention, layer.section.feed_forward.ffn_bias, init, rngs)
 
-    def __init__(
-        self, section: PattentionSection, use_bias: bool, building: Building, rngs: nnx.Rngs
-    ):
+    def __init__(self, section: PattentionSection, use_bias: bool, building: Init, rngs: nnx.Rngs):
         D = building.dimensions.emb_dim
         Pattention.__init__(
             self,
@@ -212,7 +209,7 @@ class PattentionFeedForward(FeedForward, Pattention):
 
 def projection(
     model: ModelSection,
-    init: Building,
+    init: Init,
     rngs: nnx.Rngs,
     place: SlotPlace,
     inputs: Shape,

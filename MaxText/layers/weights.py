@@ -4,6 +4,7 @@ The logical axes travel as metadata of the nnx.Param under our own key, so that 
 needs no mesh and the abstract model can tell everybody what each dimension means.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -218,3 +219,15 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
         connection=_normal_fan_in,
         memory=_normal(dimensions.head_dim**-0.5),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """Sizes, initializers and number formats: what a part is built with besides its own keys."""
+
+    dimensions: Dimensions
+    initializers: Initializers
+    dtype: jnp.dtype  # activations
+    weight_dtype: jnp.dtype  # parameters
+    precision: str | None  # of matrix products, as jax.lax.Precision names it
+    zero_centered_norms: bool  # whether scales of norms are stored as their difference from 1

@@ -7,7 +7,7 @@ from MaxText.layers import flash_attention
 from MaxText.layers.depth_mixing import bytes_of_token, kernel_refused
 from MaxText.parallelism.mesh import Layout
 
-# Measured on 2 cores of a server CPU (float32, GPT-2-like): written-out layers are 20 % faster at
+# Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at
 # 6 layers of width 384 and 2 times slower at 12 layers of width 768.
 CPU_UNROLLED_LAYERS = 8
 CPU_UNROLLED_WIDTH = 512
@@ -44,7 +44,7 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
     elif not section.layer_plan.repeats:
         scanned, reason = False, "no layers repeat"
     elif on_cpu and few:
-        scanned, reason = False, "few small layers run faster written out on CPU"
+        scanned, reason = False, "few small layers run faster unrolled on CPU"
     else:
         scanned, reason = True, "compile time does not grow with depth"
     scan = choose("scan_layers", section.memory.scan_layers, scanned, reason)
@@ -53,7 +53,7 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
         "remat_policy",
         section.memory.remat_policy,
         "none" if unrolled_cpu else "full",
-        "saves no memory for written-out layers on CPU" if unrolled_cpu else "least memory",
+        "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
     if dense.dense_conn:
         choose("dense_mixing", dense.dense_mixing, mixing, why)
