@@ -101,8 +101,11 @@ def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
         return Description({}, None, None)
     metadata = _read_json(stored, layout.METADATA)
     integrity = metadata.get(_INTEGRITY)
+    path = _path(stored, layout.METADATA)
+    parts = [value for value in metadata.values() if isinstance(value, dict)]
+    if integrity is None and any({"arrays", "metadata"} <= value.keys() for value in parts):
+        raise Unreadable(f"{path}: its checksums have another name")  # a bit of the name flipped
     if integrity is not None:
-        path = _path(stored, layout.METADATA)
         arrays = integrity.get("arrays") if isinstance(integrity, dict) else None
         if not isinstance(arrays, dict) or not all(isinstance(x, str) for x in arrays.values()):
             raise Unreadable(f"{path}: not what was saved")

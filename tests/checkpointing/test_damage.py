@@ -99,6 +99,15 @@ def test_random_damage_of_every_file(run, kept, number):
     assert min(outcomes.values()) > number, outcomes
 
 
+def test_a_flipped_bit_in_the_name_of_the_checksums(run):
+    path = run / "checkpoints/4/metadata/metadata"
+    path.write_text(path.read_text().replace('"integrity"', '"integrits"'))
+    with pytest.raises(description.Unreadable, match="another name"):
+        Checkpoints(run / "checkpoints", Checkpoint()).restore(
+            4, abstract(fresh_state()), CONFIG, lambda line: None
+        )
+
+
 def test_truncated_arrays(run, kept, tmp_path):
     for path in (run / "checkpoints" / "4" / "items").rglob("d/*"):
         os.truncate(path, path.stat().st_size // 2)
