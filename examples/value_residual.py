@@ -9,8 +9,7 @@ Legend: B sequences, T tokens, D emb_dim, K key/value heads, H head_dim, L layer
 import jax.numpy as jnp
 
 from MaxText.layers.attention import Attention
-from MaxText.layers.part import register
-from MaxText.layers.residual import Connection, Inputs
+from MaxText.layers.part import Connection, Inputs, register
 from MaxText.layers.weights import constant, weight
 
 

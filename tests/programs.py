@@ -140,6 +140,7 @@ class Forked:
         request = {
             "arguments": list(map(str, command[1:])),
             "cwd": str(cwd),
+            "ignores_ctrl_c": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             "environment": {**(os.environ if env is None else env), **_OF_SERVER, **_NO_RESTART},
         }
         socket.send_fds(_server().socket, [json.dumps(request).encode()], [*standard, writing])

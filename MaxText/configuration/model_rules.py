@@ -11,7 +11,6 @@ from MaxText.configuration.layer_sections import (
     MixtureOfExperts,
     NotElementwise,
 )
-from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import KINDS, registration
 from MaxText.configuration.rule import rule
 
@@ -171,16 +170,17 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
             )
 
 
-@rule("mixer", "feed_forward_type", "connection_type", "dense_ways")
+@rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_ways")
 def _parts(model):
     """What parts of other modules refuse themselves."""
     for layer in dict.fromkeys(model.layers):
         section = layer.section
         for kind, base, name in (
-            ("mixer", "part.Mixer", section.block.mixer),
-            ("feed_forward", "part.FeedForward", section.feed_forward.feed_forward_type),
-            ("position", "part.Position", section.position.position_embedding),
-            ("connection", "residual.Connection", section.connection),
+            ("mixer", "Mixer", section.block.mixer),
+            ("feed_forward", "FeedForward", section.feed_forward.feed_forward_type),
+            ("position", "Position", section.position.position_embedding),
+            ("connection", "Connection", section.connection),
+            ("head", "Head", section.head.name),
         ):
             registered = registration(kind, name)
             if registered.is_built_in:
@@ -189,7 +189,7 @@ def _parts(model):
             if not hasattr(part, "problem"):
                 return (
                     f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
-                    f"from MaxText.layers.{base}"
+                    f"from MaxText.layers.part.{base}"
                 )
             if found := part.problem(part.keys_of(layer), layer.dimensions):
                 return f"{KINDS[kind]}={name}: {found}"
@@ -355,20 +355,9 @@ def _static_sgu(static_sgu, model, dimensions):
 
 
 @rule("head_type", "head_qk", "mlm_training")
-def _head(causal, model, dimensions):
-    registered = registration("head", model.head.name)
-    if registered.name == "head_qk" and not causal:
+def _head(causal, model):
+    if model.head.name == "head_qk" and not causal:
         return "head_qk=true points back at earlier tokens, but causal=false"
-    if registered.is_built_in:
-        return None
-    part, layer = registered.load(), Layer(model, dimensions)
-    if not hasattr(part, "problem"):
-        return (
-            f"head_type={registered.name}: {part.__name__} ({registered.place}) is not derived "
-            "from MaxText.layers.head.Head"
-        )
-    found = part.problem(part.keys_of(layer), dimensions)
-    return f"head_type={registered.name}: {found}" if found else None
 
 
 @rule(*MixtureOfExperts.model_fields, is_idle=True)

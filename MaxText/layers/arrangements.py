@@ -13,8 +13,7 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.layers.block import ATTENTION, MLP, Block, summed
 from MaxText.layers.context import Context
 from MaxText.layers.feed_forward import MLP as PlainMLP
-from MaxText.layers.part import Mixer, Scalars
-from MaxText.layers.residual import Inputs, Normalized
+from MaxText.layers.part import Inputs, Mixer, Normalized, Scalars
 from MaxText.layers.static_sgu import beside_static_sgu
 from MaxText.layers.weights import Init, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain

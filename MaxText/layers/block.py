@@ -14,8 +14,7 @@ from MaxText.layers.capture import scope
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import normalization
-from MaxText.layers.part import FeedForward, Mixer, Scalars, checked
-from MaxText.layers.residual import Inputs
+from MaxText.layers.part import FeedForward, Inputs, Mixer, Scalars, checked
 from MaxText.layers.weights import Init
 from MaxText.parallelism.constraints import HIDDEN, constrain
 

@@ -18,7 +18,7 @@ for _kind, _name, _target in (
     ("position", "axial", "layers.position_tables:AxialPositions"),
     ("position", "alibi", "layers.alibi:ALiBi"),
     ("position", "none", "layers.part:Position"),
-    ("connection", "residual", "layers.residual:ResidualStream"),
+    ("connection", "residual", "layers.part:ResidualStream"),
     ("connection", "dense", "layers.connections:DenseConnections"),
     ("feed_forward", "mlp", "layers.feed_forward:MLP"),
     ("feed_forward", "pattention", "layers.pattention:PattentionFeedForward"),

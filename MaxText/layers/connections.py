@@ -31,8 +31,7 @@ from MaxText.layers.depth_mixing import (
     to_be_scaled,
 )
 from MaxText.layers.normalization import RMSNorm, factor, normalized
-from MaxText.layers.part import Flops
-from MaxText.layers.residual import Connection, Inputs, Normalized
+from MaxText.layers.part import Connection, Flops, Inputs, Normalized
 from MaxText.layers.weights import Init, Shape, constant, weight, zeros
 from MaxText.parallelism.constraints import HIDDEN, constrain
 

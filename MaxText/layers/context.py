@@ -35,7 +35,7 @@ class Context:
         scored: their padding would decide which.
       layer: number of the layer that reads this, from 0; None outside of layers.
       shared: arrays [B, T, ...] that mixers hand to those of later layers, as the connection
-        between layers says (residual.Connection); a mixer reads entries, and may replace them.
+        between layers says (part.Connection); a mixer reads entries, and may replace them.
       slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
         distance; None without.
       capacity: tokens that the state of each mixer shall have room for, while a prompt is read

@@ -77,10 +77,7 @@ class Decoder(nnx.Module):
             return block_of(layer)(layer, own, rngs)
 
         self.layers, self.blueprint = stack(
-            block,
-            section.layer_plan,
-            rngs,
-            shared=section.block.share_parameters,
+            block, section.layer_plan, rngs, shared=section.block.share_parameters
         )
         self.connections = lookup("connection", section.connection).build(whole, building, rngs)
         kind = section.head.final_normalization_type

@@ -1,4 +1,4 @@
-"""The protocol of the parts of a layer, built-in ones and those that a user brings.
+"""The protocol of the parts of a model, built-in ones and those that a user brings.
 
 A part is a class registered under a kind and a name (configuration/registry.py):
 
@@ -9,9 +9,10 @@ A part is a class registered under a kind and a name (configuration/registry.py)
 
 What the rest of the program has to know of a part, it declares here; nothing else is edited.
 
-Legend: B sequences, T tokens, D emb_dim.
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -26,8 +27,8 @@ from MaxText.layers.context import Context
 from MaxText.layers.weights import Init
 
 __all__ = [
-    "FeedForward", "Flops", "Init", "Mixer", "Nothing", "Part", "Position", "Scalars", "register",
-    "tag",
+    "Connection", "FeedForward", "Flops", "Head", "Init", "Inputs", "Mixer", "Nothing", "Part",
+    "Position", "Scalars", "register", "tag",
 ]  # fmt: skip
 
 Scalars = dict[str, jax.Array]  # to be summed over layers
@@ -186,6 +187,142 @@ class Position(Part):
         return {}
 
 
+class Normalized(NamedTuple):
+    """An input that the layer's own norm has been applied to."""
+
+    x_BTD: jax.Array
+
+
+class Inputs(NamedTuple):
+    """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
+
+    q: jax.Array | Normalized
+    k: jax.Array | Normalized
+    v: jax.Array | Normalized
+    r: jax.Array
+
+    @classmethod
+    def all(cls, x_BTD: jax.Array) -> "Inputs":
+        """One hidden state as every input."""
+        return cls(x_BTD, x_BTD, x_BTD, x_BTD)
+
+
+class Connection(Part):
+    """What is carried from layer to layer, and what each layer reads of it.
+
+    That is a tree of arrays [B, T, ...]. It goes through the scan over layers, the stages of a
+    pipeline, and each step of decoding.
+
+    Attributes:
+      keeps_shapes: whether the tree is the same after every layer, but for its numbers. Otherwise
+        layers are unrolled, on one stage.
+    """
+
+    keeps_shapes: ClassVar[bool] = True
+
+    def begin(self, x_BTD: jax.Array) -> Any:
+        """What the first layer gets, made of the embedding."""
+        return x_BTD
+
+    def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
+        """Inputs of a layer, and what is carried on.
+
+        Args:
+          index: number of the layer, from 0; an array inside a scan.
+          norms: the layer's own, of inputs that it normalizes alone.
+        """
+        raise NotImplementedError
+
+    def shared(self, carried: Any) -> dict[str, jax.Array]:
+        """What mixers find, and may replace, in `context.shared`."""
+        return {}
+
+    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+        """What the next layer gets, with a layer's output and what it left in `shared`."""
+        raise NotImplementedError
+
+    def end(self, carried: Any) -> jax.Array:
+        """The hidden state that the final norm reads."""
+        raise NotImplementedError
+
+    def checked(self, before: Any, after: Any) -> Any:
+        """`after`, where it keeps the shapes of `before` or need not.
+
+        Raises:
+          UserError: it does not.
+        """
+        if self.keeps_shapes and _shapes(before) != _shapes(after):
+            raise UserError(
+                f"{described(self)}: write returned {_shapes(after)}, and has to keep what "
+                f"begin made, {_shapes(before)}; or set keeps_shapes = False"
+            )
+        return after
+
+
+class ResidualStream(Connection):
+    """Each layer reads the output of the one before it (He et al. 2016)."""
+
+    def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
+        return Inputs.all(carried), carried
+
+    def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+        return y_BTD
+
+    def end(self, carried: Any) -> jax.Array:
+        return carried
+
+
+class Head(Part):
+    """Turns normalized hidden states of the last layer into logits.
+
+    With num_vocab_tiling the backward pass computes `__call__` again, but not `state`: its weights
+    are among those in `not_recomputed`.
+    """
+
+    rows = "head"
+
+    def __call__(self, h_BTD: jax.Array, table: Any, state: Any, places_BT: jax.Array) -> jax.Array:
+        """Float32 logits [B, T, V]; T may be any part of the sequence.
+
+        Args:
+          h_BTD: hidden states.
+          table: of the tokens, for a tied head.
+          state: of the whole sequence; what `state` returned.
+          places_BT: where in the sequence the hidden states stand; B may be 1.
+        """
+        raise NotImplementedError
+
+    def state(
+        self, h_BTD: jax.Array, tokens_BT: jax.Array, context: Context, earlier: Any = None
+    ) -> Any:
+        """What logits read of the sequence besides their own hidden state; None for nothing.
+
+        Args:
+          h_BTD: hidden states: of whole sequences (`context.segments_BT`), of prompts
+            (`context.lengths_B`), or of the next tokens (`context.positions_BT`).
+          tokens_BT: the tokens that they are of.
+          earlier: the state before the next tokens.
+
+        Returns:
+          A tree of arrays. While text is generated, what grows with the tokens has room for
+          `context.capacity` and can be enlarged: a registered dataclass with `capacity` and
+          `with_capacity`.
+        """
+        return None
+
+    @classmethod
+    def reads_table(cls, keys: Any) -> bool:
+        """Whether it multiplies with the token table, whose product then counts as the head's."""
+        return False
+
+    @classmethod
+    def state_bytes(
+        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Bytes of the state of a sequence: see Mixer.state_bytes."""
+        return 0, 0
+
+
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
     """What a method of a part returned: a pair, whose first has the shape of the input.
 
@@ -212,3 +349,7 @@ def described(part: Part) -> str:
 def _words(x: Any) -> str:
     """The shape of an array, or what else it is."""
     return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
+
+
+def _shapes(carried: Any) -> str:
+    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carried))

@@ -14,9 +14,9 @@ from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import registrations
 from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
-from MaxText.layers.head import Head, head_of
+from MaxText.layers.head import head_of
 from MaxText.layers.model import Model
-from MaxText.layers.part import Mixer
+from MaxText.layers.part import Head, Mixer
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
 

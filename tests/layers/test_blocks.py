@@ -8,7 +8,7 @@ from flax import nnx
 
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
-from MaxText.layers.residual import Inputs
+from MaxText.layers.part import Inputs
 from MaxText.layers.static_sgu import static_sgu
 from tests.small_models import random_batch, tiny_config
 

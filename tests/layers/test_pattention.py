@@ -11,8 +11,8 @@ from MaxText.configuration.layer_sections import Pattention
 from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
+from MaxText.layers.part import Inputs
 from MaxText.layers.pattention import theta
-from MaxText.layers.residual import Inputs
 from tests.small_models import tiny_config
 
 KINDS = get_args(Pattention.model_fields["normalize_type"].annotation)

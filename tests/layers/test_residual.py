@@ -19,7 +19,7 @@ EXAMPLE = {
 PARTS = """
 import jax.numpy as jnp
 from MaxText.layers.part import Position, register
-from MaxText.layers.residual import Connection, Inputs
+from MaxText.layers.part import Connection, Inputs
 
 
 @register("position", "sinusoidal")
