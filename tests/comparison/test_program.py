@@ -12,9 +12,15 @@ from tests.comparison.small_comparison import rows_of
 
 
 @pytest.fixture
-def run(configs, users_environment):
+def environment(users_environment):
+    """Without variables that the command lines which compare.py prints would unset."""
+    return {name: value for name, value in users_environment.items() if name[:2] != "M_"}
+
+
+@pytest.fixture
+def run(configs, environment):
     def start(*arguments: str) -> subprocess.CompletedProcess:
-        return programs.run("compare.py", arguments, configs, users_environment)
+        return programs.run("compare.py", arguments, configs, environment)
 
     return start
 
@@ -25,7 +31,7 @@ def losses(folder) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
-    run, configs, users_environment
+    run, configs, environment
 ):
     command = ("a.yml", "b.yml", "match=params", "seeds=2", "output=out")
     done = run(*command)
@@ -40,7 +46,8 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
     done = run(*command, "launch=print")
     first, *_ = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     _, program, *arguments = shlex.split(first)
-    programs.run(program, arguments, configs, users_environment)
+    trained = programs.run(program, arguments, configs, environment)
+    assert trained.returncode == 0, trained.stderr
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert "4 runs in out, 3 finished before" in done.stdout
