@@ -200,7 +200,7 @@ def measure_writing(folder: pathlib.Path) -> None:
 
 def open_stream(folder: pathlib.Path) -> Any:
     """The training tokens of a prepared data set."""
-    from MaxText.input_pipeline.streams.opening import open_token_data
+    from MaxText.input_pipeline.token_store.opening import open_token_data
 
     return open_token_data(
         str(folder),
@@ -289,7 +289,7 @@ def peer_batches(path: pathlib.Path) -> Any:
 def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
     """What train.py reads."""
     from MaxText.input_pipeline.loader import train_loader
-    from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+    from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 
     return train_loader(
         Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),

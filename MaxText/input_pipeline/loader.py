@@ -14,15 +14,15 @@ from typing import Any
 
 from MaxText.configuration.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.retrying import Incidents, Retrying
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.rows.left_out import Holes
-from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
-from MaxText.input_pipeline.rows.synthetic import EVAL_STREAM, SyntheticRows
-from MaxText.input_pipeline.rows.windows import PackedWindows
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.exclusions import Holes
+from MaxText.input_pipeline.sequences.global_batch import BadRecords, RowBatches
+from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.synthetic import EVAL_STREAM, SyntheticRows
+from MaxText.input_pipeline.sequences.windows import PackedWindows
 from MaxText.input_pipeline.steady_opening import SteadyOpening
 
 # Batches of an evaluation on random tokens, which never end.

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.preparation import building_lock
 from MaxText.input_pipeline.storage import file_system, is_url, open_file, open_stream, versions
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 
 _PIECE_BYTES = 32 << 20
 _FILES_AT_ONCE = 4

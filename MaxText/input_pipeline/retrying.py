@@ -14,7 +14,9 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Data
 from MaxText.errors import UserError
-from MaxText.input_pipeline.read_ahead import (
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
+from MaxText.input_pipeline.data_sources import OpenedSource
+from MaxText.input_pipeline.prefetch import (
     ReadAhead,
     ReaderLost,
     ReadTimeout,
@@ -22,11 +24,9 @@ from MaxText.input_pipeline.read_ahead import (
     pause,
     within,
 )
-from MaxText.input_pipeline.rows.row_batches import BAD, RowBatches
-from MaxText.input_pipeline.sources import OpenedSource
+from MaxText.input_pipeline.sequences.global_batch import BAD, RowBatches
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
-from MaxText.input_pipeline.streams.record_index import RecordIndex
+from MaxText.input_pipeline.token_store.record_index import RecordIndex
 
 _LONGEST_WAIT = 60.0
 # Mapped files need no waiting, and threads that only compute hand Python's lock to and fro: batches

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.streams.passing import may_pass
+from MaxText.input_pipeline.transient import may_pass
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.retrying import Incidents, Retrying

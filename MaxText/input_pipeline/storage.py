@@ -20,7 +20,7 @@ import fsspec
 
 from MaxText.buckets.paths import prepare_clients
 from MaxText.errors import UserError
-from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 
 _Found = TypeVar("_Found")
 

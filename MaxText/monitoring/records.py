@@ -10,8 +10,8 @@ from etils import epath
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.monitoring.cost import model_cost
 from MaxText.monitoring.event_stream import EventStream, open_stream
 from MaxText.monitoring.lineage import Lineage

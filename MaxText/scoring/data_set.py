@@ -16,16 +16,16 @@ from MaxText.configuration.data_sections import Data
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch_iterators import EvalBatches
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.iterator import EvalBatches
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.retrying import Incidents, Retrying
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.rows.mixture import Source
-from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
-from MaxText.input_pipeline.rows.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.rows.window_order import WindowOrder
-from MaxText.input_pipeline.rows.windows import Cutting
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.global_batch import BadRecords, RowBatches
+from MaxText.input_pipeline.sequences.mixture import Source
+from MaxText.input_pipeline.sequences.order import WindowOrder
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.sequences.windows import Cutting
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh

@@ -5,9 +5,9 @@ import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import read_manifest
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.buckets.emulator import Fault
 from tests.input_pipeline.faults import opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take

@@ -13,11 +13,11 @@ import pytest
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.streams.opening import open_token_data
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.token_store.opening import open_token_data
 from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline import small_data
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 VOCAB_SIZE = 3000
 SIZES = (40, 7, 19, 1, 64, 33, 12, 25, 50, 3)

@@ -15,11 +15,11 @@ from MaxText.conversion.hugging_face_folder import TensorFiles, read_json
 from MaxText.conversion.settings import family_of, to_keys
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats.array_record_ids import open_reader
 from MaxText.input_pipeline.formats.megatron_index import MAGIC, read_index
 from MaxText.input_pipeline.formats.table_ids import Table
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring import lambada
 from tests.hostile.files import tar_archive, texts_of, torch_archive

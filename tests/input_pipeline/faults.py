@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.rows.row_batches import RowBatches
+from MaxText.input_pipeline.sequences.global_batch import RowBatches
 from tests.input_pipeline.small_data import (
     data_keys,
     fields,
@@ -15,7 +15,7 @@ from tests.input_pipeline.small_data import (
     random_documents,
     take,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 DOCUMENTS = random_documents(3, 60, 40)
 KINDS = ("prepared_array_record", "prepared_bin", "megatron", "tfrecord", "array_record", "tar",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Masking
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.small_data import (
     LENGTH,
     data_keys,
@@ -26,7 +26,7 @@ from tests.input_pipeline.small_data import (
     take,
     write_data_set,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 HASHES = Path(__file__).with_name("batch_hashes.json")
 MASKED = {"masking": Masking(mlm_training=True, mlm_mask_id=3)}

@@ -7,8 +7,8 @@ import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.manifest import find_split
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.token_store.manifest import find_split
 from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
 from tests.refusals import refused

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import read_ahead
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.passing import may_pass
+from MaxText.input_pipeline import prefetch as read_ahead
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.transient import may_pass
 from tests.input_pipeline.faults import (
     DOCUMENTS,
     KINDS,
@@ -28,7 +28,7 @@ from tests.input_pipeline.faults import (
     undisturbed,
 )
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, take, write_data_set
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 from tests.refusals import refused
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from MaxText.configuration.data_sections import Masking
 from MaxText.errors import UserError
-from MaxText.input_pipeline import read_ahead
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline import prefetch as read_ahead
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -28,7 +28,7 @@ from tests.input_pipeline.small_data import (
     take,
     write_data_set,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 from tests.refusals import refused
 
 

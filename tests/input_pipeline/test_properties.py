@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.configuration.data_sections import Masking
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -21,7 +21,7 @@ from tests.input_pipeline.small_data import (
     take,
     write_data_set,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 PACKING = (
     {}, {"packing": False}, {"packing": False, "use_truncation": True},

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from MaxText.errors import StopWaiting, UserError
-from MaxText.input_pipeline import read_ahead
-from MaxText.input_pipeline.read_ahead import BATCHES_READY, ReadAhead, ReadTimeout, pause, within
+from MaxText.input_pipeline import prefetch as read_ahead
+from MaxText.input_pipeline.prefetch import BATCHES_READY, ReadAhead, ReadTimeout, pause, within
 from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take

@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
 

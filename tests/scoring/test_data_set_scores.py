@@ -10,7 +10,7 @@ import pytest
 from MaxText.configuration.data_sections import Preparation
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
+from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.layers.entmax import entmax_loss

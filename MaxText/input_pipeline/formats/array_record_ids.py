@@ -12,11 +12,11 @@ from array_record.python import (
 )
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.storage import is_url, local_path, open_stream, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
+from MaxText.input_pipeline.token_store.record_index import FileRecords, FileScan
 
 # Records of a scan fetched by one call.
 _AT_ONCE = 256

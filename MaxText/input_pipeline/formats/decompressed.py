@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.storage import absolute, open_stream, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 # A file that is this many times as large as its gzip file, and larger than the other bound, is
 # nothing but repetition: gzip itself ends at 1032. Records of tokens shrink to a half or a tenth.

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.storage import is_url, local_path, open_stream, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.record_index import FileRecords
+from MaxText.input_pipeline.token_store.record_index import FileRecords
 
 # Decoded row groups that are kept, for all files together, and open files.
 _MOST_GROUPS = 16

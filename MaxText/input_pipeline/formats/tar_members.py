@@ -3,8 +3,8 @@
 import tarfile
 from typing import NamedTuple
 
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.storage import ReadableFile, open_stream
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 _BLOCK = 512
 

@@ -13,12 +13,12 @@ from typing import ClassVar
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats.tar_members import Member, members
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.storage import Blocks, open_file
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
+from MaxText.input_pipeline.token_store.record_index import FileRecords, FileScan
 
 # Python's ast, which parses the header of .npy, fails now and then in threads (3.11).
 _HEADER_LOCK = threading.Lock()

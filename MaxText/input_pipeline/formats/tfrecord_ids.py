@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.storage import Blocks, open_file
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
+from MaxText.input_pipeline.token_store.record_index import FileRecords, FileScan
 
 
 @dataclasses.dataclass(frozen=True)

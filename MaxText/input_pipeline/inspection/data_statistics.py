@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from MaxText.input_pipeline.rows.mixture import OnBad, Source, draws
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.sequences.mixture import OnBad, Source, draws
+from MaxText.input_pipeline.token_store.token_data import TokenData
 
 # Tokens read at a time: a few times 8 MB in memory, and far more than a read costs to begin.
 BLOCK_TOKENS = 2**20

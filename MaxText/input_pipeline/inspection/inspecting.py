@@ -9,7 +9,8 @@ import numpy as np
 from MaxText.configuration.data_sections import Preparation
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch_iterators import BatchIterator
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.data_sources import ANY_ID, OpenedSource
 from MaxText.input_pipeline.inspection import report as inspection_report
 from MaxText.input_pipeline.inspection.data_statistics import (
     document_lengths,
@@ -18,12 +19,11 @@ from MaxText.input_pipeline.inspection.data_statistics import (
     window_origin,
 )
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
+from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.rows.batch_plan import plan_batches
-from MaxText.input_pipeline.sources import ANY_ID, OpenedSource
+from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.storage import local_path
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 

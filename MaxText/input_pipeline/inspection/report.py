@@ -15,7 +15,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
     RowStatistics,
     TokenStatistics,
 )
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.token_store.token_data import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 
 # Characters of a text that are shown at each end, and ids where there is no tokenizer.

@@ -18,14 +18,6 @@ from typing import Any
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Manifest,
-    SourceEntry,
-    Split,
-    TokenizerEntry,
-)
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.corpus import Corpus, too_many
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, unit_of
@@ -50,6 +42,14 @@ from MaxText.input_pipeline.preparation.unit_encoding import (
     finished_unit,
 )
 from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Manifest,
+    SourceEntry,
+    Split,
+    TokenizerEntry,
+)
 
 Show = Callable[[str], None]
 

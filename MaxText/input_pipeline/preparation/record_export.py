@@ -22,7 +22,6 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.record_shards import (
     RecordShape,
@@ -33,8 +32,9 @@ from MaxText.input_pipeline.preparation.record_shards import (
     write_shard,
 )
 from MaxText.input_pipeline.preparation.work_processes import Advance
-from MaxText.input_pipeline.streams.token_stream import TokenStream
 from MaxText.input_pipeline.sync import WRITING_SUFFIX, publish, write_whole, writing_name
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 
 LEDGER_NAME = "records.json"
 _LEDGER_SCHEMA = 1

@@ -17,10 +17,10 @@ import pydantic
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.strided_windows import rows_of_windows, strided_windows
-from MaxText.input_pipeline.streams.token_stream import TokenStream
 from MaxText.input_pipeline.sync import publish, sync_file, writing_name
+from MaxText.input_pipeline.token_store.manifest import read_manifest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 
 # Tokens read, encoded and handed to the writer at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME, TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME, TokenizerEntry
 from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,

@@ -24,7 +24,7 @@ import numpy as np
 import tiktoken
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats.decompressed import decompressed_copy
 from MaxText.input_pipeline.formats.tar_members import members
 from MaxText.input_pipeline.storage import open_file
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 CONTENTS = {
     "a.txt": b"",

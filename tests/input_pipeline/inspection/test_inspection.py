@@ -8,6 +8,7 @@ import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.inspection import data_statistics
 from MaxText.input_pipeline.inspection.data_statistics import (
     document_lengths,
@@ -19,8 +20,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
 from MaxText.input_pipeline.inspection.inspecting import Inspection
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
 from MaxText.input_pipeline.inspection.report import batch_lines, document_lines, show_row, visible
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
@@ -30,7 +30,7 @@ from tests.input_pipeline.small_data import (
     random_documents,
     write_data_set,
 )
-from tests.input_pipeline.streams.token_files import open_data, write, write_tfrecord
+from tests.input_pipeline.token_store.token_files import open_data, write, write_tfrecord
 from tests.programs import run
 from tests.refusals import refused
 

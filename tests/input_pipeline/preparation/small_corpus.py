@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
-from MaxText.input_pipeline.manifest import Manifest, read_manifest
 from MaxText.input_pipeline.preparation import preparing
 from MaxText.input_pipeline.preparation.sources.opening import open_corpus
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 
 
 def write_texts(folder: Path, count: int = 30) -> list[str]:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation import building, preparing, text_export
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.manifest import read_manifest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 from tests.input_pipeline.small_data import contents
 from tests.refusals import refused
 

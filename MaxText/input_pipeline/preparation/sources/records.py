@@ -10,6 +10,7 @@ from array_record.python import (
 )
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.sources.byte_streams import (
     decode,
@@ -20,7 +21,6 @@ from MaxText.input_pipeline.preparation.sources.byte_streams import (
 from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text, token_ids
 from MaxText.input_pipeline.preparation.sources.tables import share
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 # Read at a time: enough that a call costs nothing, little enough to hold in memory.
 _BATCH_RECORDS = 64

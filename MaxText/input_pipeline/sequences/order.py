@@ -8,7 +8,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.windows import EMPTY
+from MaxText.input_pipeline.sequences.windows import EMPTY
 
 # Grain's permutation is a cipher over 32-bit indices. After the 4 rounds that Grain itself takes,
 # rows that follow each other still lie near each other in large data: of 4e9 windows 0.14 of the

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Masking
-from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
 from tests.refusals import refused
 
 VOCAB_SIZE = 1000

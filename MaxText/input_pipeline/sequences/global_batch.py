@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.rows.left_out import NO_HOLES, Holes
-from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.rows.mixture import Rows
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.exclusions import NO_HOLES, Holes
+from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.mixture import Rows
 
 # Name of a batch's entry that lists the records that could not be read, as BadRecord each.
 BAD = "bad_records"

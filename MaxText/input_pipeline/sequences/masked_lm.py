@@ -13,7 +13,7 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Masking
 from MaxText.errors import UserError
-from MaxText.input_pipeline.splitmix import INCREMENT, mix
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, mix
 
 _LARGEST_WORD = 2**64 - 1
 

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import OFFSETS_NAME, ROWS_NAME, SOURCE_FILES_NAME, RecordFile
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.manifest import (
+    OFFSETS_NAME,
+    ROWS_NAME,
+    SOURCE_FILES_NAME,
+    RecordFile,
+)
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
 from tests.input_pipeline.small_data import random_documents, write_data_set
-from tests.input_pipeline.streams.token_files import open_data, tokens_of
+from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 from tests.refusals import refused
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats.megatron_index import read_index
 from MaxText.input_pipeline.storage import fingerprint, is_url, list_files, version
-from MaxText.input_pipeline.streams.flat_stream import FlatFile, FlatStream
-from MaxText.input_pipeline.streams.passing import may_pass
-from MaxText.input_pipeline.streams.record_index import is_rows
-from MaxText.input_pipeline.streams.token_data import TokenData, boundaries_digest
+from MaxText.input_pipeline.token_store.flat_files import FlatFile, FlatStream
+from MaxText.input_pipeline.token_store.record_index import is_rows
+from MaxText.input_pipeline.token_store.token_data import TokenData, boundaries_digest
+from MaxText.input_pipeline.transient import may_pass
 
 
 def open_megatron(files: Sequence[str], key: str, location: str) -> TokenData:

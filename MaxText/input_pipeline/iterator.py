@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
+from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
-from MaxText.input_pipeline.rows.left_out import Holes
-from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
+from MaxText.input_pipeline.sequences.exclusions import Holes
+from MaxText.input_pipeline.sequences.global_batch import BadRecords, RowBatches
 from MaxText.layers.batch import Batch
 
 # Words of a position -> the configuration keys they come from, for messages.

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 from MaxText.input_pipeline.formats.array_record_ids import ArrayRecordIds, Readers, read_records
-from MaxText.input_pipeline.manifest import (
+from MaxText.input_pipeline.token_store.flat_files import FlatFile, FlatStream
+from MaxText.input_pipeline.token_store.healing import check_sizes, told_where
+from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
     SOURCE_FILES_NAME,
@@ -21,9 +24,6 @@ from MaxText.input_pipeline.manifest import (
     read_manifest,
     unreadable,
 )
-from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
-from MaxText.input_pipeline.streams.flat_stream import FlatFile, FlatStream
-from MaxText.input_pipeline.streams.healing import check_sizes, told_where
 
 
 class _Part(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.formats.array_record_ids import (
     ArrayRecordIds,
@@ -32,12 +33,6 @@ from MaxText.input_pipeline.formats.table_ids import (
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.tfrecord_ids import TFRecordIds
 from MaxText.input_pipeline.local_copies import copied_data_set, local_copies
-from MaxText.input_pipeline.manifest import (
-    MANIFEST_NAME,
-    describe,
-    find_split,
-    read_manifest,
-)
 from MaxText.input_pipeline.storage import (
     Blocks,
     fingerprint,
@@ -50,14 +45,19 @@ from MaxText.input_pipeline.storage import (
     open_stream,
     status_of,
 )
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.file_kinds import choose_kind, choose_split
-from MaxText.input_pipeline.streams.megatron_data import open_megatron
-from MaxText.input_pipeline.streams.record_index import RecordFormat, is_rows, open_index
-from MaxText.input_pipeline.streams.record_stream import RecordStream
-from MaxText.input_pipeline.streams.token_data import TokenData, boundaries_digest
-from MaxText.input_pipeline.streams.token_stream import TokenStream
-from MaxText.input_pipeline.streams.tokenizer_beside import holds_tokenizer, tokenizer_beside
+from MaxText.input_pipeline.token_store.file_formats import choose_kind, choose_split
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    describe,
+    find_split,
+    read_manifest,
+)
+from MaxText.input_pipeline.token_store.megatron_data import open_megatron
+from MaxText.input_pipeline.token_store.record_index import RecordFormat, is_rows, open_index
+from MaxText.input_pipeline.token_store.record_stream import RecordStream
+from MaxText.input_pipeline.token_store.token_data import TokenData, boundaries_digest
+from MaxText.input_pipeline.token_store.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
 
 # Features and columns that hold ids where tokens_field does not say.
 USUAL_FIELDS = ("input_ids", "text", "tokens")

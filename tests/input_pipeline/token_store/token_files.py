@@ -14,8 +14,8 @@ from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.megatron_index import write_index
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.streams.opening import open_token_data
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.token_data import TokenData
 from tests.hostile.files import tar_archive
 from tests.input_pipeline.small_data import write_data_set
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.storage import is_url, local_path, open_file, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.healing import check_sizes
+from MaxText.input_pipeline.token_store.healing import check_sizes
 
 # Mapped files at once: a map keeps its file open.
 _MOST_MAPPED = 128

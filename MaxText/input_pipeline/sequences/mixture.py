@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from MaxText.input_pipeline.rows.window_order import WindowOrder
-from MaxText.input_pipeline.rows.windows import Windows
-from MaxText.input_pipeline.splitmix import INCREMENT, scatter
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.sequences.order import WindowOrder
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, scatter
+from MaxText.input_pipeline.sequences.windows import Windows
 
 OnBad = Callable[[BadRecord], None] | None
 

@@ -12,10 +12,10 @@ from pyarrow import parquet
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import frame
-from MaxText.input_pipeline.streams.record_index import is_rows
+from MaxText.input_pipeline.token_store.record_index import is_rows
 from tests.input_pipeline.small_data import denying, write_data_set
-from tests.input_pipeline.streams import token_files
-from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
+from tests.input_pipeline.token_store import token_files
+from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
 from tests.refusals import refused
 
 

@@ -11,11 +11,11 @@ import pytest
 from pyarrow import parquet
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.table_ids import TableIds
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from tests.input_pipeline.streams import token_files
-from tests.input_pipeline.streams.token_files import FORMATS, RECORDS, open_data, tokens_of
+from tests.input_pipeline.token_store import token_files
+from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
 
 # Several files, one of them empty; documents without tokens at both ends of one.

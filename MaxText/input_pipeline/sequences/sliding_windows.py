@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from MaxText.input_pipeline.rows.windows import EMPTY, Cutting, Spans, Windows
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.token_store.token_data import TokenData
 
 
 class SlidingWindows(Windows):

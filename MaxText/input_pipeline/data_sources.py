@@ -17,11 +17,11 @@ import numpy as np
 from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.mixture import Chain, Mixture, Rows, Source
-from MaxText.input_pipeline.rows.packing import PackedDocuments
-from MaxText.input_pipeline.rows.sample_index import SampleWindows
-from MaxText.input_pipeline.rows.window_order import WindowOrder
-from MaxText.input_pipeline.rows.windows import (
+from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
+from MaxText.input_pipeline.sequences.mixture import Chain, Mixture, Rows, Source
+from MaxText.input_pipeline.sequences.order import WindowOrder
+from MaxText.input_pipeline.sequences.packing import PackedDocuments
+from MaxText.input_pipeline.sequences.windows import (
     Cutting,
     DocumentWindows,
     PackedWindows,
@@ -30,10 +30,10 @@ from MaxText.input_pipeline.rows.windows import (
 )
 from MaxText.input_pipeline.steady_opening import SteadyOpening
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.streams.megatron_order import document_range
-from MaxText.input_pipeline.streams.opening import open_token_data
-from MaxText.input_pipeline.streams.passing import may_pass
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.token_store.megatron_order import document_range
+from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.token_data import TokenData
+from MaxText.input_pipeline.transient import may_pass
 
 _Value = TypeVar("_Value")
 

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 from MaxText.input_pipeline.storage import forget, is_url, sizes_now, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord, UnreadableFile
 
 
 @contextlib.contextmanager

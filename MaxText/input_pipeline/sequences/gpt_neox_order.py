@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from MaxText.input_pipeline.rows.windows import EMPTY, Cutting, Spans, Windows
-from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.token_store.megatron_order import GptNeoxOrder
+from MaxText.input_pipeline.token_store.token_data import TokenData
 
 
 class SampleWindows(Windows):

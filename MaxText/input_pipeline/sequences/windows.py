@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.token_store.token_data import TokenData
 
 # Index that stands for "no window": a row whose weights and segments are all 0.
 EMPTY = -1

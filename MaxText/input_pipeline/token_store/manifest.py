@@ -24,8 +24,8 @@ import pydantic
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import UnreadableFile
 from MaxText.input_pipeline.storage import is_file, status_of
-from MaxText.input_pipeline.streams.bad_record import UnreadableFile
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"

@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.healing import check_sizes, told_where
-from MaxText.input_pipeline.streams.record_index import RecordFormat, RecordIndex
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.token_store.healing import check_sizes, told_where
+from MaxText.input_pipeline.token_store.record_index import RecordFormat, RecordIndex
 
 
 class RecordStream:

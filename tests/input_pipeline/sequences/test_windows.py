@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.input_pipeline.rows import packing
-from MaxText.input_pipeline.rows.mixture import draws
-from MaxText.input_pipeline.rows.packing import PackedDocuments, pack_group_rows
-from MaxText.input_pipeline.rows.sample_index import SampleWindows
-from MaxText.input_pipeline.rows.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.rows.windows import (
+from MaxText.input_pipeline.sequences import packing
+from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
+from MaxText.input_pipeline.sequences.mixture import draws
+from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.sequences.windows import (
     EMPTY,
     Cutting,
     DocumentWindows,
     PackedWindows,
     StitchedWindows,
 )
-from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.token_store.megatron_order import GptNeoxOrder
+from MaxText.input_pipeline.token_store.token_data import TokenData
 from tests.input_pipeline.small_data import numbered_documents, random_documents
 from tests.refusals import refused
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.storage import absolute, is_url, versions
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.passing import may_pass
+from MaxText.input_pipeline.transient import may_pass
 
 _LAYOUT = 3
 _ARRAYS = ("offsets", "sizes", "document_offsets")

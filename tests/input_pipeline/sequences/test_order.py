@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.configuration.training_sections import Batch
-from MaxText.input_pipeline.rows.batch_plan import Stage, plan_batches
-from MaxText.input_pipeline.rows.left_out import Holes
-from MaxText.input_pipeline.rows.mixture import Mixture, Source
-from MaxText.input_pipeline.rows.row_batches import fold
-from MaxText.input_pipeline.rows.window_order import WindowOrder
-from MaxText.input_pipeline.rows.windows import Cutting, DocumentWindows, PackedWindows
-from tests.input_pipeline.rows.test_windows import as_data
+from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
+from MaxText.input_pipeline.sequences.exclusions import Holes
+from MaxText.input_pipeline.sequences.global_batch import fold
+from MaxText.input_pipeline.sequences.mixture import Mixture, Source
+from MaxText.input_pipeline.sequences.order import WindowOrder
+from MaxText.input_pipeline.sequences.windows import Cutting, DocumentWindows, PackedWindows
+from tests.input_pipeline.sequences.test_windows import as_data
 from tests.input_pipeline.small_data import numbered_documents
 
 

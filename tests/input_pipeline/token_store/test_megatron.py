@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.streams.megatron_order import GptNeoxOrder, document_range
-from tests.input_pipeline.streams import token_files
-from tests.input_pipeline.streams.token_files import documents, open_data, tokens_of
+from MaxText.input_pipeline.token_store.megatron_order import GptNeoxOrder, document_range
+from tests.input_pipeline.token_store import token_files
+from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
 from tests.refusals import refused
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.windows import EMPTY, Cutting, Spans, Windows
-from MaxText.input_pipeline.streams.token_data import TokenData, boundaries_digest
+from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.token_store.token_data import TokenData, boundaries_digest
 
 # Documents are packed in groups of this many that follow each other, so that a row's documents lie
 # near each other in the files, all groups are planned at once by array operations, and few rows
