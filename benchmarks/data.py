@@ -198,7 +198,7 @@ def measure_writing(folder: pathlib.Path) -> None:
     show_rates("Ids to files", "M tokens", ids.size / 1e6, costs)
 
 
-def open_stream(folder: pathlib.Path) -> Any:
+def open_store(folder: pathlib.Path) -> Any:
     """The training tokens of a prepared data set."""
     from MaxText.input_pipeline.token_store.opening import open_token_data
 
@@ -210,7 +210,7 @@ def open_stream(folder: pathlib.Path) -> Any:
         split="train",
         for_training=True,
         show=print,
-    ).stream
+    ).store
 
 
 def measure_random_reads(folder: pathlib.Path) -> None:
@@ -228,15 +228,13 @@ def measure_random_reads(folder: pathlib.Path) -> None:
         for row, start in enumerate(starts().tolist()):
             batch[row] = mapped[start : start + LENGTH + 1]
 
-    def by_ranges(stream: Any) -> Callable[[], Any]:
-        return lambda: stream.ranges([(s, s + LENGTH + 1) for s in starts().tolist()])
+    store = open_store(folder / "bin")
 
-    flat = open_stream(folder / "bin")
-    gather = getattr(flat, "gather", None)
-    readers = {"numpy.memmap, a slice per record": raw, ".bin, ranges": by_ranges(flat)}
-    if gather is not None:
-        readers[".bin, gather"] = lambda: gather(starts(), LENGTH + 1)
-    readers["array_record, ranges"] = by_ranges(open_stream(folder / "array_record"))
+    def ours() -> None:
+        begins = starts()
+        store.read(begins, begins + LENGTH + 1)
+
+    readers = {"numpy.memmap, a slice per record": raw, "token store": ours}
     costs = {name: cost_of_one(repeated(read, 20)) for name, read in readers.items()}
     show_rates("Random reads of 1025 tokens", "records", 20 * BATCH, costs)
 

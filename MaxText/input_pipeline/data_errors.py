@@ -16,25 +16,22 @@ class UnreadableFile(UserError):
 
 
 class BadRecord(UserError):
-    """One record is damaged or gone: the message names file, place and reason.
+    """One record is damaged: the message names file, place and reason.
 
-    With on_bad_record=skip it costs its row; otherwise it ends the run as any UserError does.
+    With on_bad_record=skip it is left out; otherwise it ends the run as any UserError does.
 
     Attributes:
       path: the file.
       offset: place of the record in the file, counted from 0.
       reason: what is wrong with it.
       unit: what `offset` counts: byte, record or row.
-      may_heal: whether a later read may succeed: the file is gone, cut short or behind a network,
-        while wrong contents of a file on a local disk stay wrong.
+      is_last: whether all records of the file from here on are lost.
     """
 
-    def __init__(
-        self, path: str, offset: int, reason: str, unit: str = "byte", may_heal: bool = False
-    ):
+    def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
         super().__init__(f"{path} at {unit} {offset}: {reason}")
         self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
-        self.may_heal = may_heal
+        self.is_last = False
 
     def __reduce__(self):
-        return type(self), (self.path, self.offset, self.reason, self.unit, self.may_heal)
+        return type(self), (self.path, self.offset, self.reason, self.unit)

@@ -17,9 +17,15 @@ import numpy as np
 from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
-from MaxText.input_pipeline.sequences.mixture import Chain, Mixture, Rows, Source
-from MaxText.input_pipeline.sequences.order import WindowOrder
+from MaxText.input_pipeline.retry import RetryLog, RetryPolicy, open_with_retries
+from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows, document_range
+from MaxText.input_pipeline.sequences.order import (
+    Concatenation,
+    Mixture,
+    OrderedWindows,
+    Rows,
+    WindowOrder,
+)
 from MaxText.input_pipeline.sequences.packing import PackedDocuments
 from MaxText.input_pipeline.sequences.windows import (
     Cutting,
@@ -28,12 +34,10 @@ from MaxText.input_pipeline.sequences.windows import (
     StitchedWindows,
     Windows,
 )
-from MaxText.input_pipeline.steady_opening import SteadyOpening
 from MaxText.input_pipeline.storage import is_url
-from MaxText.input_pipeline.token_store.megatron_order import document_range
 from MaxText.input_pipeline.token_store.opening import open_token_data
-from MaxText.input_pipeline.token_store.token_data import TokenData
-from MaxText.input_pipeline.transient import may_pass
+from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.transient import is_transient
 
 _Value = TypeVar("_Value")
 
@@ -132,7 +136,7 @@ class OpenedSource:
 
     entry: Entry
     data: TokenData
-    rows: Source
+    rows: OrderedWindows
 
 
 def prepare_sources(config: Config) -> None:
@@ -181,7 +185,7 @@ def check_sources(config: Config) -> None:
                     show=print,
                 )
             except Exception as error:
-                if may_pass(error, False):
+                if is_transient(error, False):
                     continue  # the loader tries again
                 raise
             _check_ids(tokens, entry, vocab_size)
@@ -208,7 +212,7 @@ def open_sources(
     num_samples: int | None,
     for_training: bool,
     show: Callable[[str], None],
-    steady: SteadyOpening | None = None,
+    log: RetryLog | None = None,
 ) -> list[OpenedSource]:
     """Opens data sets for reading.
 
@@ -222,14 +226,21 @@ def open_sources(
       num_samples: rows of the whole run, None where it has no end.
       for_training: shuffled and repeated as `data` says; otherwise in order, once.
       show: takes lines about what is done.
-      steady: opens again what storage fails to give; None for one try.
+      log: takes what is tried again because storage fails; None for one try.
 
     Raises:
       UserError: a data set is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
 
-    def open_entry(entry: Entry) -> TokenData:
-        return open_token_data(
+    cutting = Cutting(
+        length,
+        data.attend_across_documents,
+        data.zero_loss,
+        data.use_truncation and not data.packing,
+    )
+
+    def open_and_cut(entry: Entry) -> tuple[TokenData, Windows]:
+        tokens = open_token_data(
             entry.location,
             key=entry.key,
             data=data,
@@ -238,56 +249,42 @@ def open_sources(
             for_training=for_training,
             show=show,
         )
-
-    def cut(entry: Entry, tokens: TokenData) -> Windows:
+        _check_ids(tokens, entry, vocab_size)
+        if tokens.filler_id >= vocab_size:
+            # The id of padding may lie outside the model's table; it counts nowhere.
+            tokens = dataclasses.replace(tokens, filler_id=0)
         if data.megatron_order == "gpt_neox":
-            return _in_sample_order(data, tokens, cutting, for_training, num_samples)
-        return _cut(data, entry, tokens, cutting)
+            return tokens, _in_sample_order(data, entry, tokens, cutting, for_training, num_samples)
+        return tokens, _cut(data, entry, tokens, cutting)
 
-    def at_last(entry: Entry, open_once: Callable[[], _Value]) -> _Value:
-        return steady.open(entry.location, open_once) if steady else open_once()
-
-    cutting = Cutting(
-        length,
-        data.attend_across_documents,
-        data.zero_loss,
-        data.use_truncation and not data.packing,
-    )
     opened = []
     for number, entry in enumerate(entries):
-        tokens = at_last(entry, functools.partial(open_entry, entry))
-        _check_ids(tokens, entry, vocab_size)
+        open_once = functools.partial(open_and_cut, entry)
+        if log is None:
+            tokens, windows = open_once()
+        else:
+            policy = RetryPolicy.of(data)
+            tokens, windows = open_with_retries(entry.location, open_once, policy, log)
         used = tokens.vocab_size or vocab_size
         if for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
             show(
                 f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
-                f"{used} ids: {1 - used / vocab_size:.0%} of the "
-                "embedding is never used"
+                f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
             )
-        if tokens.filler_id >= vocab_size:
-            # The id of padding may lie outside the model's table; it counts nowhere.
-            tokens = dataclasses.replace(tokens, filler_id=0)
-        if tokens.labels is not None and (
-            entry.sampling != CHUNKS or data.megatron_order == "gpt_neox"
-        ):
-            raise UserError(
-                f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
-                "megatron_order=stored and the sampling chunks."
-            )
-        windows = at_last(entry, functools.partial(cut, entry, tokens))
+        num_tokens = len(tokens.store)
         if len(windows) == 0:
             raise UserError(
-                f"{entry.key}={entry.location} has {len(tokens.stream)} tokens in "
-                f"{len(tokens.stream.document_offsets) - 1} documents of split {split}: nothing to "
+                f"{entry.key}={entry.location} has {num_tokens} tokens in "
+                f"{len(tokens.store.document_offsets) - 1} documents of split {split}: nothing to "
                 "predict. Prepare more text."
             )
-        if for_training and isinstance(windows, PackedWindows) and len(tokens.stream) <= length:
+        if for_training and isinstance(windows, PackedWindows) and num_tokens <= length:
             raise UserError(
-                f"Split {split} of {entry.location} has {len(tokens.stream)} tokens, and one "
+                f"Split {split} of {entry.location} has {num_tokens} tokens, and one "
                 f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
                 "prepare more text."
             )
-        # Sources of a mixture that are alike must not be visited in the same order.
+        # Data sets of a mixture that are alike must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
         # All passes of an order of its own are in that order.
         ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
@@ -298,25 +295,49 @@ def open_sources(
             1 if ends else data.num_epoch,
             _file_groups(data, tokens, windows),
         )
-        opened.append(OpenedSource(entry, tokens, Source(windows, order, seed)))
+        opened.append(OpenedSource(entry, tokens, OrderedWindows(windows, order, seed)))
     return opened
 
 
 def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windows:
+    cache_dir = Path(data.data_cache_dir).expanduser()
     if entry.sampling != CHUNKS:
+        _check_no_labels(entry, tokens)
         return StitchedWindows(tokens, cutting, entry.stitch, entry.sampling == "documents_random")
-    if not data.packing or tokens.rows or tokens.labels is not None:
-        return DocumentWindows(tokens, cutting)
+    if not data.packing or tokens.labels is not None or _are_sequences(tokens, cutting.length):
+        return DocumentWindows(tokens, cutting, cache_dir)
     if data.grain_packing_type == "concat_then_split":
         return PackedWindows(tokens, cutting)
-    cache_dir = Path(data.data_cache_dir).expanduser()
     return PackedDocuments(tokens, cutting, data.grain_packing_type == "best_fit", cache_dir)
 
 
+def _are_sequences(tokens: TokenData, length: int) -> bool:
+    """Whether records are training sequences that another program cut for this length.
+
+    Records of another length are documents, or packing would leave a part of each row empty.
+    """
+    size = tokens.record_length
+    return size is not None and size >= length and (size - 1) % length in (0, length - 1)
+
+
+def _check_no_labels(entry: Entry, tokens: TokenData) -> None:
+    if tokens.labels is not None:
+        raise UserError(
+            f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
+            "megatron_order=stored and the sampling chunks."
+        )
+
+
 def _in_sample_order(
-    data: Data, tokens: TokenData, cutting: Cutting, for_training: bool, num_samples: int | None
+    data: Data,
+    entry: Entry,
+    tokens: TokenData,
+    cutting: Cutting,
+    for_training: bool,
+    num_samples: int | None,
 ) -> SampleWindows:
-    offsets = tokens.stream.document_offsets
+    _check_no_labels(entry, tokens)
+    offsets = tokens.store.document_offsets
     documents = 0, len(offsets) - 1
     if data.megatron_split:
         documents = document_range(data.megatron_split, 0 if for_training else 1, documents[1])
@@ -325,14 +346,16 @@ def _in_sample_order(
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
         of_passes = (data.num_epoch * num_tokens - 1) // cutting.length
         samples = of_passes if samples is None else min(samples, of_passes)
-    return SampleWindows(tokens, cutting, data.data_shuffle_seed, samples, documents)
+    cache_dir = Path(data.data_cache_dir).expanduser()
+    return SampleWindows(tokens, cutting, data.data_shuffle_seed, cache_dir, samples, documents)
 
 
 def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
     """First window of each group of iter_file_nums files, and the end."""
-    if not data.iter_file_nums or tokens.file_of_document is None:
+    files = tokens.store.file_of_document if data.iter_file_nums else None
+    if files is None or len(files) <= 2:
         return None
-    firsts = tokens.file_of_document[:-1][:: data.iter_file_nums]
+    firsts = files[:-1][:: data.iter_file_nums]
     return np.unique(np.append(windows.first_window(firsts), len(windows)))
 
 
@@ -355,7 +378,7 @@ def combine(data: Data, opened: list[OpenedSource]) -> Rows:
 
 def chain(opened: list[OpenedSource]) -> Rows:
     """The rows to evaluate on: all sources, one after the other."""
-    return opened[0].rows if len(opened) == 1 else Chain([source.rows for source in opened])
+    return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
 def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
@@ -364,7 +387,7 @@ def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
     for source in opened:
         weight = source.entry.weight
         if data.mixture_temperature:
-            weight *= len(source.data.stream) ** (1 / data.mixture_temperature)
+            weight *= len(source.data.store) ** (1 / data.mixture_temperature)
         shares.append(weight)
     return shares
 
@@ -392,10 +415,10 @@ def _padding(data: Data, source: OpenedSource) -> list[str]:
     if windows.padding_share <= 0.01:
         return []
     line = f"padding: {windows.padding_share:.1%} of the positions of {source.entry.location}"
-    if not data.packing:
-        return [f"{line}; packing=true packs documents"]
+    if source.data.labels is None:
+        return [line if data.packing else f"{line}; packing=true packs documents"]
     return [
-        f"warning: {line}: records of equal length are sequences of their own and are not packed, "
+        f"warning: {line}: records with labels are sequences of their own and are not packed, "
         f"whatever packing says. Set max_target_length (now {windows.length}) to the length of a "
         "record, or a divisor of it."
     ]

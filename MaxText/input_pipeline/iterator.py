@@ -1,17 +1,17 @@
 """The host's batches in order: of a run (BatchIterator) and of an evaluation (EvalBatches)."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
+from MaxText.input_pipeline.data_sources import OpenedSource
+from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
 from MaxText.input_pipeline.sequences.exclusions import Holes
-from MaxText.input_pipeline.sequences.global_batch import BadRecords, RowBatches
+from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 from MaxText.layers.batch import Batch
 
 # Words of a position -> the configuration keys they come from, for messages.
@@ -31,32 +31,32 @@ _KEY_OF = {
 class BatchIterator(Iterator[Batch]):
     """The host's training batches in order, from any step.
 
-    A failed read is tried again, see SteadyReader. Not for several threads at once. Nothing is read
-    before the first `next`.
+    A failed read is tried again, see RetryingReader. Not for several threads at once. Nothing is
+    read before the first `next`.
 
     Samples are numbered as the data are, over all steps and hosts; some may be left out.
 
     Attributes:
       has_documents: whether batches carry positions and segments.
       description: lines about the data.
-      bad_records: what was skipped.
-      incidents: what was read again.
+      retry_log: what was read again.
+      skipped: records that were left out, in words.
       identity: what fixes the meaning of a sample; part of every position.
+      opened: the data sets; none for random tokens.
     """
 
     def __init__(
         self,
-        source: RowBatches,
+        source: GlobalBatch,
         identity: dict[str, Any],
         *,
         has_documents: bool,
-        bad_records: BadRecords,
         num_workers: int = 0,
         reuse_first: bool = False,
-        opened: list[sources.OpenedSource] | None = None,
+        opened: list[OpenedSource] | None = None,
         description: str = "",
-        retrying: Retrying | None = None,
-        incidents: Incidents | None = None,
+        policy: RetryPolicy | None = None,
+        log: RetryLog | None = None,
         show: Callable[[str], None] = print,
     ):
         """Starts before step 0.
@@ -65,26 +65,26 @@ class BatchIterator(Iterator[Batch]):
           source: the batches by step.
           identity: what fixes the meaning of a sample; part of every position.
           has_documents: whether batches carry positions and segments.
-          bad_records: takes note of records that are skipped.
           num_workers: reader processes, 0 for threads of this one.
           reuse_first: yield the batch of step 0 at every step.
           opened: the data sets, None for random tokens.
           description: lines about them.
-          retrying: of failed reads; None for no further try.
-          incidents: takes what is read again; None for one of its own.
+          policy: of failed reads; None for no further try.
+          log: takes what is read again; None for one of its own.
           show: takes lines about what is read again and left out.
         """
         self.has_documents = has_documents
         self.description = description
-        self.bad_records = bad_records
-        self.incidents = incidents or Incidents(show)
+        self.retry_log = log or RetryLog(show)
         self.identity = identity
-        self._reader = SteadyReader(
+        self.opened = opened or []
+        self.skipped = _skipped(self.opened)
+        self._reader = RetryingReader(
             source,
-            opened or [],
+            self.opened,
             what="training data",
-            incidents=self.incidents,
-            retrying=retrying or Retrying(),
+            log=self.retry_log,
+            policy=policy or RetryPolicy(),
             num_processes=num_workers,
         )
         self._reuse_first = reuse_first
@@ -93,7 +93,7 @@ class BatchIterator(Iterator[Batch]):
         self._step = 0
 
     @property
-    def _source(self) -> RowBatches:
+    def _source(self) -> GlobalBatch:
         return self._reader.source
 
     @property
@@ -124,11 +124,6 @@ class BatchIterator(Iterator[Batch]):
     def tokenizer_folder(self) -> Path | None:
         """Where the tokenizer of the (first) data set lies, None where there is none."""
         return self.opened[0].data.tokenizer_folder if self.opened else None
-
-    @property
-    def opened(self) -> list[sources.OpenedSource]:
-        """The data sets; none for random tokens. Others after a failed read."""
-        return self._reader.opened
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
         """Of each row of a step: (document, first token of it in the row, tokens there)."""
@@ -257,9 +252,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def _take(self, step: int) -> Batch:
-        arrays = self._reader.read(step)
-        self.bad_records.take(arrays)
-        return _to_batch(arrays)
+        return _to_batch(self._reader.read(step))
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
         """Lets `next` raise StopWaiting as soon as `when` is true, in the midst of a wait too."""
@@ -274,28 +267,27 @@ class EvalBatches:
     """One pass over a split, in order, each time it is iterated. `len` is its batches.
 
     Attributes:
-      has_documents, bad_records, incidents: as of BatchIterator.
+      has_documents, retry_log, skipped: as of BatchIterator.
     """
 
     def __init__(
         self,
-        source: RowBatches,
+        source: GlobalBatch,
         has_documents: bool,
-        bad_records: BadRecords,
-        opened: list[sources.OpenedSource] | None = None,
-        retrying: Retrying | None = None,
-        incidents: Incidents | None = None,
+        opened: list[OpenedSource] | None = None,
+        policy: RetryPolicy | None = None,
+        log: RetryLog | None = None,
     ):
         """Args: as of BatchIterator."""
         self.has_documents = has_documents
-        self.bad_records = bad_records
-        self.incidents = incidents or Incidents(print)
-        self._reader = SteadyReader(
+        self.retry_log = log or RetryLog(print)
+        self.skipped = _skipped(opened or [])
+        self._reader = RetryingReader(
             source,
             opened or [],
             what="evaluation data",
-            incidents=self.incidents,
-            retrying=retrying or Retrying(),
+            log=self.retry_log,
+            policy=policy or RetryPolicy(),
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
@@ -309,11 +301,13 @@ class EvalBatches:
         self._reader.close()
         try:
             for step in range(len(self)):
-                arrays = self._reader.read(step)
-                self.bad_records.take(arrays)
-                yield _to_batch(arrays)
+                yield _to_batch(self._reader.read(step))
         finally:
             self._reader.close()
+
+
+def _skipped(opened: Sequence[OpenedSource]) -> list[str]:
+    return [message for source in opened for message in source.data.skipped]
 
 
 def _to_batch(arrays: Mapping[str, np.ndarray]) -> Batch:

@@ -10,22 +10,15 @@ _ANSWERS = (
     PermissionError,
     FileExistsError,
 )
-_STAYING = {
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EINVAL,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOSPC,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.EROFS,
-}
+_PERMANENT = {
+    errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
+    errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
+}  # fmt: skip
 # Of HTTP: the others between 400 and 499 are mistakes of who asks.
 _TIMEOUT, _TOO_MANY = 408, 429
 
 
-def may_pass(error: BaseException, remote: bool) -> bool:
+def is_transient(error: BaseException, remote: bool) -> bool:
     """Whether a failure, or what caused it, may be gone at the next try.
 
     Args:
@@ -35,19 +28,19 @@ def may_pass(error: BaseException, remote: bool) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if _is_passing(cause, remote):
+        if _is_transient(cause, remote):
             return True
         cause = cause.__cause__
     return False
 
 
-def _is_passing(error: BaseException, remote: bool) -> bool:
+def _is_transient(error: BaseException, remote: bool) -> bool:
     if isinstance(error, _ANSWERS):
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
     if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-        return error.errno is not None and error.errno not in _STAYING
+        return error.errno is not None and error.errno not in _PERMANENT
     if isinstance(error, OSError):
         return remote
     module = type(error).__module__.partition(".")[0]

@@ -74,10 +74,11 @@ class Records:
         """Notes reads that were tried again and records that were left out."""
         if batches is None:
             return
-        for message in batches.incidents.drain():
+        for message in batches.retry_log.drain():
             self.events.emit("retry", step=step, reason=message)
-        for message in batches.bad_records.drain():
-            self.events.emit("skip", step=step, what="record", reason=message, count=1)
+        while batches.skipped:
+            reason = batches.skipped.pop(0)
+            self.events.emit("skip", step=step, what="record", reason=reason, count=1)
 
 
 def open_records(

@@ -73,12 +73,12 @@ def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None
             str(folder), key="dataset_path", data=data, preparation=Preparation(), split="train",
             for_training=True, show=lambda line: None,
         )  # fmt: skip
-        offsets = tokens.stream.document_offsets.tolist()
+        offsets = tokens.store.document_offsets
     except UserError as error:
         return [], str(error)
-    for place in itertools.pairwise(offsets):
+    for start, stop in itertools.pairwise(offsets):
         try:
-            found += tokens.stream.ranges([place])
+            found.append(tokens.store.read(np.array([start]), np.array([stop])))
         except UserError:
             found.append(None)
     return found, ""

@@ -54,9 +54,9 @@ def write_data_set(
     vocab_size: int = VOCAB_SIZE,
     chunk_length: int = 64,
     records_per_file: int = 5,
-    file_format: FileFormat = "array_record",
+    file_format: FileFormat = "bin",
 ) -> Manifest:
-    """Writes documents as a data set whose small chunks and files make every boundary occur."""
+    """Writes documents as a data set whose small files make every boundary occur."""
     entries = {
         name: _write_split(
             folder / name, documents, vocab_size, chunk_length, records_per_file, file_format

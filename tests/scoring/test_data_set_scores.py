@@ -81,8 +81,10 @@ def batches_of(folder, masking=None):
 
 def documents_of(folder):
     (source,) = opened_at(configured(folder))
-    stream = source.data.stream
-    return [stream[a:b].tolist() for a, b in itertools.pairwise(stream.document_offsets.tolist())]
+    stream = source.data.store
+    ends = stream.document_offsets
+    ids = stream.read(ends[:1], ends[-1:])
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
 
 
 def begin_of_window(target, last, stride):

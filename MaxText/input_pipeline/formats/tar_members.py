@@ -1,10 +1,9 @@
 """Files inside tar archives: where they lie, for reading them at any place."""
 
 import tarfile
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.storage import ReadableFile, open_stream
 
 _BLOCK = 512
 
@@ -41,23 +40,21 @@ class Member(NamedTuple):
     size: int
 
 
-def members(file: ReadableFile) -> list[Member]:
+def members(stream: BinaryIO, path: str) -> list[Member]:
     """The plain files of an uncompressed archive, in order, found by their headers.
 
     Names may use GNU's or POSIX' extensions for long ones; they are never used as paths.
 
     Raises:
       BadRecord: no archive, damaged or cut short.
-      UserError: the file cannot be read.
     """
     found = []
     end = 0
     try:
         # Buffered by tarfile itself; it seeks over the contents.
-        with (
-            open_stream(file.path) as stream,
-            tarfile.open(fileobj=stream, mode="r:", tarinfo=BoundedHeader, errorlevel=2) as archive,
-        ):
+        with tarfile.open(
+            fileobj=stream, mode="r:", tarinfo=BoundedHeader, errorlevel=2
+        ) as archive:
             for member in archive:
                 # An extended header may say so; tarfile would go backwards.
                 if member.size < 0:
@@ -68,14 +65,12 @@ def members(file: ReadableFile) -> list[Member]:
                 if not member.isreg():
                     end = member.offset_data
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise BadRecord(
-            file.path, end, f"no tar archive, damaged or cut short ({error})"
-        ) from error
-    except OSError as error:
-        raise BadRecord(file.path, end, f"the file cannot be read ({error})") from error
+        raise BadRecord(path, end, f"no tar archive, damaged or cut short ({error})") from error
     # tarfile takes a damaged header or a missing end for the end of the archive.
-    if file.size < end + _BLOCK or any(file.read(end, _BLOCK)):
+    stream.seek(end)
+    block = stream.read(_BLOCK)
+    if len(block) < _BLOCK or any(block):
         raise BadRecord(
-            file.path, end, "the archive has no end mark here: it is damaged or was cut short"
+            path, end, "the archive has no end mark here: it is damaged or was cut short"
         )
     return found

@@ -67,7 +67,9 @@ def open_text(
     )
     tokenizer = load_tokenizer(tokenizer_path, tokenizer_type)
     decisive = {
-        "files": [[storage.absolute(file), *storage.version(file)] for file in files],
+        "files": [
+            [storage.absolute(path), size, tag] for path, size, tag in storage.file_infos(files)
+        ],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
         "text_field": text_field,

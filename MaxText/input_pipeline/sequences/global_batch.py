@@ -6,24 +6,19 @@ Legend: B rows, T tokens of a window.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.sequences.exclusions import NO_HOLES, Holes
 from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.sequences.mixture import Rows
-
-# Name of a batch's entry that lists the records that could not be read, as BadRecord each.
-BAD = "bad_records"
+from MaxText.input_pipeline.sequences.order import Rows
 
 
-class RowBatches:
-    """Batches of the rows of a run, one step at a time.
+class GlobalBatch:
+    """This host's share of the batches of a run, one step at a time.
 
     Rows past the end of the data have weight 0 everywhere: the last batch is filled with them.
 
@@ -31,9 +26,6 @@ class RowBatches:
       plan: samples of each step.
       holes: samples of the data that are left out, from `first_sample` on.
       first_step, first_sample: see begin_at.
-      skip_bad: whether rows may be left without weight.
-      given_up: files of which nobody waits any more that they can be read again.
-      step_given_up: step at which that holds for all files; None for none.
     """
 
     def __init__(
@@ -45,7 +37,6 @@ class RowBatches:
         num_steps: int = sys.maxsize,
         masked: MaskedLanguageModel | None = None,
         seed: int = 0,
-        skip_bad: bool = False,
         largest_id: int | None = None,
         holes: Holes = NO_HOLES,
     ):
@@ -58,22 +49,17 @@ class RowBatches:
           num_steps: steps at most.
           masked: hides tokens; None leaves rows as they are.
           seed: of what is hidden.
-          skip_bad: whether a row that cannot be read, and will not be later, becomes one without
-            weight.
           largest_id: ids above it are refused; None where no id can be.
           holes: samples that are left out.
         """
         self.plan = plan
         self.holes = holes
-        self.given_up: frozenset[str] = frozenset()
-        self.step_given_up: int | None = None
         self.begin_at(0, 0)
         self._rows = rows
         self._process = process_index, process_count
         self._limit = num_steps
         self._masked = masked
         self._seed = seed
-        self.skip_bad = skip_bad
         self._largest_id = largest_id
 
     def begin_at(self, step: int, sample: int, passed: Holes = NO_HOLES) -> None:
@@ -131,24 +117,16 @@ class RowBatches:
         samples = self.plan.samples_before(self.first_step) + left
         return max(0, min(self._limit, self.plan.steps_for(samples)))
 
-    def __getitem__(self, step: int) -> dict[str, Any]:
-        """The batch of a step: arrays by name, and under BAD the records it could not read.
+    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of a step: arrays by name.
 
         Raises:
-          BadRecord: a record cannot be read; with `skip_bad` only one that a later read may find.
-          UserError: an id is too large, or a file cannot be read.
+          UnreadableFile: a file cannot be read.
+          UserError: an id is too large.
         """
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
-        bad: list[BadRecord] = []
-
-        def note(problem: BadRecord) -> None:
-            gone = problem.path in self.given_up or step == self.step_given_up
-            if problem.may_heal and not gone:
-                raise problem
-            bad.append(problem)
-
-        arrays: dict[str, Any] = self._rows.read(rows_B, note if self.skip_bad else None)
+        arrays = self._rows.read(rows_B)
         if self._largest_id is not None:
             # Labels are targets that need not occur among the tokens.
             ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
@@ -158,8 +136,6 @@ class RowBatches:
             arrays = self._masked.apply(arrays, rows_B, self._seed, self.plan.window)
         if stage.length != self.plan.window:
             arrays = fold(arrays, stage.length)
-        if bad:
-            arrays[BAD] = tuple(bad)
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
@@ -190,45 +166,3 @@ def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]
         begun = np.where(segments == segments[:, :1], positions[:, :1], 0)
         folded["positions"] = np.where(segments > 0, positions - begun, 0)
     return folded
-
-
-class BadRecords:
-    """Counts the records that were skipped and ends the run when there are too many.
-
-    A record that is met again, in the next epoch or evaluation, counts once.
-    """
-
-    def __init__(self, limit: int, show: Callable[[str], None]):
-        """Args: `limit`: records after which it raises; `show`: takes a line for each."""
-        self._limit = limit
-        self._show = show
-        self._seen: set[str] = set()
-        self._news: list[str] = []
-
-    def take(self, arrays: dict[str, Any]) -> None:
-        """Notes what a batch could not read.
-
-        Raises:
-          UserError: the limit is reached.
-        """
-        for message in map(str, arrays.pop(BAD, ())):
-            if message in self._seen:
-                continue
-            self._seen.add(message)
-            self._news.append(message)
-            self._show(f"Skipped a record ({self.count} so far): {message}")
-            if self.count >= self._limit:
-                raise UserError(
-                    f"{self.count} records could not be read, and max_bad_records={self._limit}. "
-                    f"The last one: {message}. Mend the files, or raise the limit."
-                )
-
-    @property
-    def count(self) -> int:
-        """Different records so far."""
-        return len(self._seen)
-
-    def drain(self) -> list[str]:
-        """What was noted since the last call: file, place and reason of each record."""
-        news, self._news = self._news, []
-        return news

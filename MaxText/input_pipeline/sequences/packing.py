@@ -3,28 +3,22 @@
 Legend: T tokens of a window, I items, R rows, G groups.
 """
 
-import hashlib
-import shutil
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from MaxText.errors import UserError
+from MaxText.input_pipeline.array_cache import cached_arrays
 from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
-from MaxText.input_pipeline.token_store.token_data import TokenData, boundaries_digest
+from MaxText.input_pipeline.token_store.store import TokenData
 
 # Documents are packed in groups of this many that follow each other, so that a row's documents lie
 # near each other in the files, all groups are planned at once by array operations, and few rows
 # (the last of each group) stay partly empty.
 GROUP = 1024
 
-# Groups planned at a time: bounds the table of free places to some 50 MB.
-_GROUPS_AT_A_TIME = 4096
-
-# Plans of more items than this are kept on disk: at 3 million items a second they cost more than
-# a start should.
-_KEPT_FROM = 2**20
+# Documents planned at a time, in whole groups: bounds the memory to some 200 MB.
+_BLOCK = 1024 * GROUP
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
@@ -57,9 +51,6 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
     return rows_GI
 
 
-_FILES = ("starts.npy", "first_item.npy")
-
-
 class PackedDocuments(Windows):
     """Rows of several whole documents; those longer than T give full windows and a last piece.
 
@@ -72,21 +63,21 @@ class PackedDocuments(Windows):
     def __init__(self, data: TokenData, cutting: Cutting, best_fit: bool, cache_dir: Path):
         super().__init__(data, cutting)
         self._best_fit = best_fit
-        self._starts_I, self._first_item_R = self._load_or_plan(cache_dir)
+        offsets = data.store.document_offsets
+        self._plan = cached_arrays(
+            cache_dir,
+            "packing2",
+            f"{data.fingerprint} {self.length} {best_fit} {GROUP}",
+            lambda: plan_rows(offsets, self.length, best_fit),
+        )
 
-    def _load_or_plan(self, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-        offsets = self.data.stream.document_offsets
-        # A plan depends on these alone; data of one fingerprint could differ in them.
-        name = f"{boundaries_digest(offsets)} {self.length} {self._best_fit} {GROUP}"
-        folder = cache_dir / f"packing-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        try:
-            starts, first_item = (np.load(folder / file, mmap_mode="r") for file in _FILES)
-            return starts, first_item
-        except (OSError, EOFError, ValueError):  # not there, or damaged
-            plan = _plan(offsets, self.length, self._best_fit)
-        if len(plan[0]) >= _KEPT_FROM:
-            _keep(folder, plan)
-        return plan
+    @property
+    def _starts_I(self) -> np.ndarray:
+        return self._plan["starts"]
+
+    @property
+    def _first_item_R(self) -> np.ndarray:
+        return self._plan["first_item"]
 
     @property
     def description(self) -> str:
@@ -103,7 +94,7 @@ class PackedDocuments(Windows):
         begin_P = np.cumsum(counts) - counts
         items_P = np.arange(len(row_P)) + np.repeat(first - begin_P, counts)
         starts_P = np.asarray(self._starts_I[items_P])
-        offsets = self.data.stream.document_offsets
+        offsets = self.data.store.document_offsets
         documents_P = np.searchsorted(offsets, starts_P, side="right")
         stops_P = np.minimum(starts_P + self.length + 1, offsets[documents_P])
         filled_P = np.cumsum(stops_P - starts_P - 1)
@@ -115,64 +106,55 @@ class PackedDocuments(Windows):
         # Groups cross files; a row belongs to the file of its first item.
         starts_R = np.asarray(self._starts_I[self._first_item_R[:-1]])
         return np.searchsorted(
-            np.maximum.accumulate(starts_R), self.data.stream.document_offsets[documents]
+            np.maximum.accumulate(starts_R), self.data.store.document_offsets[documents]
         )
 
 
-def _keep(folder: Path, plan: tuple[np.ndarray, np.ndarray]) -> None:
-    """Writes a plan beside its place and renames it there; one that is there already is kept."""
-    building = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        for file, array in zip(_FILES, plan, strict=True):
-            np.save(building / file, array)
-        try:
-            building.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was faster
-                raise
-    except OSError as error:
-        raise UserError(
-            f"data_cache_dir={folder.parent} cannot be written ({error.strerror or error}). Set "
-            "data_cache_dir to a folder on a disk with room."
-        ) from error
-    finally:
-        if building is not None:
-            shutil.rmtree(building, ignore_errors=True)
+def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Blocks of `starts`, first token of each item by row, and `first_item` of each row, and end.
+
+    Args:
+      offsets: int64 [D + 1], first token of each document, then the end.
+      length: T.
+      best_fit: best fit, or first fit.
+    """
+    begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
+    for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
+        block = np.asarray(offsets[first : first + _BLOCK + 1])
+        new = np.diff(block) - 1
+        begins = np.concatenate([begins, block[:-1][new > 0]])
+        sizes = np.concatenate([sizes, new[new > 0]])
+        is_last = first + _BLOCK >= len(offsets) - 1
+        count = len(sizes) if is_last else len(sizes) // GROUP * GROUP
+        starts, first_item = _plan_groups(begins[:count], sizes[:count], length, best_fit)
+        yield {"starts": starts, "first_item": first_item + num_items}
+        num_items += len(starts)
+        begins, sizes = begins[count:], sizes[count:]
+    yield {"starts": np.empty(0, np.int64), "first_item": np.array([num_items])}
 
 
-def _plan(offsets: np.ndarray, length: int, best_fit: bool) -> tuple[np.ndarray, np.ndarray]:
-    """First token of each item, by row, and the first item of each row and the end."""
-    sizes = np.diff(offsets) - 1
-    documents = np.flatnonzero(sizes > 0)
-    sizes = sizes[documents]
-    full = sizes // length
-    rest = sizes - full * length
-    num_groups = -(-len(documents) // GROUP)
-    rows_I = np.zeros(num_groups * GROUP, np.int64)
-    rest_I = np.zeros(num_groups * GROUP, np.int32)
-    rest_I[: len(rest)] = rest
-    for begin in range(0, num_groups, _GROUPS_AT_A_TIME):
-        end = min(begin + _GROUPS_AT_A_TIME, num_groups)
-        sizes_GI = rest_I[begin * GROUP : end * GROUP].reshape(end - begin, GROUP)
-        rows_GI = pack_group_rows(sizes_GI, length, best_fit).astype(np.int64)
-        rows_I[begin * GROUP : end * GROUP] = (
-            rows_GI + (np.arange(begin, end) * GROUP)[:, None]
-        ).reshape(-1)
-    short = np.flatnonzero(rest)
+def _plan_groups(
+    begins_D: np.ndarray, sizes_D: np.ndarray, length: int, best_fit: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The items of whole groups of documents by row, and the first item of each row."""
+    full_D = sizes_D // length
+    rest_D = sizes_D - full_D * length
+    num_groups = -(-len(sizes_D) // GROUP)
+    rest_GI = np.zeros((num_groups, GROUP), np.int32)
+    rest_GI.reshape(-1)[: len(rest_D)] = rest_D
+    row_D = pack_group_rows(rest_GI, length, best_fit).reshape(-1)
+    short = np.flatnonzero(rest_D)
     # Order: by group, first the packed rows, then the full windows of its documents.
-    full_documents = np.repeat(np.arange(len(documents)), full)
-    number = np.arange(len(full_documents)) - np.repeat(np.cumsum(full) - full, full)
-    begins = np.asarray(offsets[documents])
+    full = np.repeat(np.arange(len(sizes_D)), full_D)
+    number = np.arange(len(full)) - np.repeat(np.cumsum(full_D) - full_D, full_D)
     starts = np.concatenate(
-        [begins[short] + full[short] * length, begins[full_documents] + number * length]
+        [begins_D[short] + full_D[short] * length, begins_D[full] + number * length]
     )
     # Packed rows have numbers below GROUP within their group, full windows come after them.
-    group = np.concatenate([short // GROUP, full_documents // GROUP])
-    row = np.concatenate([rows_I[short] % GROUP, GROUP + np.arange(len(full_documents))])
+    group = np.concatenate([short // GROUP, full // GROUP])
+    row = np.concatenate([row_D[short], GROUP + np.arange(len(full))])
     order = np.lexsort((row, group))
     group, row, starts = group[order], row[order], starts[order]
     new_row = np.ones(len(starts), bool)
     new_row[1:] = (row[1:] != row[:-1]) | (group[1:] != group[:-1])
-    return starts, np.append(np.flatnonzero(new_row), len(starts))
+    return starts, np.flatnonzero(new_row)

@@ -7,13 +7,10 @@ target counts exactly once.
 Legend: T tokens of a window, S stride, I windows, P pieces of some rows, R rows.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
-from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
-from MaxText.input_pipeline.token_store.token_data import TokenData
+from MaxText.input_pipeline.token_store.store import TokenData
 
 
 class SlidingWindows(Windows):
@@ -36,7 +33,7 @@ class SlidingWindows(Windows):
         assert data.labels is None
         super().__init__(data, cutting)
         self._stride = stride
-        offsets = np.asarray(data.stream.document_offsets)
+        offsets = np.asarray(data.store.document_offsets)
         if cutting.attend_across_documents:
             offsets = offsets[[0, -1]]
         self._start_I, self._stop_I, self._context_I = _windows(offsets, cutting.length, stride)
@@ -62,20 +59,9 @@ class SlidingWindows(Windows):
         before_P = filled_P[np.searchsorted(rows_P, rows_P)]
         return Spans(rows_P, filled_P - before_P, starts_P, stops_P)
 
-    def read(
-        self,
-        windows: np.ndarray,
-        draws: np.ndarray,
-        on_bad: Callable[[BadRecord], None] | None = None,
-    ) -> dict[str, np.ndarray]:
-        """See Windows; targets that another window counts have weight 0."""
-        rows = super().read(windows, draws, on_bad)
-        spans = self.spans(windows, draws)
-        context_P = self._context_I[self._pieces(windows)[1]]
-        pieces = zip(spans.row_P.tolist(), spans.place_P.tolist(), context_P.tolist(), strict=True)
-        for row, place, context in pieces:
-            rows["weights"][row, place : place + context] = 0
-        return rows
+    def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
+        """See Windows: targets that another window counts."""
+        return self._context_I[self._pieces(windows)[1]]
 
     def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64 [P] each: the row of the batch that a piece belongs to, and which window it is."""
@@ -87,10 +73,10 @@ class SlidingWindows(Windows):
         return np.repeat(rows, counts), pieces_P
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        offsets = np.asarray(self.data.stream.document_offsets[documents])
+        offsets = np.asarray(self.data.store.document_offsets[documents])
         begins_R = self._start_I[self._first_R[:-1]]
         inside = np.searchsorted(begins_R, offsets, side="right") - 1
-        return np.where(offsets >= len(self.data.stream), len(self), np.maximum(inside, 0))
+        return np.where(offsets >= len(self.data.store), len(self), np.maximum(inside, 0))
 
 
 def _windows(

@@ -12,7 +12,7 @@ TRAIN_STREAM, EVAL_STREAM = 0, 1
 
 
 class SyntheticRows:
-    """Rows of uniformly random ids, each a pure function of (seed, row), see mixture.Rows.
+    """Rows of uniformly random ids, each a pure function of (seed, row), see order.Rows.
 
     Every place counts, and rows are single documents: no positions, no segments.
     """
@@ -34,7 +34,7 @@ class SyntheticRows:
         self._seed = seed % 2**64
         self._stream = stream
 
-    def read(self, rows: np.ndarray, on_bad: object = None) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays [B, T]: int32 `tokens` and `targets`, float32 `weights` of ones."""
         ids = np.empty((len(rows), self._length + 1), np.int32)
         for index, row in enumerate(rows.tolist()):

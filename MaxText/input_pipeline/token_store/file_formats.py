@@ -5,7 +5,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.input_pipeline.storage import names_below, open_stream
+from MaxText.input_pipeline.storage import FileInfo, names_below, open_stream
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
@@ -32,7 +32,9 @@ _MAGIC = {
 }
 
 
-def choose_kind(files: list[str], kind: str, key: str, location: str) -> tuple[str, list[str]]:
+def choose_format(
+    files: list[FileInfo], kind: str, key: str, location: str
+) -> tuple[str, list[FileInfo]]:
     """The format of the files of a location, and those of them that have it.
 
     Args:
@@ -48,23 +50,23 @@ def choose_kind(files: list[str], kind: str, key: str, location: str) -> tuple[s
       UserError: none is known, several are there, or `kind` is not that of the first file.
     """
     if kind != "auto":
-        named = [file for file in files if _kind_by_name(file) == kind]
-        _check_said(kind, (named or files)[0], key, location)
+        named = [file for file in files if _kind_by_name(file.path) == kind]
+        _check_said(kind, (named or files)[0].path, key, location)
         return kind, named or files
-    by_kind: dict[str, list[str]] = {}
+    by_kind: dict[str, list[FileInfo]] = {}
     for file in files:
-        by_kind.setdefault(_kind_by_name(file), []).append(file)
+        by_kind.setdefault(_kind_by_name(file.path), []).append(file)
     beside, nameless = by_kind.pop("beside", []), by_kind.pop("", [])
     # Some programs write records without an ending.
     for file in nameless or ([] if by_kind else beside):
-        by_kind.setdefault(_kind_by_content(file), []).append(file)
+        by_kind.setdefault(_kind_by_content(file.path), []).append(file)
     by_kind.pop("", None)
     if len(by_kind) > 1:
         by_kind.pop("text", None)  # a README.txt beside records
     if len(by_kind) == 1:
         return by_kind.popitem()
     found = ", ".join(
-        f"{len(members)} {kind} ({Path(members[0]).name})" for kind, members in by_kind.items()
+        f"{len(members)} {kind} ({Path(members[0].path).name})" for kind, members in by_kind.items()
     )
     if by_kind:
         raise UserError(
@@ -72,7 +74,7 @@ def choose_kind(files: list[str], kind: str, key: str, location: str) -> tuple[s
             "grain_file_type to the one to read, or give a pattern that matches only these."
         )
     raise UserError(
-        f"{key}={location}: {files[0]} is of no known format. Accepted: "
+        f"{key}={location}: {files[0].path} is of no known format. Accepted: "
         f"{ACCEPTED}. If its name hides what it is, set grain_file_type."
     )
 
@@ -133,8 +135,8 @@ def _first_bytes(file: str) -> bytes:
 
 
 def choose_split(
-    files: list[str], evaluation: str, for_training: bool, key: str, location: str
-) -> list[str]:
+    files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
+) -> list[FileInfo]:
     """The files to train or to evaluate on, by their names below the folder they share.
 
     Args:
@@ -147,9 +149,8 @@ def choose_split(
     Raises:
       UserError: none is left.
     """
-    named = [
-        file for file, name in zip(files, names_below(files), strict=True) if evaluation in name
-    ]
+    names = names_below([file.path for file in files])
+    named = [file for file, name in zip(files, names, strict=True) if evaluation in name]
     if for_training:
         left = [file for file in files if file not in set(named)]
         if not left:
@@ -162,8 +163,8 @@ def choose_split(
     if not named:
         raise UserError(
             f"{key}={location}: no file has eval_split={evaluation} in its name "
-            f"(for example {Path(files[0]).name}), so there is none to evaluate on. Name files in "
-            "grain_eval_files, set eval_split, or, where train.py is to evaluate, switch that off "
-            "(eval_interval=-1)."
+            f"(for example {Path(files[0].path).name}), so there is none to evaluate on. Name "
+            "files in grain_eval_files, set eval_split, or, where train.py is to evaluate, switch "
+            "that off (eval_interval=-1)."
         )
     return named

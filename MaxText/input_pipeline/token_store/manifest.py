@@ -25,7 +25,7 @@ import pydantic
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_errors import UnreadableFile
-from MaxText.input_pipeline.storage import is_file, status_of
+from MaxText.input_pipeline.storage import FileInfo, file_infos, path_type
 
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -212,9 +212,9 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
     folder = Path(dataset_path).expanduser()
     file = folder / name
     try:
-        if status_of(folder) is None:
+        if not path_type(folder):
             raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
-        if not is_file(file):
+        if path_type(file) != "file":
             raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]
@@ -226,21 +226,24 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
         return Manifest.model_validate(entries)
     except UserError:
         raise
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = str(error).replace("\n", " ")
-        raise UserError(
-            f"{file} is damaged ({type(error).__name__}: {reason}). Copy it again, or delete the "
-            "folder and prepare it again."
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(file, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
-    """The error of a file that the system does not let us read."""
-    return UnreadableFile(
-        f"{path} cannot be read ({error.strerror or error}). Check that you may read it and the "
-        "folders above it."
+def damaged(path: Path | str, error: Exception) -> UserError:
+    """The error of a file of a data set that cannot be read, or not be understood."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):
+        return UnreadableFile(
+            f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
+            "the folders above it, or copy the data set again.",
+            str(path),
+        )
+    problem = str(error).replace("\n", " ")
+    return UserError(
+        f"{path} is damaged ({type(error).__name__}: {problem}). Copy the data set again, or "
+        "delete the folder and prepare it again."
     )
 
 
@@ -277,40 +280,45 @@ def _can_be_held_out(manifest: Manifest, split: str) -> bool:
     return not manifest.options.get("validation_fraction") or num_documents < 2
 
 
-def check_files(
-    manifest: Manifest, dataset_path: str, split: str, *, records_too: bool = True
-) -> None:
-    """Compares the files of a split with the manifest, by name and size.
-
-    Args:
-      records_too: whether its records are in the folder.
+def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
+    """The token files of a split as they are, after a look at their sizes.
 
     Raises:
-      UserError: a file is missing, has another size or may not be looked at.
+      UserError: one is missing, has another size or may not be looked at.
     """
-    try:
-        _check_files(manifest, dataset_path, split, records_too)
-    except PermissionError as error:
-        raise unreadable(Path(error.filename), error) from error
-
-
-def _check_files(manifest: Manifest, dataset_path: str, split: str, records_too: bool) -> None:
-    folder = Path(dataset_path).expanduser() / split
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."
-    for file in entry.files if records_too else ():
-        path = folder / file.name
-        if not is_file(path):
+    paths = [str(folder / split / file.name) for file in entry.files]
+    for path in [*paths, str(folder / split / OFFSETS_NAME)]:
+        try:
+            found = path_type(path)
+        except OSError as error:
+            raise damaged(path, error) from error
+        if found != "file":
             raise UserError(f"{path} is missing, and {MANIFEST_NAME} lists it. {again}")
-        size = path.stat().st_size
-        if size != file.num_bytes:
+    infos = file_infos(paths)
+    for file, known in zip(infos, entry.files, strict=True):
+        if file.size != known.num_bytes:
             raise UserError(
-                f"{path} has {size} bytes, and {MANIFEST_NAME} says {file.num_bytes}: it was cut "
-                f"short or changed. {again}"
+                f"{file.path} has {file.size} bytes, and {MANIFEST_NAME} says {known.num_bytes}: "
+                f"it was cut short or changed. {again}"
             )
-    offsets = folder / OFFSETS_NAME
-    if not is_file(offsets):
-        raise UserError(f"{offsets} is missing. {again}")
+    return infos
+
+
+def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
+    """Ids of each file of a split."""
+    counts: list[int] = []
+    for number, file in enumerate(entry.files):
+        num_tokens = file.num_tokens
+        if num_tokens is None:  # schema_version 1
+            is_last = number == len(entry.files) - 1
+            num_tokens = (
+                entry.num_tokens - sum(counts) if is_last else file.num_records * chunk_length
+            )
+        counts.append(num_tokens)
+    assert sum(counts) == entry.num_tokens or not entry.files, counts
+    return counts
 
 
 def describe(manifest: Manifest) -> str:

@@ -1,12 +1,12 @@
 """Opens any token data that can be trained on: what is at a location, and which part of it.
 
-Whether records hold ids or text is told by the first of them.
+Prepared sets of flat files and Megatron data are read in place. Other records are imported into the
+token store at their first use, and text is tokenized then. Whether records hold ids or text is told
+by the first of them.
 """
 
-import contextlib
 import dataclasses
-import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,49 +14,46 @@ import numpy as np
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import Arrays
 from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.formats.array_record_ids import (
-    ArrayRecordIds,
-    open_reader,
-    read_records,
-)
-from MaxText.input_pipeline.formats.decompressed import decompressed_copy
-from MaxText.input_pipeline.formats.table_ids import (
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.token_records import (
     LABELS,
-    Table,
+    ArrayRecordIds,
+    PreparedChunks,
+    RecordFormat,
     TableIds,
-    TableLabels,
+    TarTensors,
+    TFRecordIds,
     is_list_of_integers,
     labels_are_ids,
+    raw_array_records,
+    raw_tfrecords,
+    table_schema,
 )
-from MaxText.input_pipeline.formats.tar_tensors import TarTensors
-from MaxText.input_pipeline.formats.tfrecord_ids import TFRecordIds
-from MaxText.input_pipeline.local_copies import copied_data_set, local_copies
-from MaxText.input_pipeline.storage import (
-    Blocks,
-    fingerprint,
-    is_file,
-    is_there,
-    is_url,
-    list_files,
-    local_path,
-    open_file,
-    open_stream,
-    status_of,
-)
-from MaxText.input_pipeline.token_store.file_formats import choose_kind, choose_split
+from MaxText.input_pipeline.local_copies import copies_folder, copy_files
+from MaxText.input_pipeline.storage import FileInfo, is_url, local_path
+from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
+from MaxText.input_pipeline.token_store.import_records import Imported, import_records, records_of
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
+    Manifest,
+    check_files,
     describe,
     find_split,
     read_manifest,
 )
-from MaxText.input_pipeline.token_store.megatron_data import open_megatron
-from MaxText.input_pipeline.token_store.record_index import RecordFormat, is_rows, open_index
-from MaxText.input_pipeline.token_store.record_stream import RecordStream
-from MaxText.input_pipeline.token_store.token_data import TokenData, boundaries_digest
-from MaxText.input_pipeline.token_store.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.megatron import open_megatron
+from MaxText.input_pipeline.token_store.store import (
+    Origins,
+    TokenData,
+    TokenStore,
+    boundaries_digest,
+    load_offsets,
+    open_flat,
+    record_length,
+)
 from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
 
 # Features and columns that hold ids where tokens_field does not say.
@@ -117,37 +114,33 @@ def open_token_data(
         if for_training:
             _check_unused(request, tokens)
         return tokens
-    files = _find(request)
-    kind, files = choose_kind(files, kind, key, location)
+    kind, files = choose_format(_find(request), kind, key, location)
     if for_training or key != "grain_eval_files":
         evaluation = data.eval_split if for_training else split
         files = choose_split(files, evaluation, for_training, key, location)
     tokens = _open_files(request, files, kind)
     if tokens.tokenizer_folder is not None:
         return tokens
+    paths = [file.path for file in files]
     return dataclasses.replace(
-        tokens, tokenizer_folder=tokenizer_beside(files, location, preparation.tokenizer_path)
+        tokens, tokenizer_folder=tokenizer_beside(paths, location, preparation.tokenizer_path)
     )
 
 
-def _open_files(request: _Request, files: list[str], kind: str) -> TokenData:
+def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenData:
     if kind == "megatron":
-        return open_megatron(files, request.key, request.location)
+        return open_megatron(files, request.key, request.location, request.cache_dir)
     if kind == "text":
         return _open_text(request, files)
     if kind in ("parquet", "arrow"):
         return _open_tables(request, files)
     if kind == "webdataset":
         return _open_records(request, files, TarTensors(request.data.tokens_field), kind)
-    if kind == "tfrecord":
-        if _holds_text(request, files, _first_of_tfrecord):
-            return _open_text(request, files)
-        return _open_records(request, files, TFRecordIds(request.fields), kind)
-    assert kind == "arrayrecord", kind
-    copies = local_copies(files, request.cache_dir, request.show)
-    if _holds_text(request, copies, _first_of_array_record):
-        return _open_text(request, copies)
-    return _open_records(request, files, ArrayRecordIds(request.fields), kind, copies)
+    raw = raw_tfrecords if kind == "tfrecord" else raw_array_records
+    if _holds_text(request, files, raw):
+        return _open_text(request, files)
+    format_of = TFRecordIds if kind == "tfrecord" else ArrayRecordIds
+    return _open_records(request, files, format_of(request.fields), kind)
 
 
 def _is_prepared(location: str, key: str) -> bool:
@@ -155,18 +148,15 @@ def _is_prepared(location: str, key: str) -> bool:
         return True  # whose message says how to make one
     if is_url(location):
         # What a web server answers for any name is no proof of a file.
-        return not location.startswith("http") and is_there(_manifest_of(location))
+        manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
+        return not location.startswith("http") and storage.path_type(manifest) == "file"
     try:
-        return is_file(Path(local_path(location)) / MANIFEST_NAME)
+        return storage.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
     except PermissionError as error:
         raise UserError(
             f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
             "and the folders above it."
         ) from error
-
-
-def _manifest_of(url: str) -> str:
-    return f"{url.rstrip('/')}/{MANIFEST_NAME}"
 
 
 def _check_unused(request: _Request, tokens: TokenData) -> None:
@@ -194,17 +184,33 @@ def _check_unused(request: _Request, tokens: TokenData) -> None:
 
 
 def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
-    location, records = request.location, None
+    location = request.location
     if is_url(location):
-        records = location.rstrip("/")
-        folder, manifest = copied_data_set(records, split, request.cache_dir, request.show)
+        folder, manifest, files = _copy_prepared(request, location.rstrip("/"), split)
     else:
-        manifest = read_manifest(location)
+        manifest, files = read_manifest(location), None
         folder = Path(local_path(location))
     entry = find_split(manifest, location, split, split_key)
-    stream = TokenStream(str(folder), manifest, split, records)
+    if manifest.format == "bin":
+        store = open_flat(folder, manifest, split, files)
+    else:
+        found = check_files(manifest, folder, split) if files is None else files
+        imported = _import(request, found, PreparedChunks(manifest.dtype), skip=False)
+        if sum(imported.num_tokens) != entry.num_tokens:
+            raise UserError(
+                f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
+                f"{MANIFEST_NAME} says {entry.num_tokens}. Copy the data set again."
+            )
+        documents = load_offsets(folder / split, entry.num_documents, entry.num_tokens)
+        store = TokenStore(
+            imported.files(),
+            imported.num_tokens,
+            imported.dtype,
+            documents,
+            Origins(folder / split, entry.num_documents),
+        )
     return TokenData(
-        stream=stream,
+        store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
         filler_id=manifest.filler_id,
@@ -214,61 +220,58 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
         vocab_size=manifest.tokenizer.vocab_size,
         largest_id=entry.largest_id,
         unigram_entropy=entry.unigram_entropy,
-        file_of_document=stream.file_of_document,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
     )
 
 
-def _find(request: _Request) -> list[str]:
+def _copy_prepared(
+    request: _Request, url: str, split: str
+) -> tuple[Path, Manifest, list[FileInfo] | None]:
+    """A copy of all of a remote data set but its token files, and these."""
+    with storage.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
+        content = stream.read()
+    folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
+    copy_files(storage.files_in(url), folder)
+    manifest = read_manifest(str(folder))
+    if split not in manifest.splits:
+        return folder, manifest, None
+    found = {file.path.rsplit("/", 1)[-1]: file for file in storage.files_in(f"{url}/{split}")}
+    names = [file.name for file in manifest.splits[split].files]
+    copy_files([file for name, file in found.items() if name not in names], folder / split)
+    if missing := [name for name in names if name not in found]:
+        raise UserError(
+            f"{url}/{split}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data "
+            "set again."
+        )
+    return folder, manifest, [found[name] for name in names]
+
+
+def _find(request: _Request) -> list[FileInfo]:
     """All files of the location; a Megatron prefix stands for its .bin and .idx."""
     location = request.location
     if not location.startswith("@") and not is_url(location):
         path = local_path(location)
-        with contextlib.suppress(PermissionError):  # which list_files puts into words
-            if status_of(path) is None and status_of(f"{path}.idx") is not None:
-                location = f"{location}.idx"
-    return list_files(location, request.key)
-
-
-def _plain(request: _Request, file: str) -> str:
-    if file.endswith((".gz", ".tgz")):
-        return decompressed_copy(file, request.cache_dir, request.show)
-    return file
-
-
-def _first_of_tfrecord(file: str) -> bytes | None:
-    if file.endswith(".gz"):
         try:
-            with open_stream(file) as stream, gzip.open(stream) as contents:
-                return next(tfrecord.read_records(file, contents), None)
-        except OSError as error:
-            reason = f"the file cannot be read ({error.strerror or error})"
-            raise BadRecord(file, 0, reason) from error
-    blocks = Blocks(open_file(file))
-    for offset, length in tfrecord.payloads(blocks, file):
-        # A damaged record says nothing about the others; the index finds it.
-        with contextlib.suppress(BadRecord):
-            stored = blocks[offset : offset + length + tfrecord.FOOTER_BYTES]
-            return tfrecord.check(stored, file, offset)
-    return None
-
-
-def _first_of_array_record(file: str) -> bytes | None:
-    reader = open_reader(file)
-    for number in range(reader.num_records()):
-        with contextlib.suppress(BadRecord):
-            return read_records(reader, file, [number])[0]
-    return None
+            if not storage.path_type(path) and storage.path_type(f"{path}.idx"):
+                location = f"{location}.idx"
+        except PermissionError:
+            pass  # which list_files puts into words
+    return storage.list_files(location, request.key)
 
 
 def _holds_text(
-    request: _Request, files: list[str], first_record: Callable[[str], bytes | None]
+    request: _Request,
+    files: list[FileInfo],
+    raw: Callable[[FileInfo], Iterable[bytes | BadRecord | tuple[int, bytes | BadRecord]]],
 ) -> bool:
     """Whether records are text: plain, or a feature of bytes named text_field."""
     text_field = request.preparation.text_field
     for file in files:
-        record = first_record(file)
+        # A damaged record says nothing about the others; the import finds it.
+        records = records_of(file, raw)
+        found = (record[1] if isinstance(record, tuple) else record for record in records)
+        record = next((record for record in found if isinstance(record, bytes)), None)
         if record is None:
             continue
         try:
@@ -277,16 +280,16 @@ def _holds_text(
             if _is_text(record):
                 return True
             raise UserError(
-                f"{file}: its first record is neither a tf.train.Example nor UTF-8 text ({error}). "
-                "Name files of token ids or of text."
+                f"{file.path}: its first record is neither a tf.train.Example nor UTF-8 text "
+                f"({error}). Name files of token ids or of text."
             ) from error
         if any(isinstance(features.get(name), np.ndarray) for name in request.fields):
             return False
         if isinstance(features.get(text_field), list):
             return True
         raise UserError(
-            f"{file}: its records have no integer feature {' or '.join(request.fields)} and no "
-            f"text in {text_field} (features there: {tf_example.describe(record)}). Set "
+            f"{file.path}: its records have no integer feature {' or '.join(request.fields)} and "
+            f"no text in {text_field} (features there: {tf_example.describe(record)}). Set "
             "tokens_field, or text_field for text, to one of them."
         )
     return False
@@ -299,95 +302,102 @@ def _is_text(record: bytes) -> bool:
         return False
 
 
-def _open_tables(request: _Request, files: list[str]) -> TokenData:
-    first = Table(files[0])
-    names = list(first.schema.names)
+def _open_tables(request: _Request, files: list[FileInfo]) -> TokenData:
+    schema = table_schema(files[0])
+    names = list(schema.names)
     for name in request.fields:
-        if name in names and is_list_of_integers(first.schema.field(name).type):
+        if name in names and is_list_of_integers(schema.field(name).type):
             break
     else:
         text_field = request.preparation.text_field
-        if text_field in names and "string" in str(first.schema.field(text_field).type):
+        if text_field in names and "string" in str(schema.field(text_field).type):
             return _open_text(request, files)
-        there = ", ".join(f"{field.name} ({field.type})" for field in first.schema)
+        there = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise UserError(
-            f"{files[0]} has no column of lists of integers named {' or '.join(request.fields)} "
-            f"and no text in {text_field} (columns there: {there}). Set tokens_field, or "
-            "text_field for text, to one of them."
+            f"{files[0].path} has no column of lists of integers named "
+            f"{' or '.join(request.fields)} and no text in {text_field} (columns there: {there}). "
+            "Set tokens_field, or text_field for text, to one of them."
         )
-    tokens = _open_records(request, files, TableIds(name, names), "table")
-    if LABELS not in names or not is_list_of_integers(first.schema.field(LABELS).type):
-        return tokens
+    if LABELS not in names or not is_list_of_integers(schema.field(LABELS).type):
+        return _open_records(request, files, TableIds(name, names), "table")
     if request.data.records_eos_id >= 0:
         raise UserError(
-            f"records_eos_id={request.data.records_eos_id}: {files[0]} has labels, which a further "
-            "token would not fit. Leave records_eos_id=-1."
+            f"records_eos_id={request.data.records_eos_id}: {files[0].path} has labels, which a "
+            "further token would not fit. Leave records_eos_id=-1."
         )
-    assert isinstance(tokens.stream, RecordStream)
-    labels = TableLabels(name, names, labels_are_ids(first, name))
-    return TokenData(
-        stream=tokens.stream,
-        description=f"{tokens.description}, with labels",
-        fingerprint=tokens.fingerprint,
-        filler_id=tokens.filler_id,
-        eos_id=tokens.eos_id,
-        rows=tokens.rows,
-        labels=RecordStream(tokens.stream.index, labels),
-        file_of_document=tokens.file_of_document,
+    shift = labels_are_ids(files[0], name)
+    return _open_records(request, files, TableIds(name, names, shift), "table")
+
+
+def _import(
+    request: _Request, files: Sequence[FileInfo], record_format: RecordFormat, skip: bool
+) -> Imported:
+    prepared = isinstance(record_format, PreparedChunks)
+    return import_records(
+        files,
+        record_format,
+        eos_id=-1 if prepared else request.data.records_eos_id,
+        cache_dir=request.cache_dir,
+        skip=skip,
+        max_bad_records=request.data.max_bad_records,
+        show=request.show,
     )
 
 
 def _open_records(
-    request: _Request,
-    files: list[str],
-    record_format: RecordFormat,
-    kind: str,
-    copies: list[str] | None = None,
+    request: _Request, files: list[FileInfo], record_format: RecordFormat, kind: str
 ) -> TokenData:
-    """Opens records, of the copies of the files where some cannot be read in place."""
-    skip = request.data.on_bad_record == "skip"
-    plain = [_plain(request, file) for file in copies or files]
-    index = open_index(plain, record_format, request.cache_dir, request.show, skip)
+    """Imports records and opens the import."""
+    imported = _import(request, files, record_format, request.data.on_bad_record == "skip")
     eos_id = request.data.records_eos_id
-    stream = RecordStream(index, record_format, eos_id)
-    sizes = np.diff(index.document_offsets)
-    if sizes.size == 0 or len(stream) == 0:
+    documents = Arrays(imported.folder)
+    offsets = documents["document_offsets"]
+    if offsets.size < 2 or not offsets[-1]:
         raise UserError(
             f"{request.key}={request.location}: {len(files)} {kind} files hold no tokens. Check "
             "that these are the files you mean."
         )
-    rows = is_rows(sizes)
-    description = (
-        f"{len(stream):,} tokens in {sizes.size:,} "
-        + (f"rows of {int(sizes[0]) + (eos_id >= 0):,}" if rows else "documents")
-        + f" of {len(files)} {kind} files at {request.location}"
-    )
+    origins = Origins(imported.folder, offsets.size - 1, "record")
+    store = TokenStore(imported.files(), imported.num_tokens, imported.dtype, documents, origins)
+    labels = None
+    if imported.has_labels:
+        names, dtype = imported.files("labels"), np.dtype("<i4")
+        labels = TokenStore(names, imported.num_tokens, dtype, documents, origins)
+    length = record_length(offsets)
+    what = f"rows of {length:,}" if length else "documents"
+    labelled = ", with labels" if labels else ""
+    # Without what records_eos_id adds, as earlier versions computed it.
+    without = offsets - np.arange(offsets.size) * (eos_id >= 0)
     return TokenData(
-        stream=stream,
-        description=description,
-        # Of the files as they were given: names of decompressed copies depend on their place.
-        fingerprint=fingerprint(
-            files, [repr(record_format), eos_id, boundaries_digest(index.document_offsets)]
+        store=store,
+        description=(
+            f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
+            f"at {request.location}{labelled}"
+        ),
+        fingerprint=storage.fingerprint(
+            files, [repr(record_format), eos_id, boundaries_digest(without)]
         ),
         filler_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
-        rows=rows,
-        file_of_document=index.first_record if len(files) > 1 else None,
+        largest_id=imported.largest_id,
+        record_length=length,
+        labels=labels,
+        skipped=imported.skipped,
     )
 
 
-def _open_text(request: _Request, files: list[str]) -> TokenData:
+def _open_text(request: _Request, files: list[FileInfo]) -> TokenData:
     from MaxText.input_pipeline.preparation.text_cache import open_text
 
     preparation = request.preparation
     if not preparation.tokenizer_path:
         raise UserError(
-            f"{request.key}={request.location}: {Path(files[0]).name} holds text, and "
+            f"{request.key}={request.location}: {Path(files[0].path).name} holds text, and "
             "tokenizer_path is not set. Set it to the tokenizer of the model, or name records of "
             "token ids."
         )
     folder = open_text(
-        files,
+        [file.path for file in files],
         tokenizer_path=preparation.tokenizer_path,
         tokenizer_type=preparation.tokenizer_type,
         text_field=preparation.text_field,

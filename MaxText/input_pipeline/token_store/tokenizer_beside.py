@@ -12,7 +12,7 @@ from MaxText.input_pipeline.storage import is_url, local_path
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json
-from MaxText.input_pipeline.transient import may_pass
+from MaxText.input_pipeline.transient import is_transient
 
 _SINGLE_FILES = re.compile(
     rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
@@ -51,7 +51,7 @@ def _has_tokenizer(folder: Path) -> bool:
     try:
         names = set(os.listdir(folder))
     except OSError as error:
-        if may_pass(error, remote=False):
+        if is_transient(error, remote=False):
             raise
         return False
     if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):

@@ -9,10 +9,8 @@ from MaxText.configuration.training_sections import Batch
 from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
 from MaxText.input_pipeline.sequences.exclusions import Holes
 from MaxText.input_pipeline.sequences.global_batch import fold
-from MaxText.input_pipeline.sequences.mixture import Mixture, Source
-from MaxText.input_pipeline.sequences.order import WindowOrder
-from MaxText.input_pipeline.sequences.windows import Cutting, DocumentWindows, PackedWindows
-from tests.input_pipeline.sequences.test_windows import as_data
+from MaxText.input_pipeline.sequences.order import Mixture, OrderedWindows, WindowOrder
+from tests.input_pipeline.sequences.test_windows import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents
 
 
@@ -46,9 +44,9 @@ def test_rows_that_follow_each_other_are_spread_evenly(num_windows):
     assert np.mean(chi_squared) < 18  # 15 degrees of freedom: 15 +- 0.9
 
 
-def source(first_id, num_tokens, cut=PackedWindows):
-    windows = cut(as_data([np.arange(first_id, first_id + num_tokens)]), Cutting(4))
-    return Source(windows, WindowOrder(len(windows), 0, False, -1), seed=0)
+def source(first_id, num_tokens, kind="packed"):
+    windows = cut(kind, as_data([np.arange(first_id, first_id + num_tokens)]), 4)
+    return OrderedWindows(windows, WindowOrder(len(windows), 0, False, -1), seed=0)
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [0.5, 0.2, 0.3], [1, 1, 1, 1], [1e-3, 1]])
@@ -75,7 +73,7 @@ def test_weights_may_differ_by_any_factor():
 
 
 def test_sources_with_and_without_documents_give_one_kind_of_batch():
-    sources = [source(1, 41), source(1001, 81, DocumentWindows)]
+    sources = [source(1, 41), source(1001, 81, "single")]
     mixture = Mixture(sources, [1, 2])
     batch = mixture.read(np.arange(30))
     assert batch["segments"].tolist() == [[1] * 4] * 30
@@ -88,8 +86,8 @@ def test_sources_with_and_without_documents_give_one_kind_of_batch():
 
 def test_first_window_of_each_document():
     data = as_data(numbered_documents([1, 9, 5]))
-    assert DocumentWindows(data, Cutting(4)).first_window(np.arange(4)).tolist() == [0, 0, 2, 3]
-    assert PackedWindows(data, Cutting(4)).first_window(np.arange(4)).tolist() == [0, 0, 2, 4]
+    assert cut("single", data, 4).first_window(np.arange(4)).tolist() == [0, 0, 2, 3]
+    assert cut("packed", data, 4).first_window(np.arange(4)).tolist() == [0, 0, 2, 4]
 
 
 def test_ramp_up_reads_its_samples_in_equal_shares():

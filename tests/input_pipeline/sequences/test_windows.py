@@ -1,13 +1,20 @@
 """Rows cut from a token stream: segments, positions, targets, weights and padding."""
 
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from MaxText.input_pipeline import array_cache
 from MaxText.input_pipeline.sequences import packing
+from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
 from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
-from MaxText.input_pipeline.sequences.mixture import draws
+from MaxText.input_pipeline.sequences.order import OrderedWindows, WindowOrder, random_words
 from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
 from MaxText.input_pipeline.sequences.windows import (
@@ -17,8 +24,7 @@ from MaxText.input_pipeline.sequences.windows import (
     PackedWindows,
     StitchedWindows,
 )
-from MaxText.input_pipeline.token_store.megatron_order import GptNeoxOrder
-from MaxText.input_pipeline.token_store.token_data import TokenData
+from MaxText.input_pipeline.token_store.store import TokenData
 from tests.input_pipeline.small_data import numbered_documents, random_documents
 from tests.refusals import refused
 
@@ -26,40 +32,40 @@ PAD = 0
 
 
 class InMemory:
+    """A token store of a few documents."""
+
     def __init__(self, documents):
         self._tokens = np.concatenate([*documents, np.zeros(0, int)]).astype(np.int32)
         self.document_offsets = np.cumsum([0, *map(len, documents)])
+        self.file_of_document = None
 
     def __len__(self):
         return len(self._tokens)
 
-    def ranges(self, places):
-        return [self._tokens[start:stop].copy() for start, stop in places]
+    def read(self, starts, stops):
+        pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+        return np.concatenate([self._tokens[:0], *(self._tokens[a:b] for a, b in pairs)])
 
     def document_name(self, document):
         return f"document {document}"
 
 
-class Gathering(InMemory):
-    """One that gives whole rows by one call."""
-
-    def gather(self, starts, length):
-        return self._tokens[starts[:, None] + np.arange(length)]
-
-
-def as_data(stream, **facts) -> TokenData:
-    if isinstance(stream, list):
-        stream = InMemory(stream)
-    return TokenData(stream, "", "f", filler_id=PAD, **facts)
+def as_data(documents, **facts) -> TokenData:
+    # The fingerprint is what plans are kept under.
+    digest = hashlib.sha256(repr([document.tolist() for document in documents]).encode())
+    return TokenData(InMemory(documents), "", digest.hexdigest(), filler_id=PAD, **facts)
 
 
-def read(windows, order=None, **arguments):
+def read(windows, order=None, has_documents=None):
     """Arrays of the windows, in stream order by default."""
     order = np.arange(len(windows)) if order is None else np.array(order)
-    return windows.read(order, draws(0, order), **arguments)
+    spans = windows.spans(order, random_words(0, order))
+    part = Piecewise(windows, np.arange(len(order)), spans, windows.without_weight(spans, order))
+    documents = windows.has_documents if has_documents is None else has_documents
+    return fill_rows([part], documents)
 
 
-def cut(kind, data, length, cache_dir=None, stride=1):
+def cut(kind, data, length, cache_dir=Path("unused"), stride=1):
     cutting = Cutting(length, truncate=kind == "truncated")
     if kind in ("first_fit", "best_fit"):
         return PackedDocuments(data, cutting, kind == "best_fit", cache_dir)
@@ -67,7 +73,9 @@ def cut(kind, data, length, cache_dir=None, stride=1):
         return SlidingWindows(data, cutting, stride)
     if kind == "stitched":
         return StitchedWindows(data, cutting, stitch=2, random=True)
-    return (PackedWindows if kind == "packed" else DocumentWindows)(data, cutting)
+    if kind == "packed":
+        return PackedWindows(data, cutting)
+    return DocumentWindows(data, cutting, cache_dir)
 
 
 # Documents of one token have no target, those of two have one.
@@ -76,14 +84,13 @@ KINDS = ("packed", "single", "truncated", "first_fit", "best_fit", "sliding", "s
 
 
 @settings(max_examples=150, deadline=None)
-@given(SIZES, st.sampled_from(KINDS), st.sampled_from((InMemory, Gathering)), st.data())
-def test_each_segment_is_a_part_of_one_document(tmp_path_factory, sizes, kind, stream, data):
+@given(SIZES, st.sampled_from(KINDS), st.data())
+def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
     documents = numbered_documents(sizes)
     length = data.draw(st.integers(1, 16))
-    windows = cut(kind, as_data(stream(documents)), length, tmp_path_factory.getbasetemp(),
-                  data.draw(st.integers(1, length)))  # fmt: skip
-    windows.has_documents = True
-    rows = read(windows)
+    stride = data.draw(st.integers(1, length))
+    windows = cut(kind, as_data(documents), length, stride=stride)
+    rows = read(windows, has_documents=True)
     last = {int(document[-1]) for document in documents if document.size}
     names = ("tokens", "targets", "weights", "segments", "positions")
     for row in range(len(windows)):
@@ -163,14 +170,16 @@ def test_fit_equals_the_plain_algorithm(best):
 
 
 def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_KEPT_FROM", 1)
+    monkeypatch.setattr(array_cache, "_MIN_ITEMS", 1)
     first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
 
     def tokens(documents, cache="cache"):
-        return read(cut("first_fit", as_data(documents), 16, tmp_path / cache))["tokens"]
+        windows = cut("first_fit", as_data(documents), 16, tmp_path / cache)
+        # Another process maps the same files.
+        assert len(pickle.dumps(windows._plan)) < 500
+        return read(windows)["tokens"]
 
     expected = tokens(first)
-    # Data of one fingerprint, as these always are, may differ in their documents.
     assert tokens(second).tolist() != expected.tolist()
     folders = sorted((tmp_path / "cache").iterdir())
     assert len(folders) == 2
@@ -180,9 +189,28 @@ def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
     for folder in folders:
         (folder / "starts.npy").write_bytes(b"")
     np.testing.assert_array_equal(tokens(first), expected)
-    assert sorted((tmp_path / "cache").iterdir()) == folders
+    # What nobody has used for long goes when something is added.
+    os.utime(folders[0], (0, 0))
+    os.utime(folders[1], (0, 0))
+    tokens(random_documents(5, 40, 30))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
     (tmp_path / "file").write_text("")
     refused(r"data_cache_dir=.*file", tokens, first, "file")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.booleans())
+def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
+    offsets = np.cumsum([0, *sizes])
+
+    def plan(block):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "GROUP", 4)
+            patch.setattr(packing, "_BLOCK", block)
+            blocks = list(packing.plan_rows(offsets, 8, best_fit))
+        return [np.concatenate([b[name] for b in blocks]).tolist() for name in blocks[0]]
+
+    assert plan(8) == plan(1000)
 
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
@@ -201,7 +229,8 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
     documents = numbered_documents([10, 12, 9, 7, 3])
     windows = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=True)
     assert len(windows) == 3
-    rows = windows.read(np.zeros(14_000, np.int64), draws(0, np.arange(14_000)))
+    order = OrderedWindows(windows, WindowOrder(3, 0, False, -1), seed=0)
+    rows = order.read(3 * np.arange(14_000))
     # 22 tokens, rows of 8 + 1: begin at 0..13.
     counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
     assert counts.size == 14
@@ -215,14 +244,13 @@ def test_stitched_windows_begin_evenly_in_joined_documents():
 @pytest.mark.parametrize("attend_across", [True, False])
 def test_samples_in_gpt_neox_order_are_documents_laid_end_to_end(attend_across):
     documents = numbered_documents([5, 9, 1, 7, 12])
-    windows = SampleWindows(as_data(documents), Cutting(4, attend_across), seed=1234)
-    order = GptNeoxOrder(np.cumsum([0, 5, 9, 1, 7, 12]), 4, 1234)
-    assert len(windows) == len(order) == 33 // 4
+    windows = SampleWindows(as_data(documents), Cutting(4, attend_across), 1234, Path("unused"))
+    assert len(windows) == 33 // 4
     rows = read(windows)
     ids = np.concatenate(documents)
     first = [document[0] for document in documents]
-    for sample in range(len(order)):
-        row = np.concatenate([ids[start:stop] for start, stop in order.pieces(sample)])
+    for sample in range(len(windows)):
+        row = np.concatenate([ids[start:stop] for start, stop in windows.pieces(sample)])
         assert rows["tokens"][sample].tolist() == row[:-1].tolist()
         assert rows["targets"][sample].tolist() == row[1:].tolist()
         begins = np.isin(row[1:], first) & (not attend_across)
@@ -235,7 +263,7 @@ def test_samples_in_gpt_neox_order_are_documents_laid_end_to_end(attend_across):
 def test_labels_are_the_targets():
     records = [np.array([7, 8, 9, 0]), np.array([5, 6])]
     labels = [np.array([8, -100, 0, -100]), np.array([6, 1])]
-    rows = read(DocumentWindows(as_data(records, labels=InMemory(labels), rows=True), Cutting(4)))
+    rows = read(cut("single", as_data(records, labels=InMemory(labels)), 4))
     assert rows["tokens"].tolist() == [[7, 8, 9, 0], [5, 6, PAD, PAD]]
     assert rows["targets"].tolist() == [[8, 0, 0, 0], [6, 1, PAD, PAD]]
     assert rows["weights"].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import frame
-from MaxText.input_pipeline.token_store.record_index import is_rows
+from MaxText.input_pipeline.token_store.store import record_length
 from tests.input_pipeline.small_data import denying, write_data_set
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
@@ -49,8 +49,8 @@ def test_the_format_is_told_by_name_or_content(tmp_path, opened, name):
         WRITERS[name](tmp_path / folder / name, ids)
         data = opened(tmp_path / folder / name)
         assert tokens_of(data) == np.concatenate(ids).tolist()
-        assert data.stream.document_offsets.tolist() == [0, 3, 17, 32]
-        assert (data.rows, data.labels, data.file_of_document) == (False, None, None)
+        assert data.store.document_offsets.tolist() == [0, 3, 17, 32]
+        assert (data.record_length, data.labels) == (None, None)
         prints.append(data.fingerprint)
     assert prints[0] == prints[1]
     # In a folder, beside what programs leave there.
@@ -82,8 +82,8 @@ def test_the_order_of_the_pile_is_that_of_its_steps(tmp_path, opened):
         token_files.write_tfrecord(tmp_path / f"pile.tfrecord.b{step}", [np.array([step, 1])] * 2)
     data = opened(tmp_path)
     assert tokens_of(data)[::4] == sorted(steps)
-    assert data.rows
-    assert [*data.file_of_document] == [0, 2, 4, 6, 8, 10]
+    assert data.record_length == 2
+    assert [*data.store.file_of_document] == [0, 2, 4, 6, 8, 10]
 
 
 def test_the_split_is_in_names_of_files_or_folders(tmp_path, opened):
@@ -107,15 +107,14 @@ def test_the_split_is_in_names_of_files_or_folders(tmp_path, opened):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows"),
+    ("sizes", "length"),
     [
-        ([], False), ([5], False), ([5, 5], True), ([5, 4], False), ([4, 5], False),
-        ([5, 5, 5], True), ([5, 5, 3], True), ([5, 3, 5], False), ([5, 5, 6], False),
-        ([5, 5, 0], False),
+        ([], None), ([5], None), ([5, 5], 5), ([5, 4], None), ([4, 5], None), ([5, 5, 5], 5),
+        ([5, 5, 3], 5), ([5, 3, 5], None), ([5, 5, 6], None), ([5, 5, 0], None),
     ],
 )  # fmt: skip
-def test_what_counts_as_rows(sizes, rows):
-    assert is_rows(np.array(sizes, np.int64)) is rows
+def test_the_common_length_of_records(sizes, length):
+    assert record_length(np.cumsum([0, *sizes])) == length
 
 
 def test_the_field_of_the_ids(tmp_path, opened):

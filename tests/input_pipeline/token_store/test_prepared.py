@@ -8,12 +8,13 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
     OFFSETS_NAME,
     ROWS_NAME,
     SOURCE_FILES_NAME,
     RecordFile,
 )
-from MaxText.input_pipeline.token_store.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.store import TokenStore
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 from tests.refusals import refused
@@ -26,8 +27,10 @@ def prepared(tmp_path):
     return manifest, tmp_path / "d" / "train"
 
 
-def stream_of(manifest, split: Path) -> TokenStream:
-    return TokenStream(str(split.parent), manifest, "train")
+def store_of(manifest, split: Path) -> TokenStore:
+    """The split as the manifest, which may differ from the one on disk, says."""
+    (split.parent / MANIFEST_NAME).write_text(manifest.to_json())
+    return open_data(split.parent, split.parent.parent / "cache").store
 
 
 @pytest.mark.parametrize("file_format", ["array_record", "bin"])
@@ -37,7 +40,7 @@ def test_facts_are_those_of_the_manifest(tmp_path, file_format):
     manifest = write_data_set(tmp_path / "d", splits, file_format=file_format)
     data = open_data(tmp_path / "d", tmp_path)
     assert tokens_of(data) == np.concatenate(ids).tolist()
-    assert (data.eos_id, data.filler_id, data.vocab_size, data.rows) == (0, 0, 50_000, False)
+    assert (data.eos_id, data.filler_id, data.vocab_size) == (0, 0, 50_000)
     assert data.largest_id == max(tokens_of(data))
     assert data.unigram_entropy == manifest.splits["train"].unigram_entropy
     assert data.tokenizer_folder == tmp_path / "d"
@@ -54,10 +57,11 @@ def test_sets_of_version_1_are_read(prepared):
     for name in (ROWS_NAME, SOURCE_FILES_NAME):
         (split / name).unlink()
     splits = {"train": entry.model_copy(update={"files": files})}
-    stream = stream_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
-    np.testing.assert_array_equal(stream[:], np.concatenate(random_documents(5, 5, 60)))
-    assert stream.document_name(3) == "document 3"
-    assert stream.file_of_document is None
+    store = store_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
+    whole = np.concatenate(random_documents(5, 5, 60))
+    np.testing.assert_array_equal(store.read(np.array([0]), np.array([len(whole)])), whole)
+    assert store.document_name(3) == "document 3"
+    assert store.file_of_document is None
 
 
 def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
@@ -73,33 +77,33 @@ def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
     assert len({(file.num_tokens or 0) % 64 for file in files}) > 2
     entry = joined.splits["train"].model_copy(update={"files": tuple(files)})
     manifest = joined.model_copy(update={"splits": {"train": entry}})
-    stream, tokens = stream_of(manifest, tmp_path / "d" / "train"), np.concatenate(documents)
+    store, tokens = store_of(manifest, tmp_path / "d" / "train"), np.concatenate(documents)
     for start in range(0, tokens.size, 37):
-        np.testing.assert_array_equal(stream[start : start + 90], tokens[start : start + 90])
+        stop = min(start + 90, tokens.size)
+        read = store.read(np.array([start]), np.array([stop]))
+        np.testing.assert_array_equal(read, tokens[start:stop])
 
 
 def test_offsets_of_another_data_set_are_refused(tmp_path, prepared):
     manifest, split = prepared
     write_data_set(tmp_path / "b", {"train": random_documents(6, 11, 60)})
     (tmp_path / "b" / "train" / OFFSETS_NAME).replace(split / OFFSETS_NAME)
-    with pytest.raises(UserError, match="11 documents"):
-        _ = stream_of(manifest, split).document_offsets
+    refused("11 documents", store_of, manifest, split)
     (split / OFFSETS_NAME).write_bytes(b"")
-    with pytest.raises(UserError, match=OFFSETS_NAME):
-        _ = stream_of(manifest, split).document_offsets
+    refused(OFFSETS_NAME, store_of, manifest, split)
 
 
 def test_documents_are_named_by_file_and_row(prepared):
     manifest, split = prepared
     np.save(split / ROWS_NAME, np.array([0, 2, 3, 0, 7], np.int32))
     (split / SOURCE_FILES_NAME).write_text(json.dumps([[0, "a.jsonl"], [3, "b.jsonl"]]))
-    stream = stream_of(manifest, split)
-    names = [stream.document_name(document) for document in range(5)]
+    store = store_of(manifest, split)
+    names = [store.document_name(document) for document in range(5)]
     assert names == [
         "a.jsonl, row 0", "a.jsonl, row 2", "a.jsonl, row 3", "b.jsonl, row 0", "b.jsonl, row 7",
     ]  # fmt: skip
-    assert stream.file_of_document is not None
-    assert stream.file_of_document.tolist() == [0, 3, 5]
+    assert store.file_of_document is not None
+    assert store.file_of_document.tolist() == [0, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_damaged_names_of_documents_are_refused(prepared, rows, files):
     manifest, split = prepared
     np.save(split / ROWS_NAME, np.array(rows, np.int32))
     (split / SOURCE_FILES_NAME).write_text(files)
-    refused(ROWS_NAME, stream_of(manifest, split).document_name, 0)
+    refused(ROWS_NAME, store_of(manifest, split).document_name, 0)
 
 
 def test_keys_without_effect(prepared, tmp_path):

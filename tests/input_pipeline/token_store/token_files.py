@@ -12,10 +12,10 @@ from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.megatron_index import write_index
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+from MaxText.input_pipeline.token_store.megatron import write_index
 from MaxText.input_pipeline.token_store.opening import open_token_data
-from MaxText.input_pipeline.token_store.token_data import TokenData
+from MaxText.input_pipeline.token_store.store import TokenData
 from tests.hostile.files import tar_archive
 from tests.input_pipeline.small_data import write_data_set
 
@@ -115,4 +115,4 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
 
 
 def tokens_of(data: TokenData) -> list[int]:
-    return data.stream.ranges([(0, len(data.stream))])[0].tolist()
+    return data.store.read(np.array([0]), np.array([len(data.store)])).tolist()

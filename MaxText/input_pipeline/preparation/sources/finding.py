@@ -130,7 +130,7 @@ def find_files(entry: str) -> list[SourceFile]:
             return _folder_files(path, entry)
         if not (path.exists() or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
-        paths = storage.list_files(entry, _KEY)
+        paths = [file.path for file in storage.list_files(entry, _KEY)]
         return [_source_file(path, name) for path, name in _named(paths)]
     except OSError as error:
         place = error.filename or entry
@@ -178,7 +178,7 @@ def _remote_size(url: str) -> int:
 
 def _remote_files(entry: str) -> list[SourceFile]:
     """Files of a URL; of a folder those with an ending that is read."""
-    named = _named(storage.list_files(entry, _KEY))
+    named = _named([file.path for file in storage.list_files(entry, _KEY)])
     system, name = storage.file_system(entry)
     if not glob.has_magic(entry) and "{" not in entry and system.isdir(name):
         named = [pair for pair in _readable(named) if not _is_kept_result(pair[1])]

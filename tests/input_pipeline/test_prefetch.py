@@ -8,17 +8,21 @@ import time
 import pytest
 
 from MaxText.errors import StopWaiting, UserError
-from MaxText.input_pipeline import prefetch as read_ahead
-from MaxText.input_pipeline.prefetch import BATCHES_READY, ReadAhead, ReadTimeout, pause, within
-from MaxText.input_pipeline.retrying import Incidents, Retrying, SteadyReader
+from MaxText.input_pipeline import prefetch, retry
+from MaxText.input_pipeline.prefetch import (
+    BATCHES_READY,
+    Prefetcher,
+    ReadTimeout,
+    call_with_timeout,
+    interruptible_sleep,
+)
+from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 
 
 class Numbers:
     """Step s is {"step": s}; slow for some, `error` from step `wrong` on."""
-
-    skip_bad = False
 
     def __init__(self, size=30, wrong=-1, error=None):
         self.size, self.wrong, self.error = size, wrong, error
@@ -58,17 +62,16 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_steps_come_in_order_and_few_are_read_ahead(threads):
+def test_steps_come_in_order_and_few_are_read_ahead():
     source = Numbers()
-    ahead = ReadAhead(source, 7, threads, 0)
+    ahead = Prefetcher(source, 7, 0)
     wait_for(lambda: len(source.read) == BATCHES_READY)
     time.sleep(0.05)
     assert sorted(source.read) == [7, 8, 9, 10]
     assert [ahead.next(60)["step"] for _ in range(7, 30)] == sorted(source.read) == [*range(7, 30)]
     ahead.close()
     # An error comes at its step.
-    ahead = ReadAhead(Numbers(wrong=3, error=OSError("step 3")), 0, threads, 0)
+    ahead = Prefetcher(Numbers(wrong=3, error=OSError("step 3")), 0, 0)
     assert [ahead.next(60)["step"] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="step 3"):
         ahead.next(60)
@@ -77,13 +80,13 @@ def test_steps_come_in_order_and_few_are_read_ahead(threads):
 
 def test_threads_end_with_their_user():
     before = readers()
-    ahead = ReadAhead(Numbers(), 0, 4, 0)
+    ahead = Prefetcher(Numbers(), 0, 0)
     ahead.next(60)
-    assert len(readers() - before) == 4
+    assert len(readers() - before) == 1
     assert all(thread.daemon for thread in readers())  # one that hangs keeps no program alive
     ahead.close()
     assert readers() <= before
-    forgotten = ReadAhead(Numbers(), 0, 4, 0)
+    forgotten = Prefetcher(Numbers(), 0, 0)
     forgotten.next(60)
     del forgotten
     gc.collect()
@@ -93,33 +96,33 @@ def test_threads_end_with_their_user():
 @pytest.mark.parametrize("timeout", [None, 1000.0])
 def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
     source, asked = Hangs(), itertools.count()
-    ahead = ReadAhead(source, 0, 1, 0)
+    ahead = Prefetcher(source, 0, 0)
     with pytest.raises(StopWaiting):
         ahead.next(timeout, lambda: next(asked) >= 1)
     with pytest.raises(StopWaiting):
-        within(timeout, source.release.wait, lambda: True)
+        call_with_timeout(source.release.wait, timeout, lambda: True)
     with pytest.raises(StopWaiting):
-        pause(1000.0, lambda: True)
-    pause(0.0, lambda: False)
+        interruptible_sleep(1000.0, lambda: True)
+    interruptible_sleep(0.0, lambda: False)
     with pytest.raises(ReadTimeout):
         ahead.next(0.01)
     with pytest.raises(ReadTimeout, match=r"0\.01 s"):
-        within(0.01, source.release.wait)
+        call_with_timeout(source.release.wait, 0.01)
     source.release.set()
     ahead.close()
-    assert within(timeout, lambda: 5) == 5
+    assert call_with_timeout(lambda: 5, timeout) == 5
     with pytest.raises(ZeroDivisionError):
-        within(60, lambda: 1 // 0)
+        call_with_timeout(lambda: 1 // 0, 60)
 
 
 def reader_of(source, **limits):
-    """A SteadyReader of a source that is no RowBatches."""
-    incidents = Incidents(quiet)
-    return SteadyReader(source, [], what="data", incidents=incidents, retrying=Retrying(**limits))
+    """A RetryingReader of a source that is no GlobalBatch."""
+    log, policy = RetryLog(quiet), RetryPolicy(**limits)
+    return RetryingReader(source, [], what="data", log=log, policy=policy)
 
 
 def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
-    monkeypatch.setattr(read_ahead, "_SECONDS_TO_CLOSE", 0.05)
+    monkeypatch.setattr(prefetch, "_SECONDS_TO_CLOSE", 0.05)
     source = Hangs()
     with pytest.raises(UserError, match=r"1 try .*0\.02 s.* data_read_timeout"):
         reader_of(source, retries=0, timeout=0.02).read(4)
@@ -135,14 +138,15 @@ def test_other_errors_than_those_of_storage_are_not_retried(error):
     assert source.read == [0]
 
 
-def test_waits_double_up_to_a_minute():
-    retrying = Retrying(retries=9, seconds=1.5)
-    waits = [retrying.wait(failures) for failures in range(1, 10)]
-    assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60, 60]
-    assert Retrying(retries=5000, seconds=1).wait(5000) == 60
+def test_waits_double_up_to_a_minute(monkeypatch):
+    waits = []
+    monkeypatch.setattr(retry, "interruptible_sleep", lambda seconds, _: waits.append(seconds))
+    with pytest.raises(UserError, match="10 tries"):
+        reader_of(Numbers(wrong=0, error=OSError("gone")), retries=9, seconds=1.5).read(0)
+    assert waits == [0, 1.5, 3, 6, 12, 24, 48, 60, 60, 60]
 
 
-@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+@pytest.mark.parametrize("kept", ["megatron"], indirect=True)
 def test_stopping_ends_the_wait_before_another_try(kept):
     folder, files, keys = kept
     stop = threading.Event()
@@ -156,7 +160,7 @@ def test_stopping_ends_the_wait_before_another_try(kept):
         read.extend(iterator)
     # The position is that of the step which was not read.
     assert iterator.position["step"] == len(read)
-    assert f"Step {len(read)}" in "".join(iterator.incidents.drain())
+    assert f"Step {len(read)}" in "".join(iterator.retry_log.drain())
     restore()
     with pytest.raises(StopWaiting):  # whatever is ready
         next(iterator)
