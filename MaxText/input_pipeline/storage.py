@@ -146,8 +146,10 @@ def _look(system: Any, path: str) -> dict[str, Any] | None:
         return system.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:  # no path can have this name
-        return None
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        return None  # no path can have this name
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
             return None
