@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 
 
 def torch_file(ids: np.ndarray) -> bytes:

@@ -23,10 +23,10 @@ import pytest
 import zstandard
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.formats import tfrecord
 from MaxText.input_pipeline.formats.decompressed import decompressed_copy
 from MaxText.input_pipeline.formats.tar_members import members
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.storage import open_file
 from tests.house.sources import REPOSITORY
 

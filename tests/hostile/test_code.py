@@ -17,9 +17,9 @@ from MaxText.configuration.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import TensorFiles
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
 

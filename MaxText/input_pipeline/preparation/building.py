@@ -18,6 +18,7 @@ from typing import Any
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import Corpus, too_many
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -27,7 +28,6 @@ from MaxText.input_pipeline.manifest import (
     TokenizerEntry,
 )
 from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.preparation.corpus import Corpus, too_many
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, unit_of
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.preparation.survey import corpus_digest

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pydantic
 
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Skipped, Unit
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Corpus, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,

@@ -16,6 +16,8 @@ from typing import Any
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -28,9 +30,7 @@ from MaxText.input_pipeline.preparation.building import (
     Workers,
     build_data_set,
 )
-from MaxText.input_pipeline.preparation.corpus import Corpus
 from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.survey import (
     SAMPLED_UNITS,
     SurveyJob,

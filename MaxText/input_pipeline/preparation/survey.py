@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     SAMPLED,
     TRAIN,

@@ -14,11 +14,11 @@ from pathlib import Path
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import UNIT_BYTES, cut_into_units
+from MaxText.input_pipeline.document_sources.source_files import find_files
 from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
-from MaxText.input_pipeline.preparation.corpus import Corpus
 from MaxText.input_pipeline.preparation.preparing import make_once
-from MaxText.input_pipeline.preparation.sources.finding import find_files
-from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 

@@ -24,12 +24,12 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Unit
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.building import BYTES_READ_WORTH_A_PROCESS, Workers
-from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.export_plan import (
     ExportPlan,
     UnitCounts,

@@ -19,9 +19,9 @@ import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import Document, Skipped, Unit
 from MaxText.input_pipeline.manifest import SCHEMA_VERSION
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Document, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.manifest import Manifest, read_manifest
 from MaxText.input_pipeline.preparation import preparing
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.streams.token_stream import TokenStream
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.text_export import export_text
-from tests.input_pipeline.preparation.sources.written_corpora import arrow_stream, read_texts, rows
+from tests.input_pipeline.document_sources.written_corpora import arrow_stream, read_texts, rows
 from tests.input_pipeline.small_data import contents
 from tests.refusals import refused
 

@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from hypothesis import strategies
 
-from MaxText.input_pipeline.preparation.sources import plain_text
-from tests.input_pipeline.preparation.sources.written_corpora import (
+from MaxText.input_pipeline.document_sources import plain_text
+from tests.input_pipeline.document_sources.written_corpora import (
     COMPRESS,
     ENDINGS,
     arrow_stream,

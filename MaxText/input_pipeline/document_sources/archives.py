@@ -14,15 +14,14 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.formats.tar_members import BoundedHeader
-from MaxText.input_pipeline.preparation.corpus import Skipped
-from MaxText.input_pipeline.preparation.sources.byte_streams import (
+from MaxText.input_pipeline.document_sources.compressed import (
     buffered,
     decode,
     decompressed,
     reading,
 )
-from MaxText.input_pipeline.preparation.sources.kinds import (
+from MaxText.input_pipeline.document_sources.corpus import Skipped
+from MaxText.input_pipeline.document_sources.file_formats import (
     NOT_TEXT,
     READ_ENDINGS,
     SEEKING,
@@ -30,13 +29,14 @@ from MaxText.input_pipeline.preparation.sources.kinds import (
     Kind,
     kind_of_member,
 )
-from MaxText.input_pipeline.preparation.sources.plain_text import text_pieces
-from MaxText.input_pipeline.preparation.sources.rows import (
+from MaxText.input_pipeline.document_sources.json_rows import (
     LONGEST_ROW,
     begins_list,
     list_texts,
     row_texts,
 )
+from MaxText.input_pipeline.document_sources.plain_text import text_pieces
+from MaxText.input_pipeline.formats.tar_members import BoundedHeader
 
 # OpenWebText has archives in an archive; deeper ones are no corpus.
 _DEEPEST = 4

@@ -15,13 +15,13 @@ import pytest
 from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources import source_files
+from MaxText.input_pipeline.document_sources.corpus import Document
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.corpus import Document
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.preparation.sources import finding
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from tests.house.sources import REPOSITORY
-from tests.input_pipeline.preparation.sources.written_corpora import (
+from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     parquet_file,
     read_documents,
@@ -97,7 +97,7 @@ def test_standard_library(tmp_path, monkeypatch):
         "readme.txt": b"never\n",
     }
     write(tmp_path / "lib", files)
-    monkeypatch.setattr(finding, "stdlib_root", lambda: tmp_path / "lib")
+    monkeypatch.setattr(source_files, "stdlib_root", lambda: tmp_path / "lib")
     documents, skipped = read_documents("python_stdlib")
     assert documents == [Document("x = 'ä'\n", "a/c.py", 0), Document("import a\n", "b.py", 0)]
     assert skipped == {"empty": 1, "not UTF-8": 1}

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation.corpus import Skipped
-from MaxText.input_pipeline.preparation.sources.byte_streams import decode
+from MaxText.input_pipeline.document_sources.compressed import decode
+from MaxText.input_pipeline.document_sources.corpus import Skipped
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 # A file without line ends is no file of rows: stop before it fills the memory.

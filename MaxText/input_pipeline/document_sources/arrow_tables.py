@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation.sources.byte_streams import (
+from MaxText.input_pipeline.document_sources.compressed import (
     decode,
     open_bytes,
     reading,
 )
-from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text, token_ids
+from MaxText.input_pipeline.document_sources.json_rows import PARAGRAPH_END, no_text, token_ids
 from MaxText.input_pipeline.storage import is_url
 
 # Rows of parquet that are decoded at once.

@@ -16,9 +16,9 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
+from MaxText.input_pipeline.document_sources.corpus import Document
+from MaxText.input_pipeline.document_sources.opening import open_corpus
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.corpus import Document
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from tests.input_pipeline.streams.token_files import write_records
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

@@ -10,15 +10,15 @@ from array_record.python import (
 )
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.sources.byte_streams import (
+from MaxText.input_pipeline.document_sources.arrow_tables import share
+from MaxText.input_pipeline.document_sources.compressed import (
     decode,
     decompressed,
     open_bytes,
     reading,
 )
-from MaxText.input_pipeline.preparation.sources.rows import PARAGRAPH_END, no_text, token_ids
-from MaxText.input_pipeline.preparation.sources.tables import share
+from MaxText.input_pipeline.document_sources.json_rows import PARAGRAPH_END, no_text, token_ids
+from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.storage import is_url
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 

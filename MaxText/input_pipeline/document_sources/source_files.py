@@ -18,7 +18,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.preparation.sources.kinds import (
+from MaxText.input_pipeline.document_sources.file_formats import (
     NOT_TEXT,
     PLAIN,
     READ_ENDINGS,
@@ -28,7 +28,7 @@ from MaxText.input_pipeline.preparation.sources.kinds import (
     kind_of,
     recognise,
 )
-from MaxText.input_pipeline.preparation.sources.rows import token_ids
+from MaxText.input_pipeline.document_sources.json_rows import token_ids
 
 STDLIB = "python_stdlib"
 

@@ -5,15 +5,15 @@ import platform
 import re
 
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.preparation.corpus import Corpus
-from MaxText.input_pipeline.preparation.held_out import TEST, TRAIN, VALIDATION
-from MaxText.input_pipeline.preparation.sources.finding import (
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import UNIT_BYTES, cut_into_units
+from MaxText.input_pipeline.document_sources.source_files import (
     STDLIB,
     SourceFile,
     find_files,
     split_entries,
 )
-from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
+from MaxText.input_pipeline.preparation.held_out import TEST, TRAIN, VALIDATION
 
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), TRAIN),

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation.corpus import Document, Skipped
-from MaxText.input_pipeline.preparation.sources import plain_text
-from MaxText.input_pipeline.preparation.sources.archives import stream_texts
-from MaxText.input_pipeline.preparation.sources.byte_streams import open_bytes, reading
-from MaxText.input_pipeline.preparation.sources.finding import SourceFile
-from MaxText.input_pipeline.preparation.sources.kinds import Format
-from MaxText.input_pipeline.preparation.sources.records import array_record_texts, tfrecord_texts
-from MaxText.input_pipeline.preparation.sources.rows import (
+from MaxText.input_pipeline.document_sources import plain_text
+from MaxText.input_pipeline.document_sources.archives import stream_texts
+from MaxText.input_pipeline.document_sources.arrow_tables import arrow_texts, parquet_texts
+from MaxText.input_pipeline.document_sources.compressed import open_bytes, reading
+from MaxText.input_pipeline.document_sources.corpus import Document, Skipped
+from MaxText.input_pipeline.document_sources.file_formats import Format
+from MaxText.input_pipeline.document_sources.json_rows import (
     NoSoundRow,
     begins_list,
     list_texts,
     row_texts,
 )
-from MaxText.input_pipeline.preparation.sources.tables import arrow_texts, parquet_texts
+from MaxText.input_pipeline.document_sources.record_files import array_record_texts, tfrecord_texts
+from MaxText.input_pipeline.document_sources.source_files import SourceFile
 from MaxText.input_pipeline.storage import is_url
 
 UNIT_BYTES = 2**26
