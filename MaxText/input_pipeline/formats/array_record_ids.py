@@ -126,7 +126,7 @@ class ArrayRecordIds:
         if content is None:  # one of its neighbours is damaged, or it is
             (content,) = read_records(reader, path, [number])
         try:
-            return tf_example.count_int64(content, self.names)
+            return tf_example.int64_values(content, self.names).size
         except tf_example.ExampleError as error:
             raise BadRecord(path, number, str(error), self.unit) from error
 

@@ -36,7 +36,7 @@ class TFRecordIds:
         stored = data[offset : offset + length + tfrecord.FOOTER_BYTES]
         record = tfrecord.check(stored, path, offset)
         try:
-            return tf_example.count_int64(record, self.names)
+            return tf_example.int64_values(record, self.names).size
         except tf_example.ExampleError as error:
             raise BadRecord(path, offset, str(error)) from error
 
