@@ -23,7 +23,7 @@ import pytest
 import zstandard
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.opening import open_corpus
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.formats import tfrecord
 from MaxText.input_pipeline.formats.decompressed import decompressed_copy
 from MaxText.input_pipeline.formats.tar_members import members
@@ -94,7 +94,7 @@ def _read(path: Path, name: str) -> Iterable[object]:
     elif name.startswith("webdataset/"):
         members(open_file(str(path)))
     else:
-        for unit in open_corpus(str(path), "text").units:
+        for unit in open_corpus(str(path), "text").shards:
             for _ in unit.documents(Counter()):
                 yield
 

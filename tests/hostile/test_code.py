@@ -17,7 +17,7 @@ from MaxText.configuration.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import TensorFiles
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.opening import open_corpus
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.formats.tar_tensors import TarTensors
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
@@ -172,7 +172,7 @@ def test_links_and_devices_in_archives_of_text(tmp_path):
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
     skipped: Counter[str] = Counter()
-    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").units
+    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").shards
     assert not list(unit.documents(skipped))
     assert skipped == {"links and devices in archives": 4}
 

@@ -1,4 +1,4 @@
-"""Bytes of local and remote files, decompressed, and what can go wrong with them in words."""
+"""Opens local, remote and compressed files, and words what goes wrong with them."""
 
 import bz2
 import functools
@@ -6,52 +6,57 @@ import gzip
 import io
 import lzma
 import os
+import shutil
+import sys
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
-import zstandard
-
 from MaxText.errors import UserError
-from MaxText.input_pipeline.storage import is_url, open_stream
+from MaxText.input_pipeline.storage import is_url, local_path, open_stream
 
-_BUFFER_BYTES = 2**18
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
-# Decompressed at a time. What comes back of xz and bz2 has a bound of its own. Of zstd it is all
-# that a piece stands for, which is 32,768 times as much where a file is nothing but repetition.
+BUFFER_BYTES = 2**18
+
 _PIECE_BYTES = 2**14
-_ZSTD_PIECE_BYTES = 2**11
-_MOST_CONTENTS = 2**20
 # `zstd --long=31` is the widest there is, and what large published dumps are made with.
-_ZSTD_WINDOW_BYTES = 2**31
+_ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: 31}
 # What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
 _XZ_MEMORY_BYTES = 2**30
 
+_COMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError)
+_ARCHIVE_ERRORS = (tarfile.TarError, zipfile.BadZipFile)
+READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
+"""What reading a damaged or missing file raises."""
+
+
+def describe_error(error: Exception) -> str:
+    """One of READ_ERRORS in words, to follow the name of the file."""
+    if isinstance(error, _COMPRESSION_ERRORS):
+        return f"is not a whole compressed file: {error}"
+    if isinstance(error, _ARCHIVE_ERRORS):
+        return f"is not a whole archive: {error}"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
 
 @contextmanager
-def reading(place: str) -> Iterator[None]:
-    """Turns what damaged or missing files raise into a UserError that names `place`."""
+def read_errors_as_user_error(place: str) -> Iterator[None]:
+    """Turns READ_ERRORS into a UserError that names `place`."""
     try:
         yield
     except UserError:
         raise
-    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError) as error:
+    except READ_ERRORS as error:
         raise UserError(
-            f"{place} is not a whole compressed file: {error}. Copy it again or leave it out of "
-            "prepare_source."
-        ) from error
-    except (tarfile.TarError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{place} is not a whole archive: {error}. Copy it again or leave it out of "
-            "prepare_source."
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{place} cannot be read: {error.strerror or error}. Mend that, or leave it out of "
-            "prepare_source."
+            f"{place} {describe_error(error)}. Copy it again or leave it out of prepare_source."
         ) from error
 
 
@@ -90,7 +95,7 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
     """
     if is_url(path):
         return open_stream(path)
-    file = open(path, "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the caller closes it
+    file = open(local_path(path), "rb", buffering=BUFFER_BYTES)  # noqa: SIM115 - the caller closes
     found = os.fstat(file.fileno()).st_size
     if size is not None and found != size:
         file.close()
@@ -101,84 +106,96 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
     return file
 
 
+@contextmanager
+def local_file(path: str) -> Iterator[str]:
+    """The local path of a file; of one behind a URL a copy, which is removed at the end.
+
+    Raises:
+      OSError: it cannot be read, or the copy not be written.
+    """
+    if not is_url(path):
+        yield local_path(path)
+        return
+    with tempfile.NamedTemporaryFile(suffix=os.path.basename(path)) as copy:
+        with open_stream(path) as remote:
+            shutil.copyfileobj(remote, copy, BUFFER_BYTES)
+        copy.flush()
+        yield copy.name
+
+
 def buffered(file: BinaryIO) -> io.BufferedReader:
     """`file` itself if it can look ahead (peek), else a stream of it that can."""
     if hasattr(file, "peek"):
         return cast(io.BufferedReader, file)
-    return io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
+    return io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
 
 
 def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
-    """The contents of a compressed stream; all frames of a file that has several.
+    """The contents of a stream; all frames of a compressed one that has several.
 
     Args:
-      file: compressed bytes; stays open when the returned stream is closed.
-      compression: "gz", "zst", "xz" or "bz2".
+      file: the bytes; stays open when the stream of a compressed one is closed.
+      compression: "gz", "zst", "xz", "bz2", or "" for none.
 
     Raises:
-      EOFError: there is not a single byte. Reading raises it too where the file ends early.
+      EOFError: there is not a single byte where some are compressed. Reading raises it too where
+        the file ends early.
     """
-    file = cast(BinaryIO, buffered(file))
-    if not cast(Any, file).peek(1):
+    source = buffered(file)
+    if not compression:
+        return source
+    if not source.peek(1):
         raise EOFError("it is empty")
-    begin: dict[str, Callable[[], Any]] = {
-        "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
-        "bz2": bz2.BZ2Decompressor,
-        "zst": zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj,
-    }
-    contents = (
-        gzip.GzipFile(fileobj=file, mode="rb")
-        if compression == "gz"
-        else _Frames(file, begin[compression], is_zstd=compression == "zst")
-    )
-    return io.BufferedReader(cast(io.RawIOBase, contents), _BUFFER_BYTES)
+    if compression == "gz":
+        contents = gzip.GzipFile(fileobj=source, mode="rb")
+    else:
+        contents = _Frames(source, _DECOMPRESSORS[compression])
+    return io.BufferedReader(cast(io.RawIOBase, contents), BUFFER_BYTES)
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "zst": functools.partial(zstd.ZstdDecompressor, options=_ZSTD_OPTIONS),
+    "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
+    "bz2": bz2.BZ2Decompressor,
+}
 
 
 class _Frames(io.RawIOBase):
     """Decompresses zstd frames, xz or bz2 streams that follow one another, to the last one.
 
-    The readers of the libraries are not strict enough: zstandard's takes a frame that is cut short
-    for the end, and those for xz and bz2 take damage between two streams for it.
+    lzma.open and bz2.open take damage between two streams for the end.
     """
 
-    def __init__(self, file: BinaryIO, begin: Callable[[], Any], is_zstd: bool):
+    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
         """Reads `file` with the decompressors, one per frame, that `begin` makes."""
         self._file = file
         self._begin = begin
-        self._piece_bytes = _ZSTD_PIECE_BYTES if is_zstd else _PIECE_BYTES
-        self._bound = () if is_zstd else (_MOST_CONTENTS,)
         self._frame: Any = None
-        self._waiting = b""
-        self._ready = memoryview(b"")
+        self._unused = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._ready:
-            # A decompressor that has reached its bound goes on without being given more.
-            if not self._waiting and getattr(self._frame, "needs_input", True):
-                self._waiting = self._file.read(self._piece_bytes)
-                if not self._waiting:
-                    if self._frame is not None:
-                        raise EOFError("it ends in the middle of its compressed data")
+        while True:
+            piece, self._unused = self._unused, b""
+            # A decompressor that has filled the buffer goes on without being given more.
+            if not piece and (self._frame is None or self._frame.needs_input):
+                piece = self._file.read(_PIECE_BYTES)
+                if not piece and self._frame is not None:
+                    raise EOFError("it ends in the middle of its compressed data")
+                if not piece:
                     return 0
-            self._ready = memoryview(self._decompress())
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _decompress(self) -> bytes:
-        piece, self._waiting = self._waiting, b""
-        if self._frame is None:
-            # xz files may have zeros between streams; no frame of any kind begins with one.
-            piece = piece.lstrip(b"\0")
-            if not piece:
-                return b""
-            self._frame = self._begin()
-        contents = self._frame.decompress(piece, *self._bound)
-        if self._frame.eof:
-            self._waiting = self._frame.unused_data
-            self._frame = None
-        return contents
+            if self._frame is None:
+                # xz files may have zeros between streams; no frame of any kind begins with one.
+                piece = piece.lstrip(b"\0")
+                if not piece:
+                    continue
+                self._frame = self._begin()
+            contents = self._frame.decompress(piece, len(buffer))
+            if self._frame.eof:
+                self._unused = self._frame.unused_data
+                self._frame = None
+            if contents:
+                buffer[: len(contents)] = contents
+                return len(contents)

@@ -1,94 +1,25 @@
-"""Text to prepare: documents, and the units of work that they are read in."""
+"""`open_corpus`: the text that `prepare_source` names, in shards that are read on their own."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+import os
+import platform
+import re
 
-from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.document_sources.shards import SHARD_BYTES, Shard, cut_into_shards
+from MaxText.input_pipeline.document_sources.source_files import (
+    STDLIB,
+    SourceFile,
+    find_files,
+    split_entries,
+)
 
-
-class Document(NamedTuple):
-    """One text.
-
-    Attributes:
-      text: with at least one character that is no white space.
-      file: name of the file it comes from, as inspect_data.py shows it (no folders of a machine).
-      row: its number in that file from 0; documents that are left out count too.
-    """
-
-    text: str
-    file: str
-    row: int
-
-
-class Skipped(Counter[str]):
-    """Documents left out, by reason; bad rows and files are described, too.
-
-    Attributes:
-      limit: bad ones that are left out; one more is an error.
-      bad: what is wrong with each, in order.
-    """
-
-    def __init__(self, limit: int = 0):
-        super().__init__()
-        self.limit = limit
-        self.bad: list[str] = []
-
-    def leave_out(self, what: str, error: UserError) -> None:
-        """Counts a bad row or file.
-
-        Args:
-          what: the reason that is counted.
-          error: what is wrong with it.
-
-        Raises:
-          UserError: there are more than the limit.
-        """
-        if len(self.bad) >= self.limit:
-            raise too_many(self.limit, self.bad[0]) from error
-        self[what] += 1
-        self.bad.append(str(error))
-
-
-def too_many(limit: int, first: str) -> UserError:
-    """The error for more bad rows and files than may be left out."""
-    return UserError(
-        f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
-    )
-
-
-class Unit(Protocol):
-    """A part of a corpus that is read on its own: consecutive files, or a part of one file.
-
-    Units depend on names and sizes of files only, never on how many processes share the work, and
-    can be pickled. Their documents in order are the documents of the corpus.
-    """
-
-    @property
-    def max_bad_records(self) -> int:
-        """Bad rows and files that are left out."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk that are read, for progress."""
-        ...
-
-    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Reads the unit's documents one at a time; counts what is left out by reason.
-
-        Up to `max_bad_records` files that cannot be read or decoded from the beginning, and rows
-        that lack the text field or are malformed, are left out; of a file of rows one must be
-        sound.
-
-        Args:
-          skipped: a Skipped also gets what is wrong with them.
-
-        Raises:
-          UserError: there are more, or a file breaks off.
-        """
-        ...
+# Words that the name of a file or of one of its folders may begin with.
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +27,71 @@ class Corpus:
     """All text of `prepare_source`.
 
     Attributes:
-      description: in words, without places on this machine.
+      description: in words, without paths of this machine.
       num_files: files read.
-      units: in order.
-      splits: for each unit the name of the split that the source itself puts it in ("train",
+      shards: in order; their documents in order are the documents of the corpus.
+      splits: for each shard the name of the split that the source itself puts it in ("train",
         "validation" or "test"); empty where the source has no splits.
     """
 
     description: str
     num_files: int
-    units: tuple[Unit, ...]
+    shards: tuple[Shard, ...]
     splits: tuple[str, ...] = ()
+
+
+def open_corpus(
+    prepare_source: str,
+    text_field: str,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    max_bad_records: int = 0,
+) -> Corpus:
+    """Finds the files that `prepare_source` names; reads none.
+
+    Args:
+      prepare_source: files, folders, patterns, URLs or `python_stdlib`, comma separated.
+      text_field: field of a row or record that holds the text.
+      shard_bytes: most bytes on disk of a shard, except where one file cannot be cut.
+      max_bad_records: bad rows and files that are left out.
+
+    Raises:
+      UserError: nothing is named, or a name stands for no file that can be read.
+    """
+    entries = split_entries(prepare_source)
+    found: dict[str, SourceFile] = {}  # none twice
+    for file in (file for entry in entries for file in find_files(entry)):
+        is_local = not storage.is_url(file.path)
+        found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
+    files = [*found.values()]
+    splits = _splits(files)
+    of_files = splits or [""] * len(files)
+    shards = cut_into_shards(files, of_files, text_field, shard_bytes, max_bad_records)
+    split_of = dict(zip(files, of_files, strict=True))
+    names = [
+        f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
+        for entry in entries
+    ]
+    return Corpus(
+        description=", ".join(names),
+        num_files=len(files),
+        shards=shards,
+        splits=tuple(split_of[shard.ranges[0].file] for shard in shards) if splits else (),
+    )
+
+
+def _splits(files: list[SourceFile]) -> list[str]:
+    """The split of each file by its name, empty unless all have one and not all are training."""
+    splits = [split for file in files if (split := _split_of(file.name))]
+    if len(splits) < len(files) or set(splits) == {"train"}:
+        return []
+    return splits
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a file's or its folder's name begins with, None where it names none."""
+    for part in name.lower().split("/"):
+        split = _SPLIT_NAMES.get(re.split(r"[-_.]", part)[0])
+        if split:
+            return split
+    return None

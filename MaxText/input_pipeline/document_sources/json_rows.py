@@ -1,4 +1,4 @@
-"""Rows of JSON as documents: one value per line, or the values of one list.
+"""JSON values as documents: one per line, or those of one list.
 
 A row is an object with the text in one field, or the text itself. The text may be a list of
 strings, which are paragraphs.
@@ -12,14 +12,13 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.compressed import decode
-from MaxText.input_pipeline.document_sources.corpus import Skipped
+from MaxText.input_pipeline.document_sources.documents import Skipped
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 # A file without line ends is no file of rows: stop before it fills the memory.
 LONGEST_ROW = 2**28
 
 _PIECE_BYTES = 2**20
-_WHITE_SPACE = " \t\r\n"
 PARAGRAPH_END = "\n\n"
 
 
@@ -27,34 +26,46 @@ class NoSoundRow(UserError):
     """All rows of a file are bad: what is wrong with the first of them."""
 
 
-def row_texts(
+def json_texts(
     file: io.BufferedReader,
     place: str,
     text_field: str,
+    *,
+    may_be_list: bool,
     start: int = 0,
     stop: int | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Reads the rows whose lines begin in bytes [start, stop) of a file, None for its end.
 
+    A list is read as a whole, by the range that it begins in.
+
     Args:
-      file: lines of JSON; must seek where `start` is above 0.
+      file: JSON; must seek where `start` is above 0.
       place: the file, for messages.
       text_field: field of an object that holds the text.
-      skipped: takes bad rows, which are left out; None for none.
+      may_be_list: whether the file may be one list instead of lines.
+      skipped: takes bad lines, which are left out; None for none.
 
     Yields:
-      Number of the line, from 0 at the first that begins in the range, and its text, "" for null.
-      Blank lines are not yielded, and count.
+      Number of the line, from 0 at the first that begins in the range, or of the value in the
+      list, and its text, "" for null. Blank lines are not yielded, and count.
 
     Raises:
-      UserError: a line is no row with text; names file and line.
+      UserError: a row is no JSON with text; names file and row.
       NoSoundRow: bad rows may be left out, and there are no others.
     """
+    if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        if start == 0:
+            yield from _list_texts(file, place, text_field)
+        return
     at = start
     if start:
+        # The line that is under way before the range belongs to the one before.
         file.seek(start - 1)
-        at += _skip_line(file) - 1
+        while not (piece := file.readline(_PIECE_BYTES)).endswith(b"\n") and piece:
+            at += len(piece)
+        at += len(piece) - 1
     number = num_sound = 0
     first_bad = ""  # the message: a kept error would keep the row alive
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
@@ -84,156 +95,109 @@ def row_texts(
         raise NoSoundRow(first_bad)
 
 
-def _skip_line(file: io.BufferedReader) -> int:
-    """Bytes up to the end of the line."""
-    skipped = 0
-    while piece := file.readline(_PIECE_BYTES):
-        skipped += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return skipped
-
-
 def _line_text(line: bytes, place: str, text_field: str) -> str:
+    text = decode(line, place)
     try:
-        row = json.loads(decode(line, place))
-    except UserError:
-        raise
+        row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{place} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
             f'object, for example {{"{text_field}": "..."}}.'
         ) from error
-    text = text_of_row(row, place, text_field)
-    # Only an escape can name half of a surrogate pair: what was decoded from UTF-8 has none.
-    return without_surrogates(text) if b"\\u" in line else text
+    return _row_text(row, place, text_field)
 
 
-def begins_list(file: io.BufferedReader) -> bool:
-    """Whether the JSON ahead is a list; reads nothing."""
-    ahead = file.peek(1)
-    return ahead.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+def _list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterator[tuple[int, str]]:
+    for number, row in enumerate(_list_values(file, place)):
+        yield number, _row_text(row, f"{place}, value {number + 1} of its list,", text_field)
 
 
-def list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterator[tuple[int, str]]:
-    """Reads the rows of one JSON list, a piece of the file at a time.
+def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
+    """The values of a JSON list, decoded out of a text that grows while it is read."""
+    characters = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = json.JSONDecoder()
+    text, at, has_ended = "", 0, False
 
-    Args:
-      file: the list and nothing else.
-      place: the file, for messages.
-      text_field: field of an object that holds the text.
-
-    Yields:
-      Number and text of each value, "" for null.
-
-    Raises:
-      UserError: it is no list of rows with text.
-    """
-    values = _ListReader(file, place)
-    for number, row in enumerate(values.rows()):
-        text = text_of_row(row, f"{place}, value {number + 1} of its list,", text_field)
-        yield number, without_surrogates(text)
-
-
-class _ListReader:
-    """Decodes the values of a JSON list out of a text that grows while it is read."""
-
-    def __init__(self, file: io.BufferedReader, place: str):
-        self._file = file
-        self._place = place
-        self._characters = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text = ""
-        self._at = 0
-        self._ended = False
-
-    def rows(self) -> Iterator[Any]:
-        """The values."""
-        self._take("[")
-        if self._next() != "]":
-            while True:
-                yield self._value()
-                if self._next() != ",":
-                    break
-                self._take(",")
-        self._take("]")
-        if self._next():
-            raise self._malformed("there is more behind the list")
-
-    def _malformed(self, reason: str) -> UserError:
+    def malformed(reason: str) -> UserError:
         return UserError(
-            f"{self._place} is not JSON ({reason}). A .json file must be one object per line or "
-            "one list of objects or strings."
+            f"{place} is not JSON ({reason}). A .json file must be one object per line or one list "
+            "of objects or strings."
         )
 
-    def _read_more(self) -> None:
-        left = self._text[self._at :]
+    def read_more() -> None:
+        nonlocal text, at, has_ended
+        left = text[at:]
         if len(left) > LONGEST_ROW:
-            raise self._malformed(f"a value is longer than {LONGEST_ROW} characters")
+            raise malformed(f"a value is longer than {LONGEST_ROW} characters")
         # As much again as is there already: a long value is not scanned over and over.
-        data = self._file.read(max(_PIECE_BYTES, len(left)))
-        self._ended = not data
+        data = file.read(max(_PIECE_BYTES, len(left)))
+        has_ended = not data
         try:
-            more = self._characters.decode(data, final=self._ended)
+            text, at = left + characters.decode(data, final=has_ended), 0
         except UnicodeDecodeError as error:
-            raise UserError(f"{self._place} is not UTF-8 text ({error.reason}).") from error
-        self._text, self._at = left + more, 0
+            raise UserError(f"{place} is not UTF-8 text ({error.reason}).") from error
 
-    def _next(self) -> str:
-        """The next character that is no white space, "" at the end; stays where it is."""
+    def peek() -> str:
+        """The next character that is no white space, "" at the end."""
+        nonlocal at
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _WHITE_SPACE:
-                    return self._text[self._at]
-                self._at += 1
-            if self._ended:
-                return ""
-            self._read_more()
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or has_ended:
+                return text[at : at + 1]
+            read_more()
 
-    def _take(self, character: str) -> None:
-        found = self._next()
-        if found != character:
-            raise self._malformed(f"there is {found or 'the end'!r} in the place of {character!r}")
-        self._at += 1
+    def take(*expected: str) -> str:
+        nonlocal at
+        found = peek()
+        if found not in expected:
+            raise malformed(f"there is {found or 'the end'!r} in the place of {expected[0]!r}")
+        at += 1
+        return found
 
-    def _value(self) -> Any:
-        decoder = json.JSONDecoder()
-        while True:
-            self._next()
-            try:
-                value, self._at = decoder.raw_decode(self._text, self._at)
-                return value
-            except (ValueError, RecursionError) as error:
-                # It may only be cut off at the end of what was read so far.
-                if self._ended or isinstance(error, RecursionError):
-                    raise self._malformed(str(error)) from error
-            self._read_more()
+    take("[")
+    delimiter = take("]") if peek() == "]" else ","
+    while delimiter == ",":
+        peek()
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            # It may only be cut off at the end of what was read so far.
+            if has_ended or isinstance(error, RecursionError):
+                raise malformed(str(error)) from error
+            read_more()
+            continue
+        yield value
+        delimiter = take("]", ",")
+    if peek():
+        raise malformed("there is more behind the list")
 
 
-def text_of_row(row: object, place: str, text_field: str) -> str:
+def _row_text(row: object, place: str, text_field: str) -> str:
     """The text of a JSON value; paragraphs are joined by blank lines, null is "".
 
     Raises:
       UserError: there is no text; names the fields that hold one.
     """
     if isinstance(row, str):
-        return row
+        return without_surrogates(row)
     if not isinstance(row, dict):
         raise UserError(
             f"{place} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
             f'must be one object, for example {{"{text_field}": "..."}}.'
         )
     text = row.get(text_field)
-    if isinstance(text, str):
-        return text
     if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
-        return PARAGRAPH_END.join(text)
+        text = PARAGRAPH_END.join(text)
+    if isinstance(text, str):
+        return without_surrogates(text)
     if text is None and text_field in row:
         return ""
     strings = [name for name, value in row.items() if isinstance(value, str)]
-    raise no_text(place, text_field, strings)
+    raise missing_text_error(place, text_field, strings)
 
 
-def no_text(place: str, text_field: str, fields: list[str]) -> UserError:
+def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserError:
     """The error for a row without the text field, that names the `fields` that hold text."""
     if not fields:
         return UserError(
@@ -246,7 +210,7 @@ def no_text(place: str, text_field: str, fields: list[str]) -> UserError:
     )
 
 
-def token_ids(place: str, path: str, found: str) -> UserError:
+def token_ids_error(place: str, path: str, found: str) -> UserError:
     """The error for a file of token ids, which need no preparation.
 
     Args:

@@ -1,47 +1,45 @@
-"""Units of a corpus: consecutive files, or a part of one file."""
+"""Shards of a corpus: consecutive files, or a part of one file."""
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import plain_text
 from MaxText.input_pipeline.document_sources.archives import stream_texts
-from MaxText.input_pipeline.document_sources.arrow_tables import arrow_texts, parquet_texts
-from MaxText.input_pipeline.document_sources.compressed import open_bytes, reading
-from MaxText.input_pipeline.document_sources.corpus import Document, Skipped
-from MaxText.input_pipeline.document_sources.file_formats import Format
-from MaxText.input_pipeline.document_sources.json_rows import (
-    NoSoundRow,
-    begins_list,
-    list_texts,
-    row_texts,
+from MaxText.input_pipeline.document_sources.arrow_tables import table_texts
+from MaxText.input_pipeline.document_sources.compressed import (
+    buffered,
+    open_bytes,
+    read_errors_as_user_error,
 )
+from MaxText.input_pipeline.document_sources.documents import Document, Skipped
+from MaxText.input_pipeline.document_sources.file_formats import Layout
+from MaxText.input_pipeline.document_sources.json_rows import NoSoundRow, json_texts
 from MaxText.input_pipeline.document_sources.record_files import array_record_texts, tfrecord_texts
 from MaxText.input_pipeline.document_sources.source_files import SourceFile
 from MaxText.input_pipeline.storage import is_url
 
-UNIT_BYTES = 2**26
+SHARD_BYTES = 2**26
 
 # A small corpus is cut finer, so that there is work for as many processes, down to this size.
-_FEWEST_UNITS = 64
-_SMALLEST_UNIT_BYTES = 2**22
+_FEWEST_SHARDS = 64
+_SMALLEST_SHARD_BYTES = 2**22
 
+_JSON = (Layout.JSON_LINES, Layout.JSON)
 _TABLES = {
-    Format.PARQUET: parquet_texts,
-    Format.ARROW: arrow_texts,
-    Format.ARRAY_RECORD: array_record_texts,
+    Layout.PARQUET: table_texts,
+    Layout.ARROW: table_texts,
+    Layout.ARRAY_RECORD: array_record_texts,
 }
-_CUT = {*_TABLES, Format.TEXT, Format.ROWS, Format.JSON}
+_CUT = {*_TABLES, *_JSON, Layout.TEXT}
 
 
 @dataclass(frozen=True)
-class FilePart:
+class FileRange:
     """Bytes [start, stop) of a file, None for its end: the documents that begin there.
 
-    Rows of JSON are numbered from the first line that begins in the part, because counting those
+    Rows of JSON are numbered from the first line that begins in the range, because counting those
     before it would mean to read them; `name` says so. All other numbers are those in the file.
     """
 
@@ -57,77 +55,85 @@ class FilePart:
     @property
     def name(self) -> str:
         """Name of the file, for `Document.file`."""
-        counts_rows = self.file.kind.format in (Format.ROWS, Format.JSON)
-        is_later = counts_rows and self.start > 0
-        return f"{self.file.name} from byte {self.start}" if is_later else self.file.name
+        counts_rows = self.file.format.layout in _JSON and self.start > 0
+        return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
 
     def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
-        """Number and text of each document, empty ones too; errors as Unit.documents."""
-        file, kind = self.file, self.file.kind
-        if kind.format in _TABLES:
-            read_table = _TABLES[kind.format]
-            yield from read_table(file.path, text_field, self.start, self.stop, file.size)
+        """Number and text of each document, empty ones too; errors as Shard.documents."""
+        file, start, stop = self.file, self.start, self.stop
+        layout, compression = file.format
+        if layout in _TABLES:
+            yield from _TABLES[layout](file.path, text_field, start, stop, file.size)
             return
-        if kind.format is Format.TFRECORD:
-            yield from tfrecord_texts(file.path, text_field, kind.compression)
+        if layout is Layout.TFRECORD:
+            yield from tfrecord_texts(file.path, text_field, compression)
             return
-        with (
-            reading(file.path),
-            open_bytes(file.path, None if is_url(file.path) else file.size) as content,
-        ):
+        size = None if is_url(file.path) else file.size
+        with read_errors_as_user_error(file.path), open_bytes(file.path, size) as content:
             if file.skip_undecodable:
                 try:
                     yield 0, content.read().decode("utf-8-sig")
                 except UnicodeDecodeError:
                     skipped["not UTF-8"] += 1
-            elif self.start == 0 and self.stop is None:
-                yield from stream_texts(content, kind, file.path, text_field, skipped)
-            elif kind.format is Format.TEXT:
-                first = self.start // plain_text.LONGEST_TEXT
-                last = None if self.stop is None else self.stop // plain_text.LONGEST_TEXT
+            elif start == 0 and stop is None:
+                yield from stream_texts(content, file.format, file.path, text_field, skipped)
+            elif layout is Layout.TEXT:
+                first = start // plain_text.LONGEST_TEXT
+                last = None if stop is None else stop // plain_text.LONGEST_TEXT
                 yield from plain_text.text_pieces(content, file.path, first, last)
             else:
-                yield from self._row_texts(content, text_field, skipped)
-
-    def _row_texts(
-        self, content: BinaryIO, text_field: str, skipped: Skipped
-    ) -> Iterator[tuple[int, str]]:
-        lines = cast(io.BufferedReader, content)
-        if self.file.kind.format is Format.JSON and begins_list(lines):
-            # A list is read as a whole, by the part that it begins in.
-            if self.start == 0:
-                yield from list_texts(lines, self.file.path, text_field)
-            return
-        yield from row_texts(lines, self.file.path, text_field, self.start, self.stop, skipped)
+                yield from json_texts(
+                    buffered(content),
+                    file.path,
+                    text_field,
+                    may_be_list=layout is Layout.JSON,
+                    start=start,
+                    stop=stop,
+                    skipped=skipped,
+                )
 
 
 @dataclass(frozen=True)
-class TextUnit:
-    """See `corpus.Unit`.
+class Shard:
+    """A part of a corpus that is read on its own.
+
+    Shards depend on names and sizes of files only, never on how many processes share the work, and
+    can be pickled.
 
     Attributes:
-      parts: read one after the other.
+      ranges: read one after the other.
       text_field: field of a row or record that holds the text.
       max_bad_records: rows and files that may be bad; they are left out.
     """
 
-    parts: tuple[FilePart, ...]
+    ranges: tuple[FileRange, ...]
     text_field: str
     max_bad_records: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes on disk that are read, for progress."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(each.num_bytes for each in self.ranges)
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """See corpus.Unit."""
+        """Reads the documents one at a time; counts what is left out by reason.
+
+        Up to `max_bad_records` files that cannot be read or decoded from the beginning, and rows
+        that lack the text field or are malformed, are left out; of a file of rows one must be
+        sound.
+
+        Args:
+          skipped: a Skipped also gets what is wrong with them.
+
+        Raises:
+          UserError: there are more, or a file breaks off.
+        """
         counted = skipped if isinstance(skipped, Skipped) else Skipped()
         counted.limit = self.max_bad_records
-        for part in self.parts:
-            name, has_begun = part.name, False
+        for each in self.ranges:
+            name, has_begun = each.name, False
             try:
-                for row, text in part.texts(self.text_field, counted):
+                for row, text in each.texts(self.text_field, counted):
                     has_begun = True
                     if text and not text.isspace():
                         yield Document(text, name, row)
@@ -143,51 +149,48 @@ class TextUnit:
             skipped.update(counted)
 
 
-def cut_into_units(
+def cut_into_shards(
     files: Sequence[SourceFile],
     splits: Sequence[str],
     text_field: str,
-    unit_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
     max_bad_records: int = 0,
-) -> tuple[TextUnit, ...]:
+) -> tuple[Shard, ...]:
     """Puts small files together and cuts large ones, by their names and sizes only.
 
     Args:
       files: in order.
-      splits: the split of each file; no unit has files of two.
+      splits: the split of each file; no shard has files of two.
       text_field: field of a row or record that holds the text.
-      unit_bytes: most bytes of a unit, except where one file cannot be cut.
+      shard_bytes: most bytes of a shard, except where one file cannot be cut.
     """
-    assert unit_bytes > 0, unit_bytes
+    assert shard_bytes > 0, shard_bytes
     total = sum(file.size for file in files)
-    unit_bytes = min(unit_bytes, max(total // _FEWEST_UNITS, _SMALLEST_UNIT_BYTES))
-    units: list[TextUnit] = []
-    together: list[FilePart] = []
-    size, last_split = 0, ""
+    shard_bytes = min(shard_bytes, max(total // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
+    shards: list[list[FileRange]] = []
+    size, last_split = 0, None
     for file, split in zip(files, splits, strict=True):
-        for part in _parts(file, unit_bytes):
-            is_full = size + part.num_bytes > unit_bytes or split != last_split
-            if together and is_full:
-                units.append(TextUnit(tuple(together), text_field, max_bad_records))
-                together, size = [], 0
-            together.append(part)
-            size += part.num_bytes
-            last_split = split
-    if together:
-        units.append(TextUnit(tuple(together), text_field, max_bad_records))
-    return tuple(units)
+        for each in _cut(file, shard_bytes):
+            if size + each.num_bytes > shard_bytes or split != last_split or not shards:
+                shards.append([])
+                size, last_split = 0, split
+            shards[-1].append(each)
+            size += each.num_bytes
+    return tuple(Shard(tuple(ranges), text_field, max_bad_records) for ranges in shards)
 
 
-def _parts(file: SourceFile, unit_bytes: int) -> list[FilePart]:
-    is_cut = file.kind.format in _CUT and not file.kind.compression and not file.skip_undecodable
-    if not is_cut or is_url(file.path) or file.size <= unit_bytes:
-        return [FilePart(file)]
-    count = -(-file.size // unit_bytes)
+def _cut(file: SourceFile, shard_bytes: int) -> list[FileRange]:
+    layout, compression = file.format
+    is_cut = layout in _CUT and not compression and not file.skip_undecodable
+    if not is_cut or is_url(file.path) or file.size <= shard_bytes:
+        return [FileRange(file)]
+    count = -(-file.size // shard_bytes)
     bounds = [index * file.size // count for index in range(count)]
-    if file.kind.format is Format.TEXT:
+    if layout is Layout.TEXT:
         # Documents of a text lie between multiples of this.
         longest = plain_text.LONGEST_TEXT
         bounds = sorted({bound // longest * longest for bound in bounds})
     return [
-        FilePart(file, start, stop) for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
+        FileRange(file, start, stop)
+        for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
     ]

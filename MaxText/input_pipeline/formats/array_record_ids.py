@@ -7,53 +7,18 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from array_record.python import (
-    array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.array_record import UNIT, open_reader, read_records
 from MaxText.input_pipeline.formats.token_ids import as_ids
-from MaxText.input_pipeline.storage import is_url, local_path, open_stream, version
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.streams.record_index import FileRecords, FileScan
 
 # Records of a scan fetched by one call.
 _AT_ONCE = 256
 
-# Each read fetches single records at random places: read nothing ahead.
-READER_OPTIONS = "readahead_buffer_size:0"
-_READER_BUFFER_BYTES = 32768
-
 # Readers at once: each keeps its file open, and a data set may have thousands.
 _MOST_READERS = 128
-
-
-def open_reader(path: str) -> Any:
-    """A reader of an ArrayRecord file; safe to use from several threads.
-
-    Raises:
-      BadRecord: no such file, damaged at its end or cut short.
-      UserError: missing, or a URL (the library reads local files only).
-    """
-    if is_url(path):
-        raise UserError(
-            f"{path}: ArrayRecord files are read from a local file system only. Copy them, or "
-            "mount the bucket (gcsfuse), and give the local path."
-        )
-    version(path)  # a missing file is named before the library looks for it
-    try:
-        open_stream(path).close()
-    except OSError as error:
-        # The library takes a file that it may not read for a damaged one.
-        raise BadRecord(path, 0, f"the file cannot be read ({error.strerror})") from error
-    reader = array_record_module.ArrayRecordReader(
-        local_path(path), options=READER_OPTIONS, file_reader_buffer_size=_READER_BUFFER_BYTES
-    )
-    # A file that was cut short or is none opens as one without records.
-    if not reader.ok():
-        raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short")
-    return reader
 
 
 class Readers:
@@ -77,27 +42,11 @@ class Readers:
             return self._readers[path]
 
 
-def read_records(reader: Any, path: str, records: Sequence[int]) -> list[bytes]:
-    """The bytes of records by number.
-
-    Raises:
-      BadRecord: one cannot be read; its place is its number.
-    """
-    try:
-        return reader.read(records)
-    except (RuntimeError, IndexError, ValueError) as error:
-        if len(records) == 1:
-            reason = f"the record is damaged ({error})"
-            raise BadRecord(path, records[0], reason, ArrayRecordIds.unit) from error
-    # Which of them it was is not said: the first that fails on its own is.
-    return [content for record in records for content in read_records(reader, path, [record])]
-
-
 @dataclasses.dataclass(frozen=True)
 class ArrayRecordIds:
     """See RecordFormat. `names`: features to look for; the first one that is there is read."""
 
-    unit: ClassVar[str] = "record"
+    unit: ClassVar[str] = UNIT
     names: tuple[str, ...]
     _readers: Readers = dataclasses.field(default_factory=Readers, repr=False, compare=False)
 

@@ -3,34 +3,11 @@
 import tarfile
 from typing import NamedTuple
 
+from MaxText.input_pipeline.formats.tar_archive import BoundedHeader
 from MaxText.input_pipeline.storage import ReadableFile, open_stream
 from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 _BLOCK = 512
-
-# Members that say something about the next one, its long name for example. tarfile reads such a
-# member as a whole, whatever length it claims.
-_ABOUT_THE_NEXT = {
-    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
-}  # fmt: skip
-_LONGEST_ABOUT = 1 << 20
-
-
-class BoundedHeader(tarfile.TarInfo):
-    """A member's header; one with a length that no program writes is an error."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "BoundedHeader":
-        """See tarfile.TarInfo.
-
-        Raises:
-          tarfile.ReadError: a negative size, or a name of megabytes.
-        """
-        header = super().frombuf(buf, encoding, errors)
-        if header.size < 0 or (header.type in _ABOUT_THE_NEXT and header.size > _LONGEST_ABOUT):
-            raise tarfile.ReadError(f"a header claims {header.size:,} bytes")
-        return header  # pyright: ignore[reportReturnType]
 
 
 class Member(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.opening import open_corpus
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
 from MaxText.input_pipeline.manifest import Manifest
 from MaxText.input_pipeline.preparation import building_lock
