@@ -177,10 +177,14 @@ def table_texts(
             yield from enumerate(_column_texts(batch, path, text_field, row), start=row)
 
 
+def is_list(column_type: Any) -> bool:
+    """Whether a column of this pyarrow type holds a list in each row."""
+    return str(column_type).startswith(("list<", "large_list<", "fixed_size_list<"))
+
+
 def is_list_of_integers(column_type: Any) -> bool:
     """Whether a column of this pyarrow type holds a list of ids in each row."""
-    is_list = str(column_type).startswith(("list<", "large_list<", "fixed_size_list<"))
-    return is_list and str(column_type.value_type).startswith(("int", "uint"))
+    return is_list(column_type) and str(column_type.value_type).startswith(("int", "uint"))
 
 
 def _value_type(column_type: Any) -> Any:

@@ -28,7 +28,7 @@ BUFFER_BYTES = 2**18
 
 _PIECE_BYTES = 2**14
 # `zstd --long=31` is the widest there is, and what large published dumps are made with.
-_ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: 31}
+_ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 # What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
 _XZ_MEMORY_BYTES = 2**30
 

@@ -5,6 +5,8 @@ import os
 import re
 from typing import NamedTuple
 
+from MaxText.errors import UserError
+
 
 class Layout(enum.Enum):
     """How documents lie in a file once it is decompressed."""
@@ -103,3 +105,16 @@ def format_of_member(archive: str, member: str) -> FileFormat:
     if archive.lower().endswith(".jsonl.zst.tar"):
         return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
     return format_of(member)
+
+
+def check_not_compressed(path: str, file_format: FileFormat) -> None:
+    """Refuses a compressed file of a layout that is read in several places at once.
+
+    Raises:
+      UserError: it is one; says what to do.
+    """
+    if file_format.layout in SEEKING and file_format.compression:
+        raise UserError(
+            f"{path}: {file_format.layout.value} files are not read when they are compressed as a "
+            "whole. Unpack it first."
+        )

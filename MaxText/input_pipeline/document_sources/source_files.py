@@ -22,9 +22,9 @@ from MaxText.input_pipeline.document_sources.file_formats import (
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,
-    SEEKING,
     FileFormat,
     Layout,
+    check_not_compressed,
     format_of,
     known_format,
 )
@@ -150,11 +150,7 @@ def _source_file(path: str, name: str) -> SourceFile:
             f"{path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
-    if file_format.layout in SEEKING and file_format.compression:
-        raise UserError(
-            f"{path}: {file_format.layout.value} files are not read when they are compressed as a "
-            "whole. Unpack it first."
-        )
+    check_not_compressed(path, file_format)
     if storage.is_url(path):
         system, remote_path = storage.file_system(path)
         return SourceFile(path, name, system.info(remote_path).get("size") or 0, file_format)
