@@ -81,11 +81,11 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
 
 def text_of(source: str) -> list[str]:
     """The documents that prepare_data.py reads."""
-    from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+    from MaxText.input_pipeline.document_sources.corpus import open_corpus
 
     corpus = open_corpus(source, "text")
     skipped: collections.Counter[str] = collections.Counter()
-    return [document.text for unit in corpus.units for document in unit.documents(skipped)]
+    return [document.text for unit in corpus.shards for document in unit.documents(skipped)]
 
 
 def slice_of_text(folder: pathlib.Path) -> str:

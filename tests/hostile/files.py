@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 
 
 def torch_file(ids: np.ndarray) -> bytes:
@@ -49,9 +49,9 @@ def tar_archive(members: dict[str, bytes]) -> bytes:
     return stored.getvalue()
 
 
-def texts_of(path: Path, *unit_bytes: int) -> list[str]:
+def texts_of(path: Path, *shard_bytes: int) -> list[str]:
     """All texts of a corpus."""
-    units = open_corpus(str(path), "text", *unit_bytes).units
+    units = open_corpus(str(path), "text", *shard_bytes).shards
     return [document.text for unit in units for document in unit.documents(Counter())]
 
 

@@ -17,10 +17,9 @@ from MaxText.configuration.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import TensorFiles
 from MaxText.errors import UserError
-from MaxText.input_pipeline.formats.token_records import TarTensors
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
+from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
-from MaxText.input_pipeline.storage import file_info
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
 
@@ -43,7 +42,7 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
     pickled = pickle.dumps(Touches(marker), protocol)
     for content in (torch_archive(pickled), pickled):
         (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.pth": content}))
-        (record,) = TarTensors("").records(file_info(str(tmp_path / "a.tar")))
+        (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
         assert "mkdir" in record.reason or "torch.save" in record.reason
 
 
@@ -92,7 +91,7 @@ def npy(array: np.ndarray) -> bytes:
 def test_arrays_of_objects(tmp_path, marker):
     content = npy(np.array([Touches(marker)], object))
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
-    (record,) = TarTensors("").records(file_info(str(tmp_path / "a.tar")))
+    (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
     assert "Object arrays" in record.reason
 
 
@@ -173,7 +172,7 @@ def test_links_and_devices_in_archives_of_text(tmp_path):
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
     skipped: Counter[str] = Counter()
-    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").units
+    (unit,) = open_corpus(str(tmp_path / "a.tar"), "text").shards
     assert not list(unit.documents(skipped))
     assert skipped == {"links and devices in archives": 4}
 
@@ -190,7 +189,7 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
     before = _below(tmp_path)
     assert texts_of(folder / "a.tar") == ["some text"]
     (folder / "a.tar").write_bytes(tar_archive({name.replace(".txt", ".npy"): npy(np.arange(3))}))
-    (record,) = TarTensors("").records(file_info(str(folder / "a.tar")))
+    (record,) = read_ids(str(folder / "a.tar"), "webdataset")
     assert record.ids.tolist() == [0, 1, 2]
     # Names are never paths: what a member holds is read, and nothing is written.
     assert _below(tmp_path) == before

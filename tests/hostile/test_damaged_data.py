@@ -64,7 +64,7 @@ _UNCHECKED = {
 
 
 def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None], str]:
-    """Documents, None for each that cannot be read, and what an error says."""
+    """Documents, None for each that cannot be read, and what an error or a note says."""
     bad = "skip" if skip else "fail"
     data = Data(dataset_path=str(folder), data_cache_dir=str(cache), on_bad_record=bad)
     found: list[np.ndarray | None] = []
@@ -81,7 +81,7 @@ def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None
             found.append(tokens.store.read(np.array([start]), np.array([stop])))
         except UserError:
             found.append(None)
-    return found, ""
+    return found, "; ".join(tokens.skipped)
 
 
 def _damaged(tmp_path: Path, name: str, write: Callable[[Path, list[np.ndarray]], None]):

@@ -16,12 +16,7 @@ from MaxText.conversion.settings import family_of, to_keys
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
 from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.formats.token_records import (
-    TableIds,
-    TarTensors,
-    raw_array_records,
-    table_schema,
-)
+from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.storage import file_info
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
@@ -80,7 +75,7 @@ def _npy(header: str) -> bytes:
 def test_arrays_whose_header_lies(tmp_path, header):
     content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
-    (record,) = TarTensors("").records(file_info(str(tmp_path / "a.tar")))
+    (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
     assert ".npy" in record.reason or not header
 
 
@@ -104,7 +99,7 @@ def test_tables_whose_header_lies(tmp_path, length):
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadRecord):
-            table_schema(file_info(str(tmp_path / name)))
+            list(read_ids(str(tmp_path / name), name.rsplit(".")[1]))
         with pytest.raises(UserError, match=re.escape(name)):
             texts_of(tmp_path / name)
 
@@ -125,16 +120,15 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
             with pytest.raises(UserError, match=r"a\.arrow"):
                 texts_of(tmp_path / "a.arrow")
         else:
-            file = file_info(str(tmp_path / "a.arrow"))
-            (record,) = TableIds("text", ["text"]).records(file)
-            assert isinstance(record, BadRecord)
+            with pytest.raises(BadRecord, match=r"a\.arrow"):
+                list(read_ids(str(tmp_path / "a.arrow"), "arrow"))
 
 
 @pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
 def test_array_records_of_nothing(tmp_path, content):
     (tmp_path / "a.array_record").write_bytes(content)
-    (record,) = raw_array_records(file_info(str(tmp_path / "a.array_record")))
-    assert "ArrayRecord" in record.reason
+    with pytest.raises(BadRecord, match="ArrayRecord"):
+        list(read_ids(str(tmp_path / "a.array_record"), "arrayrecord"))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@
 A CRC is CRC-32C, masked as TensorFlow does so that a CRC of data that holds CRCs stays useful.
 """
 
+import contextlib
 import gzip
 import os
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -149,34 +149,26 @@ def payloads(data: Sliceable, path: str) -> Iterator[tuple[int, int]]:
         at = start + length + FOOTER_BYTES
 
 
-def read_records(path: str | os.PathLike[str], file: "_Readable | None" = None) -> Iterator[bytes]:
-    """Reads the payloads of a file in order, checking every CRC.
+class Readable(Protocol):
+    """A file open for reading, decompressed."""
 
-    Args:
-      path: of the file; read as gzip where the name ends in .gz.
-      file: the same, already open (and decompressed), for files that are not local.
-
-    Raises:
-      BadRecord: a CRC is wrong, or the file ends inside a record. `offset` counts decompressed
-        bytes.
-      OSError: the file cannot be opened.
-    """
-    name = os.fspath(path)
-    if file is not None:
-        yield from _read_records(file, name)
-    elif Path(name).suffix == ".gz":
-        with gzip.open(name) as compressed:
-            yield from _read_records(compressed, name)
-    else:
-        with open(name, "rb") as plain:
-            yield from _read_records(plain, name)
-
-
-class _Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def _read_records(file: _Readable, path: str) -> Iterator[bytes]:
+def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """Reads a file from front to back, checking every CRC.
+
+    Args:
+      file: its contents.
+      path: file that errors name.
+
+    Yields:
+      Offset of a record in the contents, and its payload, or what is wrong with that.
+
+    Raises:
+      BadRecord: no further record can be found: the CRC of a length is wrong, or the file ends
+        inside a record or its gzip data.
+    """
     at = 0
     while header := _read(file, HEADER_BYTES, path, at):
         if len(header) < HEADER_BYTES:
@@ -189,8 +181,34 @@ def _read_records(file: _Readable, path: str) -> Iterator[bytes]:
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
             raise BadRecord(path, at, reason)
-        yield check(body, path, at)
+        record: bytes | BadRecord
+        try:
+            record = check(body, path, at)
+        except BadRecord as problem:
+            record = problem
+        yield at, record
         at += HEADER_BYTES + length + FOOTER_BYTES
+
+
+def read_records(path: str | os.PathLike[str], file: Readable | None = None) -> Iterator[bytes]:
+    """Reads the payloads of a file in order.
+
+    Args:
+      path: of the file; read as gzip where the name ends in .gz.
+      file: the same, already open and decompressed.
+
+    Raises:
+      BadRecord: as scan_records, or the CRC of a payload is wrong.
+      OSError: the file cannot be opened.
+    """
+    name = os.fspath(path)
+    with contextlib.ExitStack() as stack:
+        if file is None:
+            file = stack.enter_context((gzip.open if name.endswith(".gz") else open)(name, "rb"))
+        for _, record in scan_records(file, name):
+            if isinstance(record, BadRecord):
+                raise record
+            yield record
 
 
 def _incomplete(length: int, left: int) -> str:
@@ -200,7 +218,7 @@ def _incomplete(length: int, left: int) -> str:
     )
 
 
-def _read(file: _Readable, size: int, path: str, offset: int) -> bytes:
+def _read(file: Readable, size: int, path: str, offset: int) -> bytes:
     """Up to `size` bytes, fewer at the end of the file only."""
     pieces = []
     try:

@@ -18,8 +18,9 @@ from typing import Any
 
 from MaxText.counting import counted
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.documents import too_many_error
 from MaxText.input_pipeline.preparation import work_processes
-from MaxText.input_pipeline.preparation.corpus import Corpus, too_many
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, unit_of
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.preparation.survey import corpus_digest
@@ -102,8 +103,8 @@ class Workers:
         self, corpus: Corpus, bytes_worth_a_process: int = _BYTES_ENCODED_WORTH_A_PROCESS
     ) -> tuple[int, int]:
         """Processes and threads of each that suit the size of a corpus."""
-        num_bytes = sum(unit.num_bytes for unit in corpus.units)
-        worth = max(min(num_bytes // bytes_worth_a_process, len(corpus.units)), 1)
+        num_bytes = sum(unit.num_bytes for unit in corpus.shards)
+        worth = max(min(num_bytes // bytes_worth_a_process, len(corpus.shards)), 1)
         num_processes = min(self.num_processes, worth)
         return num_processes, max(self.num_processes // num_processes, 1)
 
@@ -183,7 +184,7 @@ def _encode_units(
     num_processes, num_threads = workers.for_corpus(request.corpus)
     encoding = request.encoding(parts, num_threads)
     corpus = request.corpus
-    splits = corpus.splits or [""] * len(corpus.units)
+    splits = corpus.splits or [""] * len(corpus.shards)
     if corpus.splits:
         names = ", ".join(dict.fromkeys(splits))
         show(f"The source has splits of its own ({names}): validation_fraction is not used")
@@ -191,12 +192,12 @@ def _encode_units(
         EncodingJob(
             number, unit, split=split, expected_sha256=request.expected_sha256.get(number, "")
         )
-        for number, (unit, split) in enumerate(zip(corpus.units, splits, strict=True))
+        for number, (unit, split) in enumerate(zip(corpus.shards, splits, strict=True))
     ]
     finished = {job.number: unit for job in jobs if (unit := finished_unit(encoding, job.number))}
     if finished:
         show(f"Going on: {len(finished):,} of {len(jobs):,} parts were finished before")
-    num_bytes = sum(unit.num_bytes for unit in corpus.units)
+    num_bytes = sum(unit.num_bytes for unit in corpus.shards)
     if workers.beam_options is not None:
         from MaxText.input_pipeline.preparation.beam_runner import encode_with_beam
 
@@ -246,7 +247,7 @@ def _fill_empty_split(
         number = unit_of(document)
         job = EncodingJob(
             number,
-            request.corpus.units[number],
+            request.corpus.shards[number],
             exceptions=((document, held_out),),
             expected_sha256=units[number].sha256,
         )
@@ -336,9 +337,9 @@ def _tokenizer_entry(request: Request) -> TokenizerEntry:
 def _check_bad(request: Request, units: Sequence[EncodedUnit], show: Show) -> None:
     """Names the rows and files that were bad; those of all units together may be too many."""
     bad = [message for unit in units for message in unit.bad]
-    limit = max((unit.max_bad_records for unit in request.corpus.units), default=0)
+    limit = max((unit.max_bad_records for unit in request.corpus.shards), default=0)
     if len(bad) > limit:
-        raise too_many(limit, bad[0])
+        raise too_many_error(limit, bad[0])
     for message in bad[:_MOST_NAMED]:
         show(f"warning: left out: {message}")
     if len(bad) > _MOST_NAMED:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import pydantic
 
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.documents import Skipped
+from MaxText.input_pipeline.document_sources.shards import Shard
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Corpus, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,
@@ -68,11 +70,11 @@ class UnitCounts(pydantic.BaseModel):
     sha256: str
 
 
-def unit_texts(unit: Unit, fix_text: bool, skipped: Counter[str]) -> Iterator[bytes]:
+def unit_texts(unit: Shard, fix_text: bool, skipped: Counter[str]) -> Iterator[bytes]:
     """The texts of a unit as UTF-8, repaired if asked for; none is empty.
 
     Raises:
-      UserError: as Unit.documents.
+      UserError: as Shard.documents.
     """
     clean = text_cleaner(fix_text)
     for document in unit.documents(skipped):
@@ -84,7 +86,7 @@ def unit_texts(unit: Unit, fix_text: bool, skipped: Counter[str]) -> Iterator[by
 
 
 def count_unit(
-    unit: Unit, number: int, *, seed: int, validation_fraction: float, fix_text: bool
+    unit: Shard, number: int, *, seed: int, validation_fraction: float, fix_text: bool
 ) -> UnitCounts:
     """Reads a unit and counts.
 
@@ -92,7 +94,7 @@ def count_unit(
       number: of the unit in the corpus.
 
     Raises:
-      UserError: as Unit.documents.
+      UserError: as Shard.documents.
     """
     skipped = Skipped()
     digest = TextDigest()
@@ -228,4 +230,4 @@ def _divide(num_shards: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def describe_units(corpus: Corpus) -> str:
     """What the units of a corpus are, to notice that a later one is another."""
-    return json.dumps([[unit.num_bytes for unit in corpus.units], list(corpus.splits)])
+    return json.dumps([[unit.num_bytes for unit in corpus.shards], list(corpus.splits)])

@@ -16,6 +16,7 @@ from typing import Any
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
+from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
 from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.preparation.building import (
     BYTES_READ_WORTH_A_PROCESS,
@@ -23,9 +24,7 @@ from MaxText.input_pipeline.preparation.building import (
     Workers,
     build_data_set,
 )
-from MaxText.input_pipeline.preparation.corpus import Corpus
 from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.survey import (
     SAMPLED_UNITS,
     SurveyJob,
@@ -286,7 +285,7 @@ def _first_texts(corpus: Corpus) -> list[str]:
     """About _COMPARED_CHARACTERS of text from the beginning."""
     texts: list[str] = []
     left = _COMPARED_CHARACTERS
-    for unit in corpus.units:
+    for unit in corpus.shards:
         for document in unit.documents(Counter()):
             texts.append(document.text)
             left -= len(document.text)
@@ -306,10 +305,10 @@ def _sample(
         surveys = _survey(preparation, corpus, jobs, workers, show)
         fraction = 0.0 if corpus.splits else preparation.validation_fraction
         sample = join_samples(surveys, seed, fraction)
-        if sample or most_units >= len(corpus.units):
+        if sample or most_units >= len(corpus.shards):
             return surveys, sample
         # The units drawn are empty; others may not be.
-        most_units = len(corpus.units)
+        most_units = len(corpus.shards)
 
 
 def _survey(
@@ -418,7 +417,7 @@ def keep(
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
     workers = Workers(preparation.prepare_num_workers or num_cores())
-    jobs = [SurveyJob(number, unit) for number, unit in enumerate(corpus.units)]
+    jobs = [SurveyJob(number, unit) for number, unit in enumerate(corpus.shards)]
     surveys = _survey(preparation, corpus, jobs, workers, show)
     return corpus_digest([survey.sha256 for survey in surveys])
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import Shard
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     SAMPLED,
     TRAIN,
@@ -81,7 +82,7 @@ class SurveyJob:
     """
 
     number: int
-    unit: Unit
+    unit: Shard
     sample_bytes: int = 0
 
 
@@ -119,7 +120,7 @@ def survey_unit(
     """Reads a unit once; keeps no more than one document above `job.sample_bytes` in memory.
 
     Raises:
-      UserError: as Unit.documents.
+      UserError: as Shard.documents.
     """
     digest = TextDigest()
     clean = text_cleaner(settings.fix_text)
@@ -168,15 +169,15 @@ def sampling_jobs(
 
     Where the source has splits of its own they are units for training, if there are any.
     """
-    numbers = np.arange(len(corpus.units))
+    numbers = np.arange(len(corpus.shards))
     if TRAIN in corpus.splits:
         numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
     drawn = hashes(seed, SAMPLED, numbers)
     numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:most_units]].tolist())
-    total = sum(corpus.units[number].num_bytes for number in numbers)
+    total = sum(corpus.shards[number].num_bytes for number in numbers)
     jobs = []
     for number in numbers:
-        unit = corpus.units[number]
+        unit = corpus.shards[number]
         share = sample_bytes * unit.num_bytes // total if total else sample_bytes // len(numbers)
         jobs.append(SurveyJob(number, unit, max(share, 1)))
     return jobs

@@ -14,10 +14,10 @@ from pathlib import Path
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.preparation.corpus import Corpus
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import cut_into_shards
+from MaxText.input_pipeline.document_sources.source_files import find_files
 from MaxText.input_pipeline.preparation.preparing import make_once
-from MaxText.input_pipeline.preparation.sources.finding import find_files
-from MaxText.input_pipeline.preparation.sources.units import UNIT_BYTES, cut_into_units
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
@@ -93,7 +93,7 @@ def open_text(
 
 def _corpus(files: Sequence[str], text_field: str) -> Corpus:
     found = [source_file for file in files for source_file in find_files(file)]
-    units = cut_into_units(found, [""] * len(found), text_field, UNIT_BYTES)
+    units = cut_into_shards(found, [""] * len(found), text_field)
     return Corpus(_shown([source_file.name for source_file in found]), len(found), units)
 
 

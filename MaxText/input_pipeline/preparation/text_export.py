@@ -24,12 +24,13 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import Shard
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.building import BYTES_READ_WORTH_A_PROCESS, Workers
-from MaxText.input_pipeline.preparation.corpus import Corpus, Unit
 from MaxText.input_pipeline.preparation.export_plan import (
     ExportPlan,
     UnitCounts,
@@ -253,7 +254,7 @@ class _Export:
 
     def _count_units(self) -> list[UnitCounts]:
         """What each unit holds, counted by several processes where there is much text."""
-        units = self._corpus.units
+        units = self._corpus.shards
         workers = Workers(self._preparation.prepare_num_workers or num_cores())
         num_processes, _ = workers.for_corpus(self._corpus, BYTES_READ_WORTH_A_PROCESS)
         jobs = list(enumerate(units))
@@ -282,7 +283,7 @@ class _Export:
         """Writes the files that are not finished, reading from the first unit that they need."""
         outputs = {split: _SplitOutput(self, split, plan) for split in plan.num_shards}
         first = plan.first_unit({split: out.num_finished for split, out in outputs.items()})
-        units = self._corpus.units
+        units = self._corpus.shards
         left = sum(unit.num_bytes for unit in units[first:])
         try:
             with show_progress("Writing", left, self._show) as progress:
@@ -304,7 +305,7 @@ class _Export:
         splits = self._splits_of_documents(number, plan)
         digest = TextDigest()
         texts = unit_texts(
-            self._corpus.units[number], self._preparation.prepare_fix_text, self._skipped
+            self._corpus.shards[number], self._preparation.prepare_fix_text, self._skipped
         )
         for index, text in enumerate(texts):
             digest.add(text)
@@ -379,7 +380,7 @@ class _Export:
 
 
 def _count_unit(
-    preparation: Preparation, job: tuple[int, Unit], advance: Callable[[int], None]
+    preparation: Preparation, job: tuple[int, Shard], advance: Callable[[int], None]
 ) -> tuple[int, UnitCounts]:
     """`count_unit` as work_processes calls it: number and counts."""
     number, unit = job

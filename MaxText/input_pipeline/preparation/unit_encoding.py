@@ -19,8 +19,9 @@ import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.documents import Document, Skipped
+from MaxText.input_pipeline.document_sources.shards import Shard
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
-from MaxText.input_pipeline.preparation.corpus import Document, Skipped, Unit
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
     VALIDATION,
@@ -120,7 +121,7 @@ class EncodingJob:
     """
 
     number: int
-    unit: Unit
+    unit: Shard
     split: str = ""
     exceptions: tuple[tuple[int, bool], ...] = ()
     expected_sha256: str = ""
@@ -181,10 +182,10 @@ def encode_unit(
     """Encodes a unit, or keeps what an earlier process made of the same text.
 
     Args:
-      advance: takes bytes done, Unit.num_bytes in all.
+      advance: takes bytes done, Shard.num_bytes in all.
 
     Raises:
-      UserError: as Unit.documents, or the text is not what it was before.
+      UserError: as Shard.documents, or the text is not what it was before.
     """
     # Text on disk may be larger or (compressed) smaller than the text in it: what is reported
     # while working stays below the whole, and the rest follows at the end.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
 from MaxText.input_pipeline.preparation import building_lock
 from MaxText.input_pipeline.preparation.preparing import keep, manifest_name_of, prepare
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.storage import file_system, path_type
 from MaxText.input_pipeline.token_store.manifest import Manifest
 

@@ -18,9 +18,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +30,12 @@ from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
-from MaxText.input_pipeline.formats.token_records import RecordFormat
+from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
 from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.storage import FileInfo
 from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.input_pipeline.transient import is_transient
-
-_Record = TypeVar("_Record")
 
 _LAYOUT = 1
 _HEADER_NAME = "import.json"
@@ -72,12 +70,16 @@ class Imported:
         return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
 
 
+Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
+"""Reads a file in order, as read_ids; sent to other processes."""
+
+
 class _Job(NamedTuple):
     """What all files of an import share."""
 
     folder: Path
     files: tuple[FileInfo, ...]
-    record_format: RecordFormat
+    read: Read
     eos_id: int
     skip: bool
     max_bad_records: int
@@ -85,8 +87,9 @@ class _Job(NamedTuple):
 
 def import_records(
     files: Sequence[FileInfo],
-    record_format: RecordFormat,
+    read: Read,
     *,
+    identity: str,
     eos_id: int,
     cache_dir: Path,
     skip: bool,
@@ -99,7 +102,8 @@ def import_records(
 
     Args:
       files: in the order of their records.
-      record_format: of all of them.
+      read: reads one of them.
+      identity: everything that decides what `read` gives, besides the file.
       eos_id: put at the end of every record; below 0 none is.
       cache_dir: folder of imports; created.
       skip: whether bad records are left out.
@@ -112,9 +116,9 @@ def import_records(
       UserError: too many bad records, or `cache_dir` cannot be written.
     """
     found = [(storage.absolute(file.path), file.size, file.tag) for file in files]
-    identity = json.dumps([_LAYOUT, repr(record_format), eos_id, skip, found])
-    folder = cache_dir / "imported" / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    job = _Job(folder, tuple(files), record_format, eos_id, skip, max_bad_records)
+    name = json.dumps([_LAYOUT, identity, eos_id, skip, found])
+    folder = cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
+    job = _Job(folder, tuple(files), read, eos_id, skip, max_bad_records)
     imported = _load(folder)
     if imported is None:
         try:
@@ -231,21 +235,28 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
     ids, labels = _Writer(_path(job.folder, "tokens", number)), None
     sizes: list[int] = []
     bad: list[str] = []
-    for record in records_of(file, job.record_format.records):
-        if isinstance(record, BadRecord):
-            if not job.skip:
-                raise record
-            rest = "; what follows in the file is left out" if record.is_last else ""
-            bad.append(f"Skipped a record: {record}{rest}")
-            _check_bad(job, bad)
-            continue
-        size = ids.add(record.ids)
-        if record.labels is not None:
-            labels = labels or _Writer(_path(job.folder, "labels", number), "<i4")
-            labels.add(record.labels)
-        elif job.eos_id >= 0:
-            size += ids.add(np.array([job.eos_id], np.int32))
-        sizes.append(size)
+
+    def note(problem: BadRecord, rest: str = "") -> None:
+        if not job.skip:
+            raise problem
+        bad.append(f"Skipped a record: {problem}{rest}")
+        _check_bad(job, bad)
+
+    try:
+        for record in job.read(file.path):
+            if isinstance(record, BadRecord):
+                note(record)
+                continue
+            size = ids.add(record.ids)
+            if record.labels is not None:
+                labels = labels or _Writer(_path(job.folder, "labels", number), "<i4")
+                labels.add(record.labels)
+            elif job.eos_id >= 0:
+                size += ids.add(np.array([job.eos_id], np.int32))
+            sizes.append(size)
+    except BadRecord as problem:
+        _raise_if_unreadable(problem)
+        note(problem, "; what follows in the file is left out")
     ids.close()
     if labels is not None:
         labels.close()
@@ -260,25 +271,14 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
     write_whole(_path(job.folder, "file", number), json.dumps(entry))
 
 
-def records_of(file: FileInfo, read: Callable[[FileInfo], Iterable[_Record]]) -> Iterator[_Record]:
-    """What `read` yields of a file, with errors that name it.
-
-    Raises:
-      UnreadableFile: it cannot be read, and waiting will not help.
-      OSError: its storage fails for now.
-    """
-    try:
-        yield from read(file)
-    except UserError:
-        raise
-    except Exception as error:  # of the library behind a URL as well
-        remote = storage.is_url(file.path)
-        if is_transient(error, remote) or not (remote or isinstance(error, OSError)):
-            raise
-        raise UnreadableFile(
-            f"{file.path} cannot be read ({storage.reason(error)}). Check that you may read it.",
-            file.path,
-        ) from error
+def _raise_if_unreadable(problem: BadRecord) -> None:
+    """Storage that fails is no damage to pass over."""
+    cause = problem.__cause__
+    if isinstance(cause, Exception):
+        if is_transient(cause, storage.is_url(problem.path)):
+            raise cause  # which arrives from another process as what it is
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise UnreadableFile(str(problem), problem.path) from problem
 
 
 def _check_bad(job: _Job, bad: list[str]) -> None:

@@ -6,7 +6,8 @@ by the first of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,26 +17,22 @@ from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.array_cache import Arrays
-from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.token_records import (
-    LABELS,
-    ArrayRecordIds,
-    PreparedChunks,
-    RecordFormat,
-    TableIds,
-    TarTensors,
-    TFRecordIds,
+from MaxText.input_pipeline.document_sources.arrow_tables import (
+    is_list,
     is_list_of_integers,
-    labels_are_ids,
-    raw_array_records,
-    raw_tfrecords,
-    table_schema,
+    open_table,
 )
+from MaxText.input_pipeline.document_sources.token_records import (
+    USUAL_FIELDS,
+    holds_text,
+    read_chunks,
+    read_ids,
+)
+from MaxText.input_pipeline.document_sources.token_tables import id_column, labels_are_ids
 from MaxText.input_pipeline.local_copies import copies_folder, copy_files
 from MaxText.input_pipeline.storage import FileInfo, is_url, local_path
 from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
-from MaxText.input_pipeline.token_store.import_records import Imported, import_records, records_of
+from MaxText.input_pipeline.token_store.import_records import Imported, Read, import_records
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -56,9 +53,6 @@ from MaxText.input_pipeline.token_store.store import (
 )
 from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
 
-# Features and columns that hold ids where tokens_field does not say.
-USUAL_FIELDS = ("input_ids", "text", "tokens")
-
 
 class _Request(NamedTuple):
     """What open_token_data was asked for."""
@@ -72,10 +66,6 @@ class _Request(NamedTuple):
     @property
     def cache_dir(self) -> Path:
         return Path(self.data.data_cache_dir).expanduser()
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.data.tokens_field,) if self.data.tokens_field else USUAL_FIELDS
 
 
 def open_token_data(
@@ -130,17 +120,20 @@ def open_token_data(
 def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenData:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
-    if kind == "text":
+    fields = (request.data.tokens_field,) if request.data.tokens_field else ()
+    paths = [file.path for file in files]
+    if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
         return _open_text(request, files)
     if kind in ("parquet", "arrow"):
-        return _open_tables(request, files)
-    if kind == "webdataset":
-        return _open_records(request, files, TarTensors(request.data.tokens_field), kind)
-    raw = raw_tfrecords if kind == "tfrecord" else raw_array_records
-    if _holds_text(request, files, raw):
-        return _open_text(request, files)
-    format_of = TFRecordIds if kind == "tfrecord" else ArrayRecordIds
-    return _open_records(request, files, format_of(request.fields), kind)
+        return _open_tables(request, files, kind, fields)
+    # As earlier versions named what is read, so that their runs can be resumed.
+    named = {
+        "tfrecord": f"TFRecordIds(names={fields or USUAL_FIELDS})",
+        "arrayrecord": f"ArrayRecordIds(names={fields or USUAL_FIELDS})",
+        "webdataset": f"TarTensors(field={request.data.tokens_field!r})",
+    }
+    read = functools.partial(read_ids, kind=kind, fields=fields)
+    return _open_records(request, files, kind, read, named[kind])
 
 
 def _is_prepared(location: str, key: str) -> bool:
@@ -195,7 +188,9 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
         store = open_flat(folder, manifest, split, files)
     else:
         found = check_files(manifest, folder, split) if files is None else files
-        imported = _import(request, found, PreparedChunks(manifest.dtype), skip=False)
+        read = functools.partial(read_chunks, dtype=manifest.dtype)
+        identity = f"chunks of {manifest.dtype}"
+        imported = _import(request, found, read, identity, eos_id=-1, skip=False)
         if sum(imported.num_tokens) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
@@ -260,83 +255,42 @@ def _find(request: _Request) -> list[FileInfo]:
     return storage.list_files(location, request.key)
 
 
-def _holds_text(
-    request: _Request,
-    files: list[FileInfo],
-    raw: Callable[[FileInfo], Iterable[bytes | BadRecord | tuple[int, bytes | BadRecord]]],
-) -> bool:
-    """Whether records are text: plain, or a feature of bytes named text_field."""
-    text_field = request.preparation.text_field
-    for file in files:
-        # A damaged record says nothing about the others; the import finds it.
-        records = records_of(file, raw)
-        found = (record[1] if isinstance(record, tuple) else record for record in records)
-        record = next((record for record in found if isinstance(record, bytes)), None)
-        if record is None:
-            continue
-        try:
-            features = tf_example.decode(record)
-        except tf_example.ExampleError as error:
-            if _is_text(record):
-                return True
-            raise UserError(
-                f"{file.path}: its first record is neither a tf.train.Example nor UTF-8 text "
-                f"({error}). Name files of token ids or of text."
-            ) from error
-        if any(isinstance(features.get(name), np.ndarray) for name in request.fields):
-            return False
-        if isinstance(features.get(text_field), list):
-            return True
+def _open_tables(
+    request: _Request, files: list[FileInfo], kind: str, fields: tuple[str, ...]
+) -> TokenData:
+    path = files[0].path
+    with open_table(path) as table:
+        column = id_column(table, path, fields or USUAL_FIELDS)
+        types = {field.name: field.type for field in table.schema}
+        has_mask = "attention_mask" in types and is_list(types["attention_mask"])
+        has_labels = "labels" in types and is_list_of_integers(types["labels"])
+        assert column is not None
+        # One answer for all files.
+        shift_labels = labels_are_ids(table, column) if has_labels else None
+    if has_labels and request.data.records_eos_id >= 0:
         raise UserError(
-            f"{file.path}: its records have no integer feature {' or '.join(request.fields)} and "
-            f"no text in {text_field} (features there: {tf_example.describe(record)}). Set "
-            "tokens_field, or text_field for text, to one of them."
+            f"records_eos_id={request.data.records_eos_id}: {path} has labels, which a further "
+            "token would not fit. Leave records_eos_id=-1."
         )
-    return False
-
-
-def _is_text(record: bytes) -> bool:
-    try:
-        return bool(record.decode().strip())
-    except UnicodeDecodeError:
-        return False
-
-
-def _open_tables(request: _Request, files: list[FileInfo]) -> TokenData:
-    schema = table_schema(files[0])
-    names = list(schema.names)
-    for name in request.fields:
-        if name in names and is_list_of_integers(schema.field(name).type):
-            break
-    else:
-        text_field = request.preparation.text_field
-        if text_field in names and "string" in str(schema.field(text_field).type):
-            return _open_text(request, files)
-        there = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise UserError(
-            f"{files[0].path} has no column of lists of integers named "
-            f"{' or '.join(request.fields)} and no text in {text_field} (columns there: {there}). "
-            "Set tokens_field, or text_field for text, to one of them."
-        )
-    if LABELS not in names or not is_list_of_integers(schema.field(LABELS).type):
-        return _open_records(request, files, TableIds(name, names), "table")
-    if request.data.records_eos_id >= 0:
-        raise UserError(
-            f"records_eos_id={request.data.records_eos_id}: {files[0].path} has labels, which a "
-            "further token would not fit. Leave records_eos_id=-1."
-        )
-    shift = labels_are_ids(files[0], name)
-    return _open_records(request, files, TableIds(name, names, shift), "table")
+    read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
+    identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
+    return _open_records(request, files, "table", read, identity)
 
 
 def _import(
-    request: _Request, files: Sequence[FileInfo], record_format: RecordFormat, skip: bool
+    request: _Request,
+    files: Sequence[FileInfo],
+    read: Read,
+    identity: str,
+    *,
+    eos_id: int,
+    skip: bool,
 ) -> Imported:
-    prepared = isinstance(record_format, PreparedChunks)
     return import_records(
         files,
-        record_format,
-        eos_id=-1 if prepared else request.data.records_eos_id,
+        read,
+        identity=identity,
+        eos_id=eos_id,
         cache_dir=request.cache_dir,
         skip=skip,
         max_bad_records=request.data.max_bad_records,
@@ -345,11 +299,11 @@ def _import(
 
 
 def _open_records(
-    request: _Request, files: list[FileInfo], record_format: RecordFormat, kind: str
+    request: _Request, files: list[FileInfo], kind: str, read: Read, identity: str
 ) -> TokenData:
     """Imports records and opens the import."""
-    imported = _import(request, files, record_format, request.data.on_bad_record == "skip")
-    eos_id = request.data.records_eos_id
+    eos_id, skip = request.data.records_eos_id, request.data.on_bad_record == "skip"
+    imported = _import(request, files, read, identity, eos_id=eos_id, skip=skip)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]
     if offsets.size < 2 or not offsets[-1]:
@@ -374,9 +328,7 @@ def _open_records(
             f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
             f"at {request.location}{labelled}"
         ),
-        fingerprint=storage.fingerprint(
-            files, [repr(record_format), eos_id, boundaries_digest(without)]
-        ),
+        fingerprint=storage.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
         filler_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,

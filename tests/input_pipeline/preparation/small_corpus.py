@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.preparation import preparing
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 
@@ -43,9 +43,9 @@ def made(keys: Preparation, folder: Path, show=lambda line: None, **more) -> Man
     return manifest
 
 
-def split_small(monkeypatch: pytest.MonkeyPatch, unit_bytes: int) -> None:
+def split_small(monkeypatch: pytest.MonkeyPatch, shard_bytes: int) -> None:
     """Makes units of a few hundred bytes, so that small texts have many."""
-    small = functools.partial(open_corpus, unit_bytes=unit_bytes)
+    small = functools.partial(open_corpus, shard_bytes=shard_bytes)
     monkeypatch.setattr(preparing, "open_corpus", small)
 
 

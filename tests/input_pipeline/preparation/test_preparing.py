@@ -80,7 +80,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     texts=st.lists(
         st.lists(st.text(alphabet="aé漢\n ", max_size=40), max_size=6), min_size=1, max_size=4
     ),
-    unit_bytes=st.integers(20, 300),
+    shard_bytes=st.integers(20, 300),
     fraction=st.sampled_from([0.0, 1e-9, 0.3, 0.999999]),
     keys=st.sampled_from(
         [
@@ -90,7 +90,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
         ]
     ),
 )  # fmt: skip
-def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fraction, keys):
+def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fraction, keys):
     folder = tmp_path_factory.mktemp("corpus")
     for number, rows in enumerate(texts):
         write_rows(folder / "text" / f"{number}.jsonl", rows)
@@ -102,7 +102,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, unit_bytes, fracti
     expected = [before + ids + after for ids in kept]
     asked = byte_options(folder / "text", validation_fraction=fraction, **keys)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        split_small(monkeypatch, unit_bytes)
+        split_small(monkeypatch, shard_bytes)
         # What is asserted here does not depend on it, and it takes most of the time.
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
         if not expected:

@@ -28,7 +28,7 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.preparation import preparing
 
 source, target, keys, first, stride = sys.argv[1:]
-preparing.open_corpus = functools.partial(preparing.open_corpus, unit_bytes=1000)
+preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
 preparation = Preparation(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
 manifest = preparing.manifest_name_of(preparation)
 
@@ -110,7 +110,7 @@ def encode_then_wait(*arguments):
     time.sleep(60)
 building.encode_unit = encode_then_wait
 building.Workers.for_corpus = lambda self, *arguments: (2, 1)
-preparing.open_corpus = functools.partial(preparing.open_corpus, unit_bytes=600)
+preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
     keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
     preparing.prepare(keys, sys.argv[2], lambda line: None)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from MaxText.input_pipeline.preparation.text_export import export_text
-from tests.input_pipeline.preparation.sources.written_corpora import arrow_stream, read_texts, rows
+from tests.input_pipeline.document_sources.written_corpora import arrow_stream, read_texts, rows
 from tests.input_pipeline.small_data import contents
 from tests.refusals import refused
 
@@ -26,7 +26,7 @@ def write_shards(folder: Path, texts: list[str]) -> None:
 def export(source: Path, folder: Path, lines: list[str] | None = None, **keys):
     keys = {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.1, **keys}
     preparation = Preparation(prepare_source=str(source), prepare_num_workers=1, **keys)
-    corpus = open_corpus(str(source), preparation.text_field, unit_bytes=5000)
+    corpus = open_corpus(str(source), preparation.text_field, shard_bytes=5000)
     return export_text(corpus, preparation, folder, [].append if lines is None else lines.append)
 
 

@@ -107,7 +107,7 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path, kind):
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
-    refused(r"ids0\.tfrecord at byte \d+: .*cut short", open_data, tmp_path / "d", tmp_path / "c")
+    refused(r"ids0\.tfrecord at byte \d+: .*file ends", open_data, tmp_path / "d", tmp_path / "c")
     data = open_data(tmp_path / "d", tmp_path / "c", on_bad_record="skip")
     assert np.diff(data.store.document_offsets).tolist() == [40, 40] + [30] * 4
     assert "what follows" in data.skipped[0]
@@ -222,7 +222,9 @@ def test_kinds_of_lists_in_a_table(tmp_path, kind):
         }[kind]
         parquet.write_table(pyarrow.table({"input_ids": column}), path)
     if kind.startswith("no"):
-        with pytest.raises(BadRecord, match=rf"{path.name} at row 0: .*\(1 "):
+        with pytest.raises(
+            BadRecord, match=rf"{path.name} at row \d: the row (has no list|lacks a value)"
+        ):
             open_data(path, tmp_path)
     else:
         assert tokens_of(open_data(path, tmp_path)) == [1, 2, 3, 4, 5, 6]

@@ -67,8 +67,8 @@ def write_parquet(path: Path, ids: Documents, row_group_size: int = 3, **columns
     )
 
 
-def write_arrow(path: Path, ids: Documents, stream: bool = True) -> None:
-    content = table(ids)
+def write_arrow(path: Path, ids: Documents, stream: bool = True, **columns) -> None:
+    content = table(ids, **columns)
     new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
     with new(str(path), content.schema) as writer:
         writer.write_table(content, max_chunksize=3)

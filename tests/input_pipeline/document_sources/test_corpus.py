@@ -15,13 +15,13 @@ import pytest
 from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
+from MaxText.input_pipeline.document_sources import source_files
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
+from MaxText.input_pipeline.document_sources.documents import Document
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.corpus import Document
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.preparation.sources import finding
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from tests.house.sources import REPOSITORY
-from tests.input_pipeline.preparation.sources.written_corpora import (
+from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     parquet_file,
     read_documents,
@@ -74,13 +74,13 @@ def test_units_follow_names_and_sizes(tmp_path):
     write(tmp_path, {f"{index}.txt": b"x" * 10 for index in range(7)})
     packed = gzip.compress(b"yellow-red", mtime=0)
     write(tmp_path, {"7.txt.gz": packed, "8.jsonl": rows(["z" * 20] * 10)})
-    corpus = open_corpus(str(tmp_path), "text", unit_bytes=25)
-    sizes = [unit.num_bytes for unit in corpus.units]
+    corpus = open_corpus(str(tmp_path), "text", shard_bytes=25)
+    sizes = [unit.num_bytes for unit in corpus.shards]
     assert sizes[:5] == [20, 20, 20, 10, len(packed)]
     assert sum(sizes) == 70 + len(packed) + (tmp_path / "8.jsonl").stat().st_size
     assert all(0 < size <= 25 for size in sizes[5:])
-    copies = pickle.loads(pickle.dumps(corpus)).units
-    assert copies == corpus.units
+    copies = pickle.loads(pickle.dumps(corpus)).shards
+    assert copies == corpus.shards
     texts = [document.text for unit in copies for document in unit.documents(Counter())]
     assert texts == ["x" * 10] * 7 + ["yellow-red"] + ["z" * 20] * 10
 
@@ -97,7 +97,7 @@ def test_standard_library(tmp_path, monkeypatch):
         "readme.txt": b"never\n",
     }
     write(tmp_path / "lib", files)
-    monkeypatch.setattr(finding, "stdlib_root", lambda: tmp_path / "lib")
+    monkeypatch.setattr(source_files, "stdlib_root", lambda: tmp_path / "lib")
     documents, skipped = read_documents("python_stdlib")
     assert documents == [Document("x = 'ä'\n", "a/c.py", 0), Document("import a\n", "b.py", 0)]
     assert skipped == {"empty": 1, "not UTF-8": 1}
@@ -142,10 +142,10 @@ def test_remote_files(tmp_path):
         system.pipe(f"/corpus/{name}", content)
     try:
         assert read_texts("memory://corpus") == list("abcdefghij")
-        assert read_texts("memory://corpus/*.jsonl*", unit_bytes=1) == ["b", "c", "d"]
+        assert read_texts("memory://corpus/*.jsonl*", shard_bytes=1) == ["b", "c", "d"]
         assert read_texts("memory://corpus/{1.txt,u.arrow}") == ["a", "h", "i", "j"]
         size = sum(len(contents[name]) for name in list(contents)[:5])
-        assert open_corpus("memory://corpus", "text").units[0].num_bytes == size
+        assert open_corpus("memory://corpus", "text").shards[0].num_bytes == size
         refused(r"absent\.txt", open_corpus, "memory://corpus/absent.txt", "text")
     finally:
         system.rm("/corpus", recursive=True)
@@ -179,7 +179,7 @@ def test_sources_without_text(tmp_path, monkeypatch, source, names, message):
 def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("text")
-    (unit,) = open_corpus(str(path), "text").units
+    (unit,) = open_corpus(str(path), "text").shards
     path.write_text("longer text")
     refused(r"a\.txt .*11 .* 4 ", list, unit.documents(Counter()))
     path.unlink()
@@ -217,7 +217,7 @@ def test_splits_of_the_source(tmp_path, names, splits):
     write(tmp_path, {name: rows([name]) for name in names})
     corpus = open_corpus(str(tmp_path), "text")
     assert corpus.splits == splits
-    assert len(corpus.units) == max(1, len(splits))
+    assert len(corpus.shards) == max(1, len(splits))
     assert read_texts(tmp_path) == names
 
 

@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from MaxText.input_pipeline.preparation.sources.byte_streams import decode
+from MaxText.input_pipeline.document_sources.compressed import decode
 
 # Bounds the memory of a reader and the length of a document: some 250 thousand tokens, far beyond
 # a window.

@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from hypothesis import strategies
 
-from MaxText.input_pipeline.preparation.sources import plain_text
-from tests.input_pipeline.preparation.sources.written_corpora import (
+from MaxText.input_pipeline.document_sources import plain_text
+from tests.input_pipeline.document_sources.written_corpora import (
     COMPRESS,
     ENDINGS,
     arrow_stream,
@@ -33,19 +33,19 @@ TEXTS = strategies.text(
 @pytest.mark.parametrize("ending", ENDINGS)
 @hypothesis.given(
     files=strategies.lists(strategies.lists(TEXTS, max_size=6), min_size=1, max_size=3),
-    unit_bytes=strategies.integers(1, 3000),
+    shard_bytes=strategies.integers(1, 3000),
 )
 @hypothesis.settings(max_examples=7, deadline=None, derandomize=True)
-def test_documents_of_a_format(ending, files, unit_bytes):
+def test_documents_of_a_format(ending, files, shard_bytes):
     if ending.endswith("array_record"):
-        unit_bytes *= 50  # an empty file has 64 KiB
+        shard_bytes *= 50  # an empty file has 64 KiB
     with tempfile.TemporaryDirectory() as name:
         for index, texts in enumerate(files):
             folder = Path(name, str(index))
             folder.mkdir()
             stem = "" if ending.startswith(("open", "urlsf")) else "x"
             write(ending, folder / f"{stem}{ending}", texts)
-        documents, skipped = read_documents(name, unit_bytes=unit_bytes)
+        documents, skipped = read_documents(name, shard_bytes=shard_bytes)
         written = [text for texts in files for text in texts]
         expected = [text for text in written if text.strip()]
         assert [document.text for document in documents] == expected
@@ -58,16 +58,16 @@ def test_documents_of_a_format(ending, files, unit_bytes):
     text=strategies.text(strategies.sampled_from("ab\n\r ä漢🙂"), min_size=1, max_size=600).filter(
         lambda text: text.strip()
     ),
-    unit_bytes=strategies.integers(1, 700),
+    shard_bytes=strategies.integers(1, 700),
     compression=strategies.sampled_from(["", *COMPRESS]),
 )
 @hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
-def test_long_plain_text(text, unit_bytes, compression):
+def test_long_plain_text(text, shard_bytes, compression):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain_text, "LONGEST_TEXT", 64)
         content, path = text.encode(), Path(name, f"a.txt.{compression}".rstrip("."))
         path.write_bytes(COMPRESS[compression](content) if compression else content)
-        documents, skipped = read_documents(path, unit_bytes=unit_bytes)
+        documents, skipped = read_documents(path, shard_bytes=shard_bytes)
         assert documents == read_documents(path)[0]
         numbers = [document.row for document in documents]
         assert numbers == sorted(set(numbers))
@@ -81,15 +81,15 @@ def test_long_plain_text(text, unit_bytes, compression):
 
 @hypothesis.given(
     texts=strategies.lists(TEXTS.filter(lambda text: text.strip()), min_size=1, max_size=12),
-    unit_bytes=strategies.integers(1, 400),
+    shard_bytes=strategies.integers(1, 400),
 )
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
-def test_rows_are_found_by_file_and_row(texts, unit_bytes):
+def test_rows_are_found_by_file_and_row(texts, shard_bytes):
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "a.jsonl")
         write(".jsonl", path, texts)
         data = path.read_bytes()
-        documents, _ = read_documents(path, unit_bytes=unit_bytes)
+        documents, _ = read_documents(path, shard_bytes=shard_bytes)
         for document, text in zip(documents, texts, strict=True):
             at = int(document.file.partition(" from byte ")[2] or 0)
             # The first line that begins at that byte or after it.

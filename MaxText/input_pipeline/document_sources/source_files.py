@@ -12,23 +12,23 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.preparation.sources.kinds import (
+from MaxText.input_pipeline.document_sources.file_formats import (
     NOT_TEXT,
-    PLAIN,
+    PLAIN_TEXT,
     READ_ENDINGS,
-    SEEKING,
-    Format,
-    Kind,
-    kind_of,
-    recognise,
+    FileFormat,
+    Layout,
+    check_not_compressed,
+    format_of,
+    known_format,
 )
-from MaxText.input_pipeline.preparation.sources.rows import token_ids
+from MaxText.input_pipeline.document_sources.json_rows import token_ids_error
 
 STDLIB = "python_stdlib"
 
@@ -43,7 +43,7 @@ _STATE = "state.json"
 _KEPT_RESULT = "cache-"
 
 # Beside tables and records these are about them, and no text of the corpus.
-_TABLES = {Format.ARROW, Format.PARQUET, Format.ARRAY_RECORD, Format.TFRECORD}
+_TABLES = {Layout.ARROW, Layout.PARQUET, Layout.ARRAY_RECORD, Layout.TFRECORD}
 _ABOUT_TABLES = {
     _STATE,
     "dataset_dict.json",
@@ -72,14 +72,14 @@ class SourceFile:
       path: local path or URL.
       name: of the file below the folder or pattern that it was found by.
       size: bytes on disk, 0 where that is not known before reading.
-      kind: what it holds.
+      format: what it holds, by its name.
       skip_undecodable: leave it out when it is not UTF-8, where that is otherwise an error.
     """
 
     path: str
     name: str
     size: int
-    kind: Kind
+    format: FileFormat
     skip_undecodable: bool = False
 
 
@@ -118,20 +118,16 @@ def find_files(entry: str) -> list[SourceFile]:
     """
     try:
         if entry == STDLIB:
-            root = stdlib_root()
-            return [
-                SourceFile(str(path), name, path.stat().st_size, PLAIN, skip_undecodable=True)
-                for path, name in ((path, _below(path, root)) for path in _stdlib_files(root))
-            ]
+            return _stdlib_files(stdlib_root())
         if storage.is_url(entry):
             return _remote_files(entry)
         path = Path(storage.local_path(entry))
         if path.is_dir():
-            return _folder_files(path, entry)
+            names = _folder_names(path, entry)
+            return [_source_file(str(path / name), name) for name in names]
         if not (path.exists() or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
-        paths = [file.path for file in storage.list_files(entry, _KEY)]
-        return [_source_file(path, name) for path, name in _named(paths)]
+        return [*map(_source_file, *_listed(entry))]
     except OSError as error:
         place = error.filename or entry
         raise UserError(
@@ -139,26 +135,25 @@ def find_files(entry: str) -> list[SourceFile]:
         ) from error
 
 
-def _named(paths: list[str]) -> list[tuple[str, str]]:
-    return list(zip(paths, storage.names_below(paths), strict=True))
+def _listed(entry: str) -> tuple[list[str], list[str]]:
+    """Paths of files and their names below the folder that they share."""
+    paths = [file.path for file in storage.list_files(entry, _KEY)]
+    return paths, [*storage.names_below(paths)]
 
 
 def _source_file(path: str, name: str) -> SourceFile:
     """A file that was named, or matches a pattern: any ending but those of no text."""
-    kind = kind_of(name)
+    file_format = format_of(name)
     ending = os.path.splitext(name)[1].lower()
     if ending in NOT_TEXT:
         raise UserError(
             f"{path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
-    if kind.format in SEEKING and kind.compression:
-        raise UserError(
-            f"{path}: {kind.format.value} files are not read when they are compressed as a whole. "
-            "Unpack it first."
-        )
+    check_not_compressed(path, file_format)
     if storage.is_url(path):
-        return SourceFile(path, name, _remote_size(path), kind)
+        system, remote_path = storage.file_system(path)
+        return SourceFile(path, name, system.info(remote_path).get("size") or 0, file_format)
     path = storage.local_path(path)
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -168,34 +163,27 @@ def _source_file(path: str, name: str) -> SourceFile:
         )
     # Of a name that is not UTF-8 Python keeps the bytes, which cannot be shown or stored.
     name = os.fsencode(name).decode(errors="replace")
-    return SourceFile(path, name, found.st_size, kind)
-
-
-def _remote_size(url: str) -> int:
-    system, name = storage.file_system(url)
-    return system.info(name).get("size") or 0
+    return SourceFile(path, name, found.st_size, file_format)
 
 
 def _remote_files(entry: str) -> list[SourceFile]:
     """Files of a URL; of a folder those with an ending that is read."""
-    named = _named([file.path for file in storage.list_files(entry, _KEY)])
+    paths, names = _listed(entry)
+    path_of = dict(zip(names, paths, strict=True))
     system, name = storage.file_system(entry)
     if not glob.has_magic(entry) and "{" not in entry and system.isdir(name):
-        named = [pair for pair in _readable(named) if not _is_kept_result(pair[1])]
-        if not named:
+        names = [name for name in _readable(names) if not _is_kept_result(name)]
+        if not names:
             raise _nothing_to_read(entry, [])
-    return [_source_file(path, name) for path, name in named]
+    return [_source_file(path_of[name], name) for name in names]
 
 
-def _readable(named: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those of (path, name) with an ending that is read, and not about tables beside them."""
-    kinds = {name: kind for _, name in named if (kind := recognise(name))}
-    hidden = _ABOUT_TABLES if any(kind.format in _TABLES for kind in kinds.values()) else set()
-    return [
-        (path, name)
-        for path, name in named
-        if name in kinds and os.path.basename(name).lower() not in hidden
-    ]
+def _readable(names: list[str]) -> list[str]:
+    """Those with an ending that is read, and not about tables beside them."""
+    formats = {name: known for name in names if (known := known_format(name))}
+    has_tables = any(known.layout in _TABLES for known in formats.values())
+    hidden = _ABOUT_TABLES if has_tables else ()
+    return [name for name in formats if os.path.basename(name).lower() not in hidden]
 
 
 def _is_kept_result(name: str) -> bool:
@@ -220,11 +208,11 @@ def _nothing_to_read(entry: str, found: list[str]) -> UserError:
     )
 
 
-def _is_made(folder: str, fields_by_name: Mapping[str, set[str]]) -> bool:
+def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
     """Whether prepare_data.py made a folder, by one of its files with these fields."""
     for name, fields in fields_by_name.items():
         try:
-            content = json.loads(Path(folder, name).read_bytes())
+            content = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(content, dict) and fields <= content.keys():
@@ -232,37 +220,37 @@ def _is_made(folder: str, fields_by_name: Mapping[str, set[str]]) -> bool:
     return False
 
 
-def _folder_files(folder: Path, entry: str) -> list[SourceFile]:
-    """Files of a local folder with an ending that is read, in natural order of their names."""
-    if _is_made(str(folder), _MADE_OF_IDS):
-        raise token_ids(f"{_KEY}={entry}", str(folder), "what prepare_data.py made of text")
-    found = _walk(folder, skipped_folders=set(), skip_made=True)
-    saved = {}
-    for path in found:
-        if path.name == _STATE and (files := _saved_files(path)) is not None:
-            saved[path.parent] = files
-    named = [
-        (str(path), _below(path, folder))
-        for path in found
-        if path.suffix != ".arrow"
-        or (path in saved[path.parent] if path.parent in saved else not _is_kept_result(path.name))
-    ]
-    places = {str(path): place for files in saved.values() for place, path in enumerate(files)}
-    named = _readable(named)
-    if not named:
-        raise _nothing_to_read(entry, [_below(path, folder) for path in found])
-    # Saved arrow files keep the order that their folder states.
-    named.sort(
-        key=lambda pair: (
-            storage.natural_key(os.path.dirname(pair[1]) if pair[0] in places else pair[1]),
-            places.get(pair[0], -1),
-        )
-    )
-    return [_source_file(path, name) for path, name in named]
+def _folder_names(folder: Path, entry: str) -> list[str]:
+    """Names below a local folder with an ending that is read, in natural order."""
+    if _is_made(folder, _MADE_OF_IDS):
+        raise token_ids_error(f"{_KEY}={entry}", str(folder), "what prepare_data.py made of text")
+    found = _walk(folder, lambda below: _is_made(below, _MADE))
+    saved: dict[str, list[str]] = {}
+    for name in found:
+        if os.path.basename(name) == _STATE and (files := _saved_files(folder / name)) is not None:
+            saved[os.path.dirname(name)] = files
+
+    def is_data(name: str) -> bool:
+        listed = saved.get(os.path.dirname(name))
+        if not name.endswith(".arrow") or listed is None:
+            return not _is_kept_result(name)
+        return os.path.basename(name) in listed
+
+    def order(name: str) -> tuple:
+        parent, base = os.path.split(name)
+        # Saved arrow files keep the order that their folder states.
+        if base in saved.get(parent, ()):
+            return storage.natural_key(parent), saved[parent].index(base)
+        return storage.natural_key(name), -1
+
+    names = _readable([name for name in found if is_data(name)])
+    if not names:
+        raise _nothing_to_read(entry, found)
+    return sorted(names, key=order)
 
 
-def _saved_files(state: Path) -> list[Path] | None:
-    """The arrow files that a state.json of the datasets library lists; None if it is another's.
+def _saved_files(state: Path) -> list[str] | None:
+    """Arrow files that a state.json of the datasets library lists; None if it is another's.
 
     Raises:
       UserError: one is missing, or rows were chosen out of them.
@@ -277,27 +265,20 @@ def _saved_files(state: Path) -> list[Path] | None:
             f"{state} chooses rows out of its arrow files. Save the data set again after "
             "flatten_indices()."
         )
-    files = []
     for name in names:
         # A name that leads elsewhere would read files that are not in this folder.
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
             raise UserError(f"{state} lists {name!r}, which is no plain file name. Save it again.")
-        files.append(state.parent / name)
-        if not files[-1].is_file():
+        if not (state.parent / name).is_file():
             raise UserError(f"{state} lists {name}, which is missing beside it. Copy it again.")
-    return files
+    return names
 
 
-def _below(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
-
-
-def _walk(folder: Path, skipped_folders: set[str], skip_made: bool = False) -> list[Path]:
-    """Files below `folder` without hidden ones, ordered by their names relative to it.
+def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
+    """Names of the files below `folder` without hidden ones, in order.
 
     Args:
-      skipped_folders: names of sub-folders that are left out.
-      skip_made: leave out those that prepare_data.py made, too.
+      is_skipped: whether a folder below is left out.
     """
 
     def stop(error: OSError) -> None:
@@ -305,15 +286,16 @@ def _walk(folder: Path, skipped_folders: set[str], skip_made: bool = False) -> l
 
     found = []
     for parent, folders, names in os.walk(folder, onerror=stop):
+        below = Path(parent)
         folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in skipped_folders
-            and not (skip_made and _is_made(os.path.join(parent, name), _MADE))
+            name for name in folders if not name.startswith(".") and not is_skipped(below / name)
         ]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda path: _below(path, folder))
+        found += [
+            (below / name).relative_to(folder).as_posix()
+            for name in names
+            if not name.startswith(".")
+        ]
+    return sorted(found)
 
 
 def stdlib_root() -> Path:
@@ -321,16 +303,21 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _stdlib_files(root: Path) -> list[Path]:
-    def written_by_people(path: Path) -> bool:
-        # The build's own settings name folders of the machine that built Python.
-        first = path.relative_to(root).parts[0]
-        return path.suffix == ".py" and not first.startswith(("config-", "_sysconfigdata"))
-
-    files = [path for path in _walk(root, _NOT_STDLIB) if written_by_people(path)]
-    if not files:
+def _stdlib_files(root: Path) -> list[SourceFile]:
+    # The build's own settings name folders of the machine that built Python.
+    names = [
+        name
+        for name in _walk(root, lambda below: below.name in _NOT_STDLIB)
+        if name.endswith(".py") and not name.startswith(("config-", "_sysconfigdata"))
+    ]
+    if not names:
         raise UserError(
             f"{_KEY}={STDLIB}: this interpreter has no source files in {root}. Give a folder of "
             "text instead."
         )
-    return files
+    return [
+        SourceFile(
+            str(root / name), name, (root / name).stat().st_size, PLAIN_TEXT, skip_undecodable=True
+        )
+        for name in names
+    ]

@@ -16,9 +16,9 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
+from MaxText.input_pipeline.document_sources.corpus import open_corpus
+from MaxText.input_pipeline.document_sources.documents import Document
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.corpus import Document
-from MaxText.input_pipeline.preparation.sources.opening import open_corpus
 from tests.input_pipeline.token_store.token_files import write_records
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -30,15 +30,15 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read_documents(
-    source: object, text_field: str = "text", unit_bytes: int = 2**26
+    source: object, text_field: str = "text", shard_bytes: int = 2**26
 ) -> tuple[list[Document], Counter[str]]:
     skipped: Counter[str] = Counter()
-    corpus = open_corpus(str(source), text_field, unit_bytes)
-    return [document for unit in corpus.units for document in unit.documents(skipped)], skipped
+    corpus = open_corpus(str(source), text_field, shard_bytes)
+    return [document for unit in corpus.shards for document in unit.documents(skipped)], skipped
 
 
-def read_texts(source: object, text_field: str = "text", unit_bytes: int = 2**26) -> list[str]:
-    return [document.text for document in read_documents(source, text_field, unit_bytes)[0]]
+def read_texts(source: object, text_field: str = "text", shard_bytes: int = 2**26) -> list[str]:
+    return [document.text for document in read_documents(source, text_field, shard_bytes)[0]]
 
 
 def rows(texts: Sequence[str], text_field: str = "text") -> bytes:

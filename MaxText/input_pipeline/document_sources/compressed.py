@@ -1,0 +1,201 @@
+"""Opens local, remote and compressed files, and words what goes wrong with them."""
+
+import bz2
+import functools
+import gzip
+import io
+import lzma
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.storage import is_url, local_path, open_stream
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BUFFER_BYTES = 2**18
+
+_PIECE_BYTES = 2**14
+# `zstd --long=31` is the widest there is, and what large published dumps are made with.
+_ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
+# What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
+_XZ_MEMORY_BYTES = 2**30
+
+_COMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError)
+_ARCHIVE_ERRORS = (tarfile.TarError, zipfile.BadZipFile)
+READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
+"""What reading a damaged or missing file raises."""
+
+
+def describe_error(error: Exception) -> str:
+    """One of READ_ERRORS in words, to follow the name of the file."""
+    if isinstance(error, _COMPRESSION_ERRORS):
+        return f"is not a whole compressed file: {error}"
+    if isinstance(error, _ARCHIVE_ERRORS):
+        return f"is not a whole archive: {error}"
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+@contextmanager
+def read_errors_as_user_error(place: str) -> Iterator[None]:
+    """Turns READ_ERRORS into a UserError that names `place`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except READ_ERRORS as error:
+        raise UserError(
+            f"{place} {describe_error(error)}. Copy it again or leave it out of prepare_source."
+        ) from error
+
+
+def decode(data: bytes, place: str, offset: int | None = None) -> str:
+    """`data` as UTF-8 text.
+
+    Args:
+      place: the file or row, for the message.
+      offset: of `data` in the file, where it is known.
+
+    Raises:
+      UserError: it is not UTF-8; names the first byte that is wrong.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        if offset is not None:
+            byte += f" at offset {offset + error.start}"
+        raise UserError(
+            f"{place} is not UTF-8 text ({byte}: {error.reason}). Convert it (iconv -t UTF-8) or "
+            "leave it out of prepare_source."
+        ) from error
+
+
+def open_bytes(path: str, size: int | None = None) -> BinaryIO:
+    """Opens a file for reading; it can seek.
+
+    Args:
+      path: local path or URL.
+      size: bytes that a local file had when it was found; None checks nothing.
+
+    Raises:
+      UserError: its size is another now.
+      OSError: it cannot be opened.
+    """
+    if is_url(path):
+        return open_stream(path)
+    file = open(local_path(path), "rb", buffering=BUFFER_BYTES)  # noqa: SIM115 - the caller closes
+    found = os.fstat(file.fileno()).st_size
+    if size is not None and found != size:
+        file.close()
+        raise UserError(
+            f"{path} has {found} bytes and had {size} when it was found: files of prepare_source "
+            "changed while they were read. Run again when nothing writes to them."
+        )
+    return file
+
+
+@contextmanager
+def local_file(path: str) -> Iterator[str]:
+    """The local path of a file; of one behind a URL a copy, which is removed at the end.
+
+    Raises:
+      OSError: it cannot be read, or the copy not be written.
+    """
+    if not is_url(path):
+        yield local_path(path)
+        return
+    with tempfile.NamedTemporaryFile(suffix=os.path.basename(path)) as copy:
+        with open_stream(path) as remote:
+            shutil.copyfileobj(remote, copy, BUFFER_BYTES)
+        copy.flush()
+        yield copy.name
+
+
+def buffered(file: BinaryIO) -> io.BufferedReader:
+    """`file` itself if it can look ahead (peek), else a stream of it that can."""
+    if hasattr(file, "peek"):
+        return cast(io.BufferedReader, file)
+    return io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
+
+
+def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
+    """The contents of a stream; all frames of a compressed one that has several.
+
+    Args:
+      file: the bytes; stays open when the stream of a compressed one is closed.
+      compression: "gz", "zst", "xz", "bz2", or "" for none.
+
+    Raises:
+      EOFError: there is not a single byte where some are compressed. Reading raises it too where
+        the file ends early.
+    """
+    source = buffered(file)
+    if not compression:
+        return source
+    if not source.peek(1):
+        raise EOFError("it is empty")
+    if compression == "gz":
+        contents = gzip.GzipFile(fileobj=source, mode="rb")
+    else:
+        contents = _Frames(source, _DECOMPRESSORS[compression])
+    return io.BufferedReader(cast(io.RawIOBase, contents), BUFFER_BYTES)
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "zst": functools.partial(zstd.ZstdDecompressor, options=_ZSTD_OPTIONS),
+    "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
+    "bz2": bz2.BZ2Decompressor,
+}
+
+
+class _Frames(io.RawIOBase):
+    """Decompresses zstd frames, xz or bz2 streams that follow one another, to the last one.
+
+    lzma.open and bz2.open take damage between two streams for the end.
+    """
+
+    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
+        """Reads `file` with the decompressors, one per frame, that `begin` makes."""
+        self._file = file
+        self._begin = begin
+        self._frame: Any = None
+        self._unused = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while True:
+            piece, self._unused = self._unused, b""
+            # A decompressor that has filled the buffer goes on without being given more.
+            if not piece and (self._frame is None or self._frame.needs_input):
+                piece = self._file.read(_PIECE_BYTES)
+                if not piece and self._frame is not None:
+                    raise EOFError("it ends in the middle of its compressed data")
+                if not piece:
+                    return 0
+            if self._frame is None:
+                # xz files may have zeros between streams; no frame of any kind begins with one.
+                piece = piece.lstrip(b"\0")
+                if not piece:
+                    continue
+                self._frame = self._begin()
+            contents = self._frame.decompress(piece, len(buffer))
+            if self._frame.eof:
+                self._unused = self._frame.unused_data
+                self._frame = None
+            if contents:
+                buffer[: len(contents)] = contents
+                return len(contents)

@@ -1,0 +1,97 @@
+"""`open_corpus`: the text that `prepare_source` names, in shards that are read on their own."""
+
+import dataclasses
+import os
+import platform
+import re
+
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.document_sources.shards import SHARD_BYTES, Shard, cut_into_shards
+from MaxText.input_pipeline.document_sources.source_files import (
+    STDLIB,
+    SourceFile,
+    find_files,
+    split_entries,
+)
+
+# Words that the name of a file or of one of its folders may begin with.
+_SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """All text of `prepare_source`.
+
+    Attributes:
+      description: in words, without paths of this machine.
+      num_files: files read.
+      shards: in order; their documents in order are the documents of the corpus.
+      splits: for each shard the name of the split that the source itself puts it in ("train",
+        "validation" or "test"); empty where the source has no splits.
+    """
+
+    description: str
+    num_files: int
+    shards: tuple[Shard, ...]
+    splits: tuple[str, ...] = ()
+
+
+def open_corpus(
+    prepare_source: str,
+    text_field: str,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    max_bad_records: int = 0,
+) -> Corpus:
+    """Finds the files that `prepare_source` names; reads none.
+
+    Args:
+      prepare_source: files, folders, patterns, URLs or `python_stdlib`, comma separated.
+      text_field: field of a row or record that holds the text.
+      shard_bytes: most bytes on disk of a shard, except where one file cannot be cut.
+      max_bad_records: bad rows and files that are left out.
+
+    Raises:
+      UserError: nothing is named, or a name stands for no file that can be read.
+    """
+    entries = split_entries(prepare_source)
+    found: dict[str, SourceFile] = {}  # none twice
+    for file in (file for entry in entries for file in find_files(entry)):
+        is_local = not storage.is_url(file.path)
+        found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
+    files = [*found.values()]
+    splits = _splits(files)
+    of_files = splits or [""] * len(files)
+    shards = cut_into_shards(files, of_files, text_field, shard_bytes, max_bad_records)
+    split_of = dict(zip(files, of_files, strict=True))
+    names = [
+        f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
+        for entry in entries
+    ]
+    return Corpus(
+        description=", ".join(names),
+        num_files=len(files),
+        shards=shards,
+        splits=tuple(split_of[shard.ranges[0].file] for shard in shards) if splits else (),
+    )
+
+
+def _splits(files: list[SourceFile]) -> list[str]:
+    """The split of each file by its name, empty unless all have one and not all are training."""
+    splits = [split for file in files if (split := _split_of(file.name))]
+    if len(splits) < len(files) or set(splits) == {"train"}:
+        return []
+    return splits
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a file's or its folder's name begins with, None where it names none."""
+    for part in name.lower().split("/"):
+        split = _SPLIT_NAMES.get(re.split(r"[-_.]", part)[0])
+        if split:
+            return split
+    return None

@@ -1,0 +1,120 @@
+"""What a file holds and how it is compressed, told by its name."""
+
+import enum
+import os
+import re
+from typing import NamedTuple
+
+from MaxText.errors import UserError
+
+
+class Layout(enum.Enum):
+    """How documents lie in a file once it is decompressed."""
+
+    TEXT = "plain text"
+    LINES = "one document per line"
+    JSON_LINES = "one JSON value per line"
+    JSON = "JSON values, one per line or in a list"
+    COUNTED = "documents with their lengths"
+    TAR = "tar archive"
+    ZIP = "zip archive"
+    PARQUET = "parquet"
+    ARROW = "arrow"
+    ARRAY_RECORD = "ArrayRecord"
+    TFRECORD = "TFRecord"
+
+
+class FileFormat(NamedTuple):
+    """Layout and compression: "", "gz", "zst", "xz" or "bz2"."""
+
+    layout: Layout
+    compression: str = ""
+
+
+PLAIN_TEXT = FileFormat(Layout.TEXT)
+
+_LAYOUTS = {
+    **dict.fromkeys((".txt", ".text", ".md", ".rst"), Layout.TEXT),
+    **dict.fromkeys((".jsonl", ".ndjson"), Layout.JSON_LINES),
+    **dict.fromkeys((".array_record", ".arrayrecord"), Layout.ARRAY_RECORD),
+    **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
+    ".json": Layout.JSON,
+    ".tar": Layout.TAR,
+    ".zip": Layout.ZIP,
+    ".parquet": Layout.PARQUET,
+    ".arrow": Layout.ARROW,
+}
+_COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
+_TAR_ENDINGS = {".tgz": "gz", ".txz": "xz", ".tbz2": "bz2", ".tzst": "zst"}
+
+# OpenWebText's parts are tar archives that are not called so.
+_OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
+# Records are often numbered after the ending: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
+_NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
+
+SEEKING = frozenset({Layout.ZIP, Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
+"""Layouts that are read in several places at once, so never as a stream."""
+
+NOT_TEXT = frozenset(
+    (
+        *(".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth"),
+        *(".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png"),
+        *(".7z", ".rar"),
+    )
+)
+"""Endings of files that are certainly no text."""
+
+READ_ENDINGS = (
+    ".txt .md .rst .text .jsonl .json .tar .zip .parquet .arrow .array_record .tfrecord .dat.zst, "
+    "or text, json and tar with .gz .zst .xz .bz2"
+)
+"""What is read, for messages."""
+
+
+def known_format(name: str) -> FileFormat | None:
+    """The format of a file with one of the endings that are read, None of any other.
+
+    Args:
+      name: of a file or of a member of an archive; folders before it do not matter.
+    """
+    name = name.rsplit("/", 1)[-1].lower()
+    if _OPENWEBTEXT_PART.fullmatch(name):
+        return FileFormat(Layout.TAR, "xz")
+    stem, ending = os.path.splitext(name)
+    if ending in _TAR_ENDINGS:
+        return FileFormat(Layout.TAR, _TAR_ENDINGS[ending])
+    compression = _COMPRESSIONS.get(ending, "")
+    stem, ending = os.path.splitext(_NUMBERED.sub(r"\1", stem if compression else name))
+    if ending in _LAYOUTS:
+        return FileFormat(_LAYOUTS[ending], compression)
+    if ending == ".dat" and compression == "zst":
+        return FileFormat(Layout.COUNTED, compression)
+    if not ending and compression == "gz":
+        return FileFormat(Layout.LINES, compression)
+    return None
+
+
+def format_of(name: str) -> FileFormat:
+    """The format of any file: unknown endings are plain text, compressed or not."""
+    compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
+    return known_format(name) or FileFormat(Layout.TEXT, compression)
+
+
+def format_of_member(archive: str, member: str) -> FileFormat:
+    """The format of a member of an archive; in a .jsonl.zst.tar they need no endings."""
+    if archive.lower().endswith(".jsonl.zst.tar"):
+        return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
+    return format_of(member)
+
+
+def check_not_compressed(path: str, file_format: FileFormat) -> None:
+    """Refuses a compressed file of a layout that is read in several places at once.
+
+    Raises:
+      UserError: it is one; says what to do.
+    """
+    if file_format.layout in SEEKING and file_format.compression:
+        raise UserError(
+            f"{path}: {file_format.layout.value} files are not read when they are compressed as a "
+            "whole. Unpack it first."
+        )

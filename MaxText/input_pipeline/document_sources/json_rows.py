@@ -1,0 +1,224 @@
+"""JSON values as documents: one per line, or those of one list.
+
+A row is an object with the text in one field, or the text itself. The text may be a list of
+strings, which are paragraphs.
+"""
+
+import codecs
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.compressed import decode
+from MaxText.input_pipeline.document_sources.documents import Skipped
+from MaxText.input_pipeline.tokenization.interface import without_surrogates
+
+# A file without line ends is no file of rows: stop before it fills the memory.
+LONGEST_ROW = 2**28
+
+_PIECE_BYTES = 2**20
+PARAGRAPH_END = "\n\n"
+
+
+class NoSoundRow(UserError):
+    """All rows of a file are bad: what is wrong with the first of them."""
+
+
+def json_texts(
+    file: io.BufferedReader,
+    place: str,
+    text_field: str,
+    *,
+    may_be_list: bool,
+    start: int = 0,
+    stop: int | None = None,
+    skipped: Skipped | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Reads the rows whose lines begin in bytes [start, stop) of a file, None for its end.
+
+    A list is read as a whole, by the range that it begins in.
+
+    Args:
+      file: JSON; must seek where `start` is above 0.
+      place: the file, for messages.
+      text_field: field of an object that holds the text.
+      may_be_list: whether the file may be one list instead of lines.
+      skipped: takes bad lines, which are left out; None for none.
+
+    Yields:
+      Number of the line, from 0 at the first that begins in the range, or of the value in the
+      list, and its text, "" for null. Blank lines are not yielded, and count.
+
+    Raises:
+      UserError: a row is no JSON with text; names file and row.
+      NoSoundRow: bad rows may be left out, and there are no others.
+    """
+    if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        if start == 0:
+            yield from _list_texts(file, place, text_field)
+        return
+    at = start
+    if start:
+        # The line that is under way before the range belongs to the one before.
+        file.seek(start - 1)
+        while not (piece := file.readline(_PIECE_BYTES)).endswith(b"\n") and piece:
+            at += len(piece)
+        at += len(piece) - 1
+    number = num_sound = 0
+    first_bad = ""  # the message: a kept error would keep the row alive
+    while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
+        at += len(line)
+        row = line.removeprefix(codecs.BOM_UTF8)
+        if row and not row.isspace():
+            row_place = f"{place}:{number + 1}"
+            if start:
+                row_place = f"{place}, line {number + 1} from byte {start} on,"
+            if len(line) >= LONGEST_ROW and not line.endswith(b"\n"):
+                raise UserError(
+                    f"{row_place} is longer than {LONGEST_ROW} bytes. Cut it, or name the file "
+                    ".txt if it holds no rows."
+                )
+            try:
+                text = _line_text(row, row_place, text_field)
+            except UserError as error:
+                if skipped is None or not skipped.limit:
+                    raise
+                first_bad = first_bad or str(error)
+                skipped.leave_out("malformed", error)
+            else:
+                num_sound += 1
+                yield number, text
+        number += 1
+    if first_bad and not num_sound:
+        raise NoSoundRow(first_bad)
+
+
+def _line_text(line: bytes, place: str, text_field: str) -> str:
+    text = decode(line, place)
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{place} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
+            f'object, for example {{"{text_field}": "..."}}.'
+        ) from error
+    return _row_text(row, place, text_field)
+
+
+def _list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterator[tuple[int, str]]:
+    for number, row in enumerate(_list_values(file, place)):
+        yield number, _row_text(row, f"{place}, value {number + 1} of its list,", text_field)
+
+
+def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
+    """The values of a JSON list, decoded out of a text that grows while it is read."""
+    characters = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = json.JSONDecoder()
+    text, at, has_ended = "", 0, False
+
+    def malformed(reason: str) -> UserError:
+        return UserError(
+            f"{place} is not JSON ({reason}). A .json file must be one object per line or one list "
+            "of objects or strings."
+        )
+
+    def read_more() -> None:
+        nonlocal text, at, has_ended
+        left = text[at:]
+        if len(left) > LONGEST_ROW:
+            raise malformed(f"a value is longer than {LONGEST_ROW} characters")
+        # As much again as is there already: a long value is not scanned over and over.
+        data = file.read(max(_PIECE_BYTES, len(left)))
+        has_ended = not data
+        try:
+            text, at = left + characters.decode(data, final=has_ended), 0
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place} is not UTF-8 text ({error.reason}).") from error
+
+    def peek() -> str:
+        """The next character that is no white space, "" at the end."""
+        nonlocal at
+        while True:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or has_ended:
+                return text[at : at + 1]
+            read_more()
+
+    def take(*expected: str) -> str:
+        nonlocal at
+        found = peek()
+        if found not in expected:
+            raise malformed(f"there is {found or 'the end'!r} in the place of {expected[0]!r}")
+        at += 1
+        return found
+
+    take("[")
+    delimiter = take("]") if peek() == "]" else ","
+    while delimiter == ",":
+        peek()
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            # It may only be cut off at the end of what was read so far.
+            if has_ended or isinstance(error, RecursionError):
+                raise malformed(str(error)) from error
+            read_more()
+            continue
+        yield value
+        delimiter = take("]", ",")
+    if peek():
+        raise malformed("there is more behind the list")
+
+
+def _row_text(row: object, place: str, text_field: str) -> str:
+    """The text of a JSON value; paragraphs are joined by blank lines, null is "".
+
+    Raises:
+      UserError: there is no text; names the fields that hold one.
+    """
+    if isinstance(row, str):
+        return without_surrogates(row)
+    if not isinstance(row, dict):
+        raise UserError(
+            f"{place} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
+            f'must be one object, for example {{"{text_field}": "..."}}.'
+        )
+    text = row.get(text_field)
+    if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
+        text = PARAGRAPH_END.join(text)
+    if isinstance(text, str):
+        return without_surrogates(text)
+    if text is None and text_field in row:
+        return ""
+    strings = [name for name, value in row.items() if isinstance(value, str)]
+    raise missing_text_error(place, text_field, strings)
+
+
+def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserError:
+    """The error for a row without the text field, that names the `fields` that hold text."""
+    if not fields:
+        return UserError(
+            f"{place} has no text in field {text_field!r} or any other. Leave the file out of "
+            "prepare_source, or write it again with its text in a field."
+        )
+    return UserError(
+        f"{place} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
+        "text_field to one of them."
+    )
+
+
+def token_ids_error(place: str, path: str, found: str) -> UserError:
+    """The error for a file of token ids, which need no preparation.
+
+    Args:
+      place: the file and row.
+      path: the file or folder, as dataset_path names it.
+      found: what was found there instead of text.
+    """
+    return UserError(
+        f"{place} holds {found}, not text: these are token ids. Train on them directly with "
+        f"dataset_path={path}"
+    )

@@ -1,0 +1,196 @@
+"""Shards of a corpus: consecutive files, or a part of one file."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources import plain_text
+from MaxText.input_pipeline.document_sources.archives import stream_texts
+from MaxText.input_pipeline.document_sources.arrow_tables import table_texts
+from MaxText.input_pipeline.document_sources.compressed import (
+    buffered,
+    open_bytes,
+    read_errors_as_user_error,
+)
+from MaxText.input_pipeline.document_sources.documents import Document, Skipped
+from MaxText.input_pipeline.document_sources.file_formats import Layout
+from MaxText.input_pipeline.document_sources.json_rows import NoSoundRow, json_texts
+from MaxText.input_pipeline.document_sources.record_files import array_record_texts, tfrecord_texts
+from MaxText.input_pipeline.document_sources.source_files import SourceFile
+from MaxText.input_pipeline.storage import is_url
+
+SHARD_BYTES = 2**26
+
+# A small corpus is cut finer, so that there is work for as many processes, down to this size.
+_FEWEST_SHARDS = 64
+_SMALLEST_SHARD_BYTES = 2**22
+
+_JSON = (Layout.JSON_LINES, Layout.JSON)
+_TABLES = {
+    Layout.PARQUET: table_texts,
+    Layout.ARROW: table_texts,
+    Layout.ARRAY_RECORD: array_record_texts,
+}
+_CUT = {*_TABLES, *_JSON, Layout.TEXT}
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, stop) of a file, None for its end: the documents that begin there.
+
+    Rows of JSON are numbered from the first line that begins in the range, because counting those
+    before it would mean to read them; `name` says so. All other numbers are those in the file.
+    """
+
+    file: SourceFile
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return (self.file.size if self.stop is None else self.stop) - self.start
+
+    @property
+    def name(self) -> str:
+        """Name of the file, for `Document.file`."""
+        counts_rows = self.file.format.layout in _JSON and self.start > 0
+        return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
+
+    def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
+        """Number and text of each document, empty ones too; errors as Shard.documents."""
+        file, start, stop = self.file, self.start, self.stop
+        layout, compression = file.format
+        if layout in _TABLES:
+            yield from _TABLES[layout](file.path, text_field, start, stop, file.size)
+            return
+        if layout is Layout.TFRECORD:
+            yield from tfrecord_texts(file.path, text_field, compression)
+            return
+        size = None if is_url(file.path) else file.size
+        with read_errors_as_user_error(file.path), open_bytes(file.path, size) as content:
+            if file.skip_undecodable:
+                try:
+                    yield 0, content.read().decode("utf-8-sig")
+                except UnicodeDecodeError:
+                    skipped["not UTF-8"] += 1
+            elif start == 0 and stop is None:
+                yield from stream_texts(content, file.format, file.path, text_field, skipped)
+            elif layout is Layout.TEXT:
+                first = start // plain_text.LONGEST_TEXT
+                last = None if stop is None else stop // plain_text.LONGEST_TEXT
+                yield from plain_text.text_pieces(content, file.path, first, last)
+            else:
+                yield from json_texts(
+                    buffered(content),
+                    file.path,
+                    text_field,
+                    may_be_list=layout is Layout.JSON,
+                    start=start,
+                    stop=stop,
+                    skipped=skipped,
+                )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a corpus that is read on its own.
+
+    Shards depend on names and sizes of files only, never on how many processes share the work, and
+    can be pickled.
+
+    Attributes:
+      ranges: read one after the other.
+      text_field: field of a row or record that holds the text.
+      max_bad_records: rows and files that may be bad; they are left out.
+    """
+
+    ranges: tuple[FileRange, ...]
+    text_field: str
+    max_bad_records: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk that are read, for progress."""
+        return sum(each.num_bytes for each in self.ranges)
+
+    def documents(self, skipped: Counter[str]) -> Iterator[Document]:
+        """Reads the documents one at a time; counts what is left out by reason.
+
+        Up to `max_bad_records` files that cannot be read or decoded from the beginning, and rows
+        that lack the text field or are malformed, are left out; of a file of rows one must be
+        sound.
+
+        Args:
+          skipped: a Skipped also gets what is wrong with them.
+
+        Raises:
+          UserError: there are more, or a file breaks off.
+        """
+        counted = skipped if isinstance(skipped, Skipped) else Skipped()
+        counted.limit = self.max_bad_records
+        for each in self.ranges:
+            name, has_begun = each.name, False
+            try:
+                for row, text in each.texts(self.text_field, counted):
+                    has_begun = True
+                    if text and not text.isspace():
+                        yield Document(text, name, row)
+                    else:
+                        counted["empty"] += 1
+            except NoSoundRow:
+                raise  # a wrong text_field, say
+            except UserError as error:
+                if has_begun or not counted.limit:
+                    raise  # nobody could say how much of a file that has begun would be lost
+                counted.leave_out("unreadable", error)
+        if counted is not skipped:
+            skipped.update(counted)
+
+
+def cut_into_shards(
+    files: Sequence[SourceFile],
+    splits: Sequence[str],
+    text_field: str,
+    shard_bytes: int = SHARD_BYTES,
+    max_bad_records: int = 0,
+) -> tuple[Shard, ...]:
+    """Puts small files together and cuts large ones, by their names and sizes only.
+
+    Args:
+      files: in order.
+      splits: the split of each file; no shard has files of two.
+      text_field: field of a row or record that holds the text.
+      shard_bytes: most bytes of a shard, except where one file cannot be cut.
+    """
+    assert shard_bytes > 0, shard_bytes
+    total = sum(file.size for file in files)
+    shard_bytes = min(shard_bytes, max(total // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
+    shards: list[list[FileRange]] = []
+    size, last_split = 0, None
+    for file, split in zip(files, splits, strict=True):
+        for each in _cut(file, shard_bytes):
+            if size + each.num_bytes > shard_bytes or split != last_split or not shards:
+                shards.append([])
+                size, last_split = 0, split
+            shards[-1].append(each)
+            size += each.num_bytes
+    return tuple(Shard(tuple(ranges), text_field, max_bad_records) for ranges in shards)
+
+
+def _cut(file: SourceFile, shard_bytes: int) -> list[FileRange]:
+    layout, compression = file.format
+    is_cut = layout in _CUT and not compression and not file.skip_undecodable
+    if not is_cut or is_url(file.path) or file.size <= shard_bytes:
+        return [FileRange(file)]
+    count = -(-file.size // shard_bytes)
+    bounds = [index * file.size // count for index in range(count)]
+    if layout is Layout.TEXT:
+        # Documents of a text lie between multiples of this.
+        longest = plain_text.LONGEST_TEXT
+        bounds = sorted({bound // longest * longest for bound in bounds})
+    return [
+        FileRange(file, start, stop)
+        for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
+    ]

@@ -1,0 +1,276 @@
+"""Documents of token ids that other programs wrote, read from front to back."""
+
+import contextlib
+import functools
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.document_sources.arrow_tables import open_table
+from MaxText.input_pipeline.document_sources.compressed import (
+    READ_ERRORS,
+    decompressed,
+    describe_error,
+    open_bytes,
+)
+from MaxText.input_pipeline.document_sources.file_formats import check_not_compressed, format_of
+from MaxText.input_pipeline.document_sources.record_files import scan_array_record, scan_tfrecord
+from MaxText.input_pipeline.document_sources.token_tables import (
+    TokenDocument,
+    id_column,
+    table_documents,
+)
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.tar_archive import scan_members
+from MaxText.input_pipeline.formats.token_ids import as_ids
+from MaxText.input_pipeline.formats.torch_tensors import read_tensor
+
+# What the position of a document in a file counts.
+_UNITS = {
+    "tfrecord": "byte",
+    "arrayrecord": "record",
+    "parquet": "row",
+    "arrow": "row",
+    "webdataset": "byte",
+}
+
+USUAL_FIELDS = ("input_ids", "text", "tokens")
+
+# A member of a webdataset archive like 000123.input_id.pth holds one tensor: of a sample the part
+# before the first dot, then the field and how it is stored.
+_TENSOR_ENDINGS = (".pth", ".pt", ".npy")
+# Fields that are taken without asking when a sample has several.
+_USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
+# A member may be compressed: a length of damage.
+_LARGEST_MEMBER = 2**28
+# Python's ast, which parses the header of .npy, fails now and then in threads (3.11).
+_HEADER_LOCK = threading.Lock()
+
+_Documents = Iterator[tuple[int, TokenDocument | BadRecord]]
+
+
+def read_ids(
+    path: str, kind: str, fields: Sequence[str] = (), *, shift_labels: bool | None = None
+) -> Iterator[TokenDocument | BadRecord]:
+    """Reads the documents of one file in order.
+
+    TFRecord and ArrayRecord files hold a tf.train.Example per document, tables a row with a list of
+    integers (see table_documents), webdataset archives a tensor of torch.save or numpy per sample.
+
+    Args:
+      path: local path or URL; TFRecords and archives may end in .gz .zst .xz .bz2 or .tgz.
+      kind: "tfrecord", "arrayrecord", "parquet", "arrow" or "webdataset".
+      fields: features, columns or fields of samples, of which the first that is there is read;
+        empty for the usual ones, and in an archive for the only one.
+      shift_labels: as of table_documents; None is told by this file alone.
+
+    Yields:
+      Documents, and a BadRecord in the place of each that is damaged or holds no token ids.
+
+    Raises:
+      BadRecord: nothing can be read from its position on; its cause is what storage raised, if
+        that failed.
+      UserError: there is no such field, or pyarrow is not installed.
+    """
+    position = 0
+    with _read_errors_as_bad_record(path, kind, lambda: position):
+        for item in _documents(path, kind, fields, shift_labels):
+            position, document = item
+            yield document
+
+
+def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
+    """Reads the token file of a set that prepare_data.py wrote as ArrayRecord, chunk by chunk.
+
+    Raises:
+      BadRecord: as read_ids.
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+    with _read_errors_as_bad_record(path, "arrayrecord"):
+        for number, record in scan_array_record(path):
+            if isinstance(record, bytes) and len(record) % stored.itemsize:
+                problem = f"the record is damaged: it has {len(record)} bytes"
+                record = BadRecord(path, number, problem, "record")
+            if isinstance(record, BadRecord):
+                yield record
+            else:
+                yield TokenDocument(np.frombuffer(record, stored).astype(np.int32))
+
+
+def holds_text(
+    files: Sequence[str], kind: str, fields: Sequence[str] = (), text_field: str = "text"
+) -> bool:
+    """Whether files hold text instead of token ids, by their first record or their columns.
+
+    Args:
+      files: of one format; local paths or URLs.
+      kind, fields: as of read_ids.
+      text_field: feature or column of text.
+
+    Raises:
+      BadRecord: a file is damaged at its beginning.
+      UserError: they hold neither.
+    """
+    fields = fields or USUAL_FIELDS
+    if kind == "webdataset":
+        return False
+    if kind in ("parquet", "arrow"):
+        with _read_errors_as_bad_record(files[0], kind), open_table(files[0]) as table:
+            return id_column(table, files[0], fields, text_field) is None
+    for file in files:
+        with _read_errors_as_bad_record(file, kind):
+            for _, record in _scan_records(file, kind):
+                # A damaged record says nothing about the others.
+                if isinstance(record, bytes):
+                    return _is_text(record, file, fields, text_field)
+    return False
+
+
+@contextlib.contextmanager
+def _read_errors_as_bad_record(
+    path: str, kind: str, position: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except READ_ERRORS as error:
+        reason = f"from here on the file {describe_error(error)}"
+        raise BadRecord(path, position(), reason, _UNITS[kind]) from error
+
+
+def _documents(
+    path: str, kind: str, fields: Sequence[str], shift_labels: bool | None
+) -> _Documents:
+    if kind in ("parquet", "arrow"):
+        check_not_compressed(path, format_of(path))
+        with open_table(path) as table:
+            column = id_column(table, path, fields or USUAL_FIELDS)
+            assert column is not None
+            yield from table_documents(table, path, column, shift_labels)
+    elif kind == "webdataset":
+        yield from _archive_documents(path, fields)
+    else:
+        names = fields or USUAL_FIELDS
+        for position, record in _scan_records(path, kind):
+            if isinstance(record, BadRecord):
+                yield position, record
+            else:
+                read = functools.partial(tf_example.int64_values, record, names)
+                yield position, _document(read, path, kind, position)
+
+
+def _document(
+    read: Callable[[], np.ndarray], path: str, kind: str, position: int
+) -> TokenDocument | BadRecord:
+    unit = _UNITS[kind]
+    try:
+        return TokenDocument(as_ids(read(), path, position, unit))
+    except BadRecord as problem:
+        return problem
+    except UserError as error:  # ExampleError, TorchFileError
+        return BadRecord(path, position, str(error), unit)
+
+
+def _scan_records(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
+    if kind == "tfrecord":
+        return scan_tfrecord(path, format_of(path).compression)
+    assert kind == "arrayrecord", kind
+    check_not_compressed(path, format_of(path))
+    return scan_array_record(path)
+
+
+def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:
+    try:
+        features = tf_example.decode(record)
+    except tf_example.ExampleError as error:
+        with contextlib.suppress(UnicodeDecodeError):
+            if record.decode().strip():
+                return True
+        raise UserError(
+            f"{path}: its first record is neither a tf.train.Example nor UTF-8 text ({error}). "
+            "Name files of token ids or of text."
+        ) from error
+    if any(isinstance(features.get(name), np.ndarray) for name in fields):
+        return False
+    if isinstance(features.get(text_field), list):
+        return True
+    raise UserError(
+        f"{path}: its records have no integer feature {' or '.join(fields)} and no text in "
+        f"{text_field} (features there: {tf_example.describe(record)}). Set tokens_field, or "
+        "text_field for text, to one of them."
+    )
+
+
+def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
+    chosen = None
+    there: dict[str, None] = {}
+    first_name = ""
+    for name, sample in _samples(path):
+        first_name = name
+        there |= dict.fromkeys(sample)
+        before, chosen = chosen, _chosen_field([*there], fields)
+        if before not in (None, chosen):
+            raise UserError(
+                f"{path} has tensors of {', '.join(there)}, and only of {before} at first. Set "
+                "tokens_field to the one that holds token ids."
+            )
+        if chosen in sample:
+            offset, content = sample[chosen]
+            read = functools.partial(_tensor, content)
+            yield offset, _document(read, path, "webdataset", offset)
+    if first_name and chosen is None:
+        asked = f"field {' or '.join(fields)}" if fields else "one field of tokens"
+        found = ", ".join(sorted(field or "(no name)" for field in there)) or "none"
+        raise UserError(
+            f"{path} has no tensors of {asked} (fields of its {'/'.join(_TENSOR_ENDINGS)} members: "
+            f"{found}; first member: {first_name}). Set tokens_field to the one that holds token "
+            "ids."
+        )
+
+
+def _chosen_field(there: list[str], fields: Sequence[str]) -> str | None:
+    wanted = fields or (there if len(there) == 1 else _USUAL_TENSORS)
+    return next((field for field in wanted if field in there), None)
+
+
+def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
+    """Name of the archive's first member, and of each sample the tensors' offsets and bytes."""
+    with open_bytes(path) as file, decompressed(file, format_of(path).compression) as contents:
+        first_name, key, sample = "", None, {}
+        for member, content in scan_members(contents, path):
+            if content is None:
+                continue
+            first_name = first_name or member.name
+            folder, _, name = member.name.rpartition("/")
+            if not name.endswith(_TENSOR_ENDINGS):
+                continue
+            stem, *parts = name.split(".")
+            field = ".".join(parts[:-1])
+            if (folder, stem) != key or field in sample:
+                if sample:
+                    yield first_name, sample
+                key, sample = (folder, stem), {}
+            sample[field] = member.offset_data, content.read(_LARGEST_MEMBER + 1)
+    if first_name:
+        yield first_name, sample
+
+
+def _tensor(content: bytes) -> np.ndarray:
+    if len(content) > _LARGEST_MEMBER:
+        raise UserError(f"the member has more than {_LARGEST_MEMBER:,} bytes")
+    if not content.startswith(b"\x93NUMPY"):
+        return read_tensor(content)
+    try:
+        with _HEADER_LOCK:
+            values = np.load(io.BytesIO(content), allow_pickle=False)
+    # What a damaged header raises is any kind of error; MemoryError for a shape of 2^60.
+    except Exception as error:
+        raise UserError(f"the .npy member is damaged ({error})") from error
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise UserError(f"the member is {values.dtype} of shape {values.shape}, not a list of ids")
+    return values

@@ -1,0 +1,87 @@
+"""Tar archives, read once from front to back."""
+
+import tarfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+from MaxText.errors import UserError
+
+_BUFFER_BYTES = 2**18
+
+# Members that say something about the next one, its long name for example. tarfile reads such a
+# member as a whole, whatever length it claims.
+_ABOUT_THE_NEXT = {
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+}  # fmt: skip
+_LONGEST_ABOUT = 1 << 20
+
+
+class BoundedHeader(tarfile.TarInfo):
+    """A member's header; one with a length that no program writes is an error."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "BoundedHeader":
+        """See tarfile.TarInfo.
+
+        Raises:
+          tarfile.ReadError: a negative size, or a name of megabytes.
+        """
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.type in _ABOUT_THE_NEXT and header.size > _LONGEST_ABOUT):
+            raise tarfile.ReadError(f"a header claims {header.size:,} bytes")
+        return header  # pyright: ignore[reportReturnType]
+
+
+class _StrictHeader(BoundedHeader):
+    """A member's header; one that is damaged is an error, where tarfile takes it for the end."""
+
+    @classmethod
+    def fromtarfile(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, archive: tarfile.TarFile
+    ) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            # Blocks of zeros are the end; tarfile has no public name for this one.
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(
+                f"at byte {archive.offset}: {error}, where the next member or the end must be"
+            ) from error
+        except ValueError as error:
+            raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
+
+
+def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
+    """Reads the members of an archive.
+
+    Args:
+      file: the archive, decompressed.
+      path: of the archive, for messages.
+
+    Yields:
+      The header of each member, and the contents of a plain file, which are gone when the next
+      member is asked for.
+
+    Raises:
+      tarfile.TarError: it is damaged, or has no end.
+      UserError: another archive follows it.
+    """
+    with tarfile.open(
+        fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES
+    ) as archive:
+        while (member := archive.next()) is not None:
+            # tarfile remembers each member it has seen, and there may be millions.
+            cast(Any, archive).members.clear()
+            if member.size < 0:  # an extended header may say so
+                raise tarfile.ReadError(f"a header claims {member.size:,} bytes")
+            contents = archive.extractfile(member) if member.isreg() else None
+            yield member, cast(BinaryIO | None, contents)
+        rest = cast(BinaryIO, archive.fileobj)
+        while piece := rest.read(_BUFFER_BYTES):
+            if any(piece):
+                raise UserError(
+                    f"{path} goes on behind its end, as archives do that were put together with "
+                    "cat. Unpack it (tar -x --ignore-zeros) and name the files to read."
+                )
