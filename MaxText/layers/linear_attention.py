@@ -45,8 +45,6 @@ class LinearState:
     largest_BK: jax.Array
     segment_B: jax.Array
 
-    capacity = None  # room for any number of tokens
-
     @classmethod
     def empty(cls, batch: int, num_heads: int, head_dim: int) -> "LinearState":
         """Of no tokens."""
@@ -56,10 +54,6 @@ class LinearState:
             jnp.full((batch, num_heads), _NOTHING, jnp.float32),
             jnp.zeros((batch,), jnp.int32),
         )
-
-    def with_capacity(self, capacity: int) -> "LinearState":
-        """Itself: it never fills up."""
-        return self
 
 
 def causal_linear_attention(

@@ -62,15 +62,6 @@ class SplitState:
     attention: Any
     sums: NewestInputs
 
-    @property
-    def capacity(self) -> int | None:
-        """Tokens that there is room for."""
-        return self.attention.capacity
-
-    def with_capacity(self, capacity: int) -> "SplitState":
-        """With room for more."""
-        return dataclasses.replace(self, attention=self.attention.with_capacity(capacity))
-
 
 @functools.cache
 def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
