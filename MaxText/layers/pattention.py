@@ -21,6 +21,7 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
+from MaxText.layers.normalization import normalized
 from MaxText.layers.part import FeedForward, Scalars
 from MaxText.layers.weights import Init, Initializer, Shape, SlotInitializers
 from MaxText.parallelism.constraints import constrain
@@ -65,7 +66,8 @@ class Theta:
         elif self.kind == "gelu":
             y = gelu(a)
         else:
-            y = _layer_norm(gelu(a))
+            y = gelu(a)
+            y = normalized(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
         return (y * self.factor).astype(scores.dtype)
 
     def _normalised(self, a: jax.Array) -> jax.Array:
@@ -78,12 +80,6 @@ class Theta:
         if self.epsilon == 0:
             norm = jnp.where(is_zero, 1.0, norm)
         return a / (norm + self.epsilon) * self.root
-
-
-def _layer_norm(x: jax.Array) -> jax.Array:
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + _LAYER_NORM_EPSILON)
 
 
 def theta(section: PattentionSection, place: SlotPlace, emb_dim: int) -> Theta:
