@@ -9,6 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from MaxText.configuration.model_sections import Model
+from MaxText.configuration.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
 
@@ -186,6 +188,14 @@ def _in_windows(
         dropout_key=dropout_key,
     )
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
+
+
+def softmax_windows(section: Model) -> list[int | None]:
+    """W of each layer that has softmax attention; None sees all keys."""
+    mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
+    return [
+        mixer.window_of(layer.section.attention) for mixer, layer in mixers if mixer.has_softmax
+    ]
 
 
 def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers.attention_core import Scoring, copies_of_heads
+from MaxText.layers.attention_core import Scoring, copies_of_heads, softmax_windows
 from MaxText.parallelism.constraints import platform, split_axes
 
 # A block of splash attention has whole tiles, and no more rows and keys than MaxText's default
@@ -46,7 +46,7 @@ def kernel_refused(
     """
     attention, dimensions = section.attention, section.shape.dimensions
     length = dimensions.max_target_length
-    if not section.softmax_mixers:
+    if not softmax_windows(section):
         return "no layer has softmax attention"
     if section.position.position_embedding == "alibi":
         return "position_embedding=alibi adds to scores"
@@ -79,7 +79,7 @@ def _cudnn_refused(section: ModelSection, num_length_parts: int, num_stages: int
         return f"head_dim {head_dim} is no multiple of 8"
     if attention.attn_logits_soft_cap:
         return "cuDNN has no attn_logits_soft_cap"
-    if "local_attention" in section.mixers and not attention.causal:
+    if any(softmax_windows(section)) and not attention.causal:
         return "cuDNN has no windows to both sides"
     if num_length_parts > 1:
         return "sequences are divided over devices"
@@ -108,8 +108,7 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
 
     queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
-    for mixer in sorted(set(section.softmax_mixers)):
-        window = attention.sliding_window_size if mixer == "local_attention" else None
+    for window in dict.fromkeys(softmax_windows(section)):
         scoring = Scoring(attention.causal, window, attention.attention_scale)
 
         def total(q, k, v, segments, scoring=scoring):

@@ -246,7 +246,7 @@ def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
 class LinearAttention(Attention):
     """Attention whose state does not grow (layers/linear_attention.py)."""
 
-    mixer = "linear_attention"
+    has_softmax = False
     has_memories = False
 
     @classmethod

@@ -107,9 +107,12 @@ class Mixer(Part):
     Attributes:
       has_separate_inputs: whether queries, keys and values may be made of different hidden states
         (dense connections); x is then a tuple of three.
+      has_softmax: whether it is softmax attention in the form that the key `attention` chooses,
+        which kernels and plans ask.
     """
 
     has_separate_inputs = False
+    has_softmax: ClassVar[bool] = False
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
         """The output [B, T, D] of whole sequences, and scalars to be summed over layers.

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.attention_flops import keys_multiplied
 from MaxText.layers.flash_attention import splash_operations
 from MaxText.monitoring.flops import FlopCount, count_flops
@@ -131,7 +132,8 @@ def _keys_of_kernel(program: Program) -> float:
     """Keys of a query in the traced program, on average over layers with softmax attention."""
     section = program.local_model.section
     _, length = program.local_batch().tokens_BT.shape
-    keys = [keys_multiplied(section.attention, length, one) for one in section.softmax_mixers]
+    windows = softmax_windows(section)
+    keys = [keys_multiplied(section.attention, length, window) for window in windows]
     return sum(keys) / max(len(keys), 1)
 
 
@@ -151,13 +153,13 @@ def attention_to_other_parts(program: Program) -> float:
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
-    for mixer in section.softmax_mixers:
-        keys = keys_multiplied(attention, program.length, mixer)
+    for window in softmax_windows(section):
+        keys = keys_multiplied(attention, program.length, window)
         if not (ring or flash):
             keys = program.length  # all of them, masked afterwards, of windows as well
-        elif mixer == "attention" and attention.causal and not balanced:
+        elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
-        exceeding += max(keys - keys_multiplied(attention, traced_length, mixer), 0.0)
+        exceeding += max(keys - keys_multiplied(attention, traced_length, window), 0.0)
     # Forward, backward twice; and again what is not kept, the kernel's scores in any case.
     kept = section.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
