@@ -108,15 +108,6 @@ class Hardware:
             return self.chip.memory / self.chip.devices
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
-    @property
-    def reach(self) -> int:
-        """Devices that fast links connect: of a slice of TPUs, or of a server of GPUs."""
-        if self.chip is None:
-            return 1
-        if self.chip.torus:
-            return self.num_devices // self.num_slices
-        return self.chip.neighbours
-
     def describe(self) -> str:
         """In words."""
         if self.chip is None:

@@ -67,7 +67,13 @@ def make_plan(
     Raises:
       UserError: mesh, batch or sharding do not fit the devices.
     """
-    program = program_on(config, hardware)
+    return plan_of(program_on(config, hardware), hardware, peak, fused_attention=fused_attention)
+
+
+def plan_of(
+    program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
+) -> Plan:
+    """The plan of a program, as make_plan."""
     memory = memory_of(program)
     exchanged = exchanges(program, hardware)
     time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)

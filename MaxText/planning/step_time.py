@@ -92,21 +92,18 @@ def work_of(
       keys_of_kernel: that splash attention multiplies a query with, on average over all layers.
     """
     found = []
-    for node in program.nodes:
-        for body in node.bodies:
-            found += [
-                dataclasses.replace(work, times=work.times * node.times)
-                for work in work_of(
-                    body, fused_attention=fused_attention, keys_of_kernel=keys_of_kernel
-                )
-            ]
-        if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
-            roots = {root for value in node.reads for root in value.roots}
-            arrays = [*roots, *(value for value in node.makes if value.is_written)]
-            num_bytes = sum(
-                array.size for array in arrays if not (fused_attention and array.is_square)
-            )
-            found.append(Work(operations(node, keys_of_kernel), num_bytes, 1))
+
+    def add(program: Traced, times: int) -> None:
+        for node in program.nodes:
+            for body in node.bodies:
+                add(body, times * node.times)
+            if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
+                roots = {root for value in node.reads for root in value.roots}
+                arrays = [*roots, *(value for value in node.makes if value.is_written)]
+                unfused = [x.size for x in arrays if not (fused_attention and x.is_square)]
+                found.append(Work(operations(node, keys_of_kernel), sum(unfused), times))
+
+    add(program, 1)
     return found
 
 
