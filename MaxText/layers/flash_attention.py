@@ -217,18 +217,15 @@ def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> 
       window: see Scoring; None is all keys.
     """
     block = block_of(length)
-    num_blocks = length // block
-
-    def blocks_within(reach: int | None) -> int:
-        """Pairs of blocks to one side, up to `reach` tokens away."""
-        # Of blocks so far away, the nearest query and key stand (far - 1) * block + 1 tokens apart.
-        farthest = num_blocks - 1 if reach is None else (reach - 1) // block + 1
-        return sum(num_blocks - far for far in range(1, min(farthest, num_blocks - 1) + 1))
-
-    pairs = num_blocks + blocks_within(None if window is None else window - 1)
+    blocks = np.arange(length // block)
+    behind = blocks[:, None] - blocks
+    # The nearest query and key of two blocks stand so many tokens apart.
+    nearest = (np.abs(behind) - 1) * block + 1
+    reach = length if window is None else window
+    seen = (behind == 0) | (behind > 0) & (nearest < reach)
     if not causal:
-        pairs += blocks_within(window)
-    return float(pairs * block) / num_blocks
+        seen |= (behind < 0) & (nearest <= reach)
+    return float(seen.sum() * block) / len(blocks)
 
 
 def _kernel_of(

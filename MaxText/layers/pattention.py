@@ -6,7 +6,6 @@ Legend: B sequences, T tokens, D emb_dim, n slots.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Self
 
@@ -32,68 +31,45 @@ _LAYER_NORM_EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Theta:
-    """What a Pattention does with its scores.
+    """What a Pattention does with its scores, as the configuration says."""
 
-    Attributes:
-      kind: a value of normalize_type.
-      root: sqrt of the zoom, by which normalised scores are multiplied.
-      epsilon: added to the norm, outside its root.
-      approximate: gelu by tanh.
-      factor: multiplies the result.
-    """
-
-    kind: str
-    root: float
-    epsilon: float
-    approximate: bool
-    factor: float
+    section: PattentionSection
+    place: SlotPlace
+    emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
         """Weights of the slots, from scores [..., n].
 
         Sums over slots and all that depends on them are float32; the result has the scores' format.
         """
-        a = scores.astype(jnp.float32)
-        gelu = functools.partial(jax.nn.gelu, approximate=self.approximate)
-        if self.kind == "l2_norm_gelu":
-            y = gelu(self._normalised(a))
-        elif self.kind == "gelu_l2_norm":
-            y = self._normalised(gelu(a))
-        elif self.kind == "l2_norm":
-            y = self._normalised(a)
-        elif self.kind == "softmax":
-            y = jax.nn.softmax(a, axis=-1) * a.shape[-1]
-        elif self.kind == "gelu":
-            y = gelu(a)
-        else:
-            y = gelu(a)
+        kind = self.section.normalize_type
+        y = scores.astype(jnp.float32)
+        if kind in ("l2_norm_gelu", "l2_norm"):
+            y = self._normalised(y)
+        if kind == "softmax":
+            y = jax.nn.softmax(y, axis=-1) * y.shape[-1]
+        elif kind != "l2_norm":
+            y = jax.nn.gelu(y, approximate=self.section.gelu_approximate)
+        if kind == "gelu_l2_norm":
+            y = self._normalised(y)
+        elif kind == "gelu_layer_norm":
             y = normalized(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
-        return (y * self.factor).astype(scores.dtype)
+        factor = getattr(self.section, f"{self.place}_scale_factor")
+        return (y * factor).astype(scores.dtype)
 
     def _normalised(self, a: jax.Array) -> jax.Array:
-        """root * a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        """sqrt(zoom) a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        epsilon = self.section.score_norm_epsilon
+        if epsilon is None:
+            epsilon = 1e-5 if self.section.normalize_type == "l2_norm_gelu" else 1e-8
         square = jnp.sum(jnp.square(a), axis=-1, keepdims=True)
         # The root has no gradient at 0, and below the smallest normal number 1 / |a|^2 overflows.
         # Both branches of `where` are differentiated, so the root must not see a zero at all.
         is_zero = square < jnp.finfo(jnp.float32).tiny
         norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
-        if self.epsilon == 0:
+        if epsilon == 0:
             norm = jnp.where(is_zero, 1.0, norm)
-        return a / (norm + self.epsilon) * self.root
-
-
-def theta(section: PattentionSection, place: SlotPlace, emb_dim: int) -> Theta:
-    """The normalisation of scores at a place, as the configuration says."""
-    epsilon = section.score_norm_epsilon
-    if epsilon is None:
-        epsilon = 1e-5 if section.normalize_type == "l2_norm_gelu" else 1e-8
-    return Theta(
-        kind=section.normalize_type,
-        root=math.sqrt(section.zoom(place, emb_dim)),
-        epsilon=epsilon,
-        approximate=section.gelu_approximate,
-        factor=getattr(section, f"{place}_scale_factor"),
-    )
+        return a / (norm + epsilon) * math.sqrt(self.section.zoom(self.place, self.emb_dim))
 
 
 class Pattention(nnx.Module):
@@ -120,7 +96,7 @@ class Pattention(nnx.Module):
         """`scores_name` is what policies of rematerialisation call the scores."""
         emb_dim = building.dimensions.emb_dim
         n = section.num_slots(place, emb_dim)
-        self.theta = theta(section, place, emb_dim)
+        self.theta = Theta(section, place, emb_dim)
         self.scores_name = scores_name
         # Inputs and outputs are as wide as the residual stream, or as all heads together, and are
         # split as the stream is.
