@@ -198,6 +198,13 @@ def softmax_windows(section: Model) -> list[int | None]:
     ]
 
 
+def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
+    """Keys or values [B, K, M + S, H] of each sequence behind those that all see."""
+    kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
+    kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
+    return jnp.concatenate([kept, x_BKSH], axis=-2)
+
+
 def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
     """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
     group = num_heads // num_kv_heads
@@ -234,21 +241,8 @@ def attend(
     group = num_heads // num_kv_heads
     if memory is not None:
         # Memories stand before the tokens and have no distance to any of them.
-        num_memories = memory[0].shape[0]
-        keys, values = (
-            jnp.concatenate(
-                [
-                    jnp.broadcast_to(
-                        kept.transpose(1, 0, 2).astype(x.dtype),
-                        (*x.shape[:-2], num_memories, head_dim),
-                    ),
-                    x,
-                ],
-                axis=-2,
-            )
-            for kept, x in zip(memory, (keys, values), strict=True)
-        )
-        left = ((0, 0), (0, 0), (num_memories, 0))
+        keys, values = after_memories(memory[0], keys), after_memories(memory[1], values)
+        left = ((0, 0), (0, 0), (len(memory[0]), 0))
         mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, left)
     # One matrix for a group: its products have plain shapes, which make the CPU backend fast.

@@ -28,26 +28,10 @@ KERNEL_TOKENS = 16
 KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
 
 
-class ChipMemory(NamedTuple):
-    """Bytes on a TPU's core.
-
-    Attributes:
-      limit: that a kernel may ask for.
-      blocks: that its blocks may take, both buffers of each counted, if smaller ones are possible.
-      most: that they may take at all; the rest is for what does not grow with tokens, and for what
-        the compiler puts beside.
-    """
-
-    limit: int
-    blocks: int
-    most: int
-
-
-def chip_memory(device_kind: str) -> ChipMemory:
-    """Of a TPU by the name of its kind."""
+def chip_memory(device_kind: str) -> int:
+    """Bytes on a TPU's core that a kernel may ask for, by the name of its kind."""
     # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
-    limit = (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
-    return ChipMemory(limit, blocks=limit // 2, most=limit * 7 // 8)
+    return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
 def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
@@ -68,7 +52,8 @@ def kernel_refused(
         return "the kernel is one for TPU"
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is no multiple of {KERNEL_WIDTH}"
-    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind).most
+    # The rest is for what does not grow with tokens, and for what the compiler puts beside.
+    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind) * 7 // 8
     if needed > most:
         return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.attention_core import Memory, Scoring, attend
+from MaxText.layers.attention_core import Memory, Scoring, after_memories, attend
 from MaxText.parallelism.constraints import constrain
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
@@ -53,9 +53,7 @@ class KeyValueCache:
             spare = capacity - x_BKTH.shape[2]
             x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
             if kept_MKH is not None:
-                kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
-                kept = jnp.broadcast_to(kept_KMH, (len(x_BKSH), *kept_KMH.shape))
-                x_BKSH = jnp.concatenate([kept, x_BKSH], axis=2)
+                x_BKSH = after_memories(kept_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
         keys, values = memory or (None, None)

@@ -161,9 +161,7 @@ def _call(
         needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            vmem_limit_bytes=min(
-                chip_memory(device_kind()).limit, max(16 * 2**20, needed + 8 * 2**20)
-            ),
+            vmem_limit_bytes=min(chip_memory(device_kind()), max(16 * 2**20, needed + 8 * 2**20)),
         )
     return pl.pallas_call(
         functools.partial(body, _chunk(emb_dim, MAX_CHUNK[target]), target),
@@ -186,7 +184,8 @@ def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
     """Tokens of a tile."""
     rows = MAX_ROWS[target]
     if target == "tpu":
-        blocks = chip_memory(device_kind()).blocks
+        # Both buffers of each block are counted.
+        blocks = chip_memory(device_kind()) // 2
         while rows > TPU_ROWS and rows * bytes_of_token > blocks:
             rows //= 2
         if num_tokens % TPU_ROWS:

@@ -7,7 +7,6 @@ Legend: B sequences, T tokens, D emb_dim, n slots.
 
 import dataclasses
 import math
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,13 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.normalization import normalized
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Init, Initializer, Shape, SlotInitializers
+from MaxText.layers.weights import Init, Initializer, Shape
 from MaxText.parallelism.constraints import constrain
 
 # Of flax, whose LayerNorm the JAX program uses.
@@ -83,31 +81,27 @@ class Pattention(nnx.Module):
     def __init__(
         self,
         section: PattentionSection,
+        init: Init,
+        rngs: nnx.Rngs,
         place: SlotPlace,
         inputs: int,
         outputs: int,
-        initializers: SlotInitializers,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
         use_bias: bool,
-        scores_name: str = "slot_scores",
     ):
-        """`scores_name` is what policies of rematerialisation call the scores."""
-        emb_dim = building.dimensions.emb_dim
+        emb_dim, initial = init.dimensions.emb_dim, init.initializers
         n = section.num_slots(place, emb_dim)
         self.theta = Theta(section, place, emb_dim)
-        self.scores_name = scores_name
+        # What policies of rematerialisation call the scores.
+        self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"
+        slots = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
         # Inputs and outputs are as wide as the residual stream, or as all heads together, and are
         # split as the stream is.
         self.keys = Dense(
-            (inputs,), (n,), ("embed", "slots"), initializers.keys, building, rngs,
-            use_bias=use_bias,
-        )  # fmt: skip
+            (inputs,), (n,), ("embed", "slots"), slots.keys, init, rngs, use_bias=use_bias
+        )
         self.values = Dense(
-            (n,), (outputs,), ("slots", "embed"), initializers.values, building, rngs,
-            use_bias=use_bias,
-        )  # fmt: skip
+            (n,), (outputs,), ("slots", "embed"), slots.values, init, rngs, use_bias=use_bias
+        )
 
     def attend(self, x: jax.Array) -> jax.Array:
         """From [B, T, inputs] to [B, T, outputs]."""
@@ -117,30 +111,26 @@ class Pattention(nnx.Module):
 
 
 class PattentionProjection(Pattention):
-    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads."""
+    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads.
+
+    Heads lie side by side in the weights: dimension h of head n is number n * H + h.
+    """
 
     def __init__(
         self,
-        section: PattentionSection,
+        model: ModelSection,
+        init: Init,
+        rngs: nnx.Rngs,
         place: SlotPlace,
         inputs: Shape,
         outputs: Shape,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
+        axes: Axes,
+        initializer: Initializer,
         use_bias: bool,
     ):
-        """Heads lie side by side in the weights: dimension h of head n is number n * H + h."""
-        super().__init__(
-            section,
-            place,
-            math.prod(inputs),
-            math.prod(outputs),
-            building.initializers.attention_slots,
-            building,
-            rngs,
-            use_bias=use_bias,
-        )
+        """As dense.projection; slots have axes and initializers of their own."""
+        sizes = math.prod(inputs), math.prod(outputs)
+        super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
         self.num_in_dims, self.outputs = len(inputs), outputs
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -154,43 +144,10 @@ class PattentionFeedForward(FeedForward, Pattention):
 
     not_recomputed = Pattention.not_recomputed
 
-    @classmethod
-    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Makes the feed-forward of a layer."""
-        return cls(layer.section.pattention, layer.section.feed_forward.ffn_bias, init, rngs)
-
-    def __init__(self, section: PattentionSection, use_bias: bool, building: Init, rngs: nnx.Rngs):
-        D = building.dimensions.emb_dim
-        Pattention.__init__(
-            self,
-            section,
-            "ffn",
-            D,
-            D,
-            building.initializers.feed_forward_slots,
-            building,
-            rngs,
-            use_bias=use_bias,
-            scores_name="mlpwi",
-        )
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        D, use_bias = init.dimensions.emb_dim, keys.feed_forward.ffn_bias
+        Pattention.__init__(self, keys.pattention, init, rngs, "ffn", D, D, use_bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         return tag(self.attend(x_BTD), "mlpwo"), {}
-
-
-def projection(
-    model: ModelSection,
-    init: Init,
-    rngs: nnx.Rngs,
-    place: SlotPlace,
-    inputs: Shape,
-    outputs: Shape,
-    axes: Axes,
-    initializer: Initializer,
-    use_bias: bool,
-) -> PattentionProjection:
-    """A projection of attention: slots, which have initializers and axes of their own."""
-    return PattentionProjection(
-        model.pattention, place, inputs, outputs, init, rngs, use_bias=use_bias
-    )
