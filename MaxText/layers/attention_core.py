@@ -43,6 +43,10 @@ class Scoring:
     slopes_N: jax.Array | None = None
     precision: str | None = None
 
+    def scale_of(self, head_dim: int) -> float:
+        """What products of heads of this size are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
     def sees(self, distance: jax.Array) -> jax.Array:
         """Whether a query sees a key that stands `distance` tokens before it."""
         seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
@@ -246,7 +250,7 @@ def attend(
         mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, left)
     # One matrix for a group: its products have plain shapes, which make the CPU backend fast.
-    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+    scale = scoring.scale_of(head_dim)
     q_BKRH = (
         (q_BTNH * scale if scale != 1 else q_BTNH)
         .reshape(batch, length, num_kv_heads, group, head_dim)

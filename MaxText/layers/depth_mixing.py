@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
+from MaxText.layers.stack import is_zero
 from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force, split_axes
 
 # With fewer tokens (a step of text generation) a tile of a kernel is not full.
@@ -224,12 +224,12 @@ def _mix_backward(form, norms, chain, kept, gradients):
         of_sums = jax.lax.optimization_barrier(of_sums)
         found = differentiate(weights_BTCS, sources, scales_SD, of_sums, added)
         return *found, None, None, None
-    later = (None, None) if _all_zero(later) else jax.tree.map(_array, later, is_leaf=_is_zero)
+    later = (None, None) if _all_zero(later) else jax.tree.map(_array, later, is_leaf=is_zero)
     given = _given(weights_BTCS, sources, scales_SD, factors_MD) | {"of_sums": of_sums}
     more = {"accumulated": added, "later_sums": later[0], "later_weights": later[1]}
     given |= {name: x for name, x in more.items() if x is not None}
     found = _kernel_gradients(norms, num_left, given)
-    passed_on = [None if _is_zero(a) else a for a in accumulated[:num_left]]
+    passed_on = [None if is_zero(a) else a for a in accumulated[:num_left]]
     left = None
     if num_left:
         for place, g_BTD in zip(norms.ways, found["of_unnormalized"], strict=True):
@@ -242,17 +242,13 @@ def _mix_backward(form, norms, chain, kept, gradients):
 _mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
 
 
-def _is_zero(gradient: Any) -> bool:
-    return isinstance(gradient, SymbolicZero)
-
-
 def _all_zero(gradients: Any) -> bool:
-    return all(map(_is_zero, jax.tree.leaves(gradients, is_leaf=_is_zero)))
+    return all(map(is_zero, jax.tree.leaves(gradients, is_leaf=is_zero)))
 
 
 def _array(gradient: Any) -> jax.Array:
-    if isinstance(gradient, SymbolicZero):
-        return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)  # type: ignore
+    if is_zero(gradient):
+        return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
     return gradient
 
 

@@ -296,8 +296,8 @@ def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scorin
     segments = None
     if of_queries_BT is not None:
         segments = splash.SegmentIds(of_queries_BT, of_keys_BS)
-    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
-    q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (q_BTNH * scale, k_BSKH, v_BSKH))
+    scaled = q_BTNH * scoring.scale_of(head_dim)
+    q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKH))
     return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
 
 

@@ -339,8 +339,7 @@ class _Ring:
 
     def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
         """Scores [B, K, G, R, S], which of them count, and their slope over products q k."""
-        scoring, head_dim = self.scoring, rows.q_BRKGH.shape[-1]
-        scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+        scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
         scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := scoring.soft_cap:

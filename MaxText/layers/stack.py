@@ -241,26 +241,27 @@ def _in_turn_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
 
 def _in_turn_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
     def put(own: Any, so_far: Any) -> Any:
-        if _is_zero(own):
+        if is_zero(own):
             return so_far
-        if _is_zero(so_far):
+        if is_zero(so_far):
             num_layers, *_ = so_far.aval.shape
             so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
         return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
 
     of_weights, so_far, of_carried = gradients
     if index is not None:
-        of_weights = jax.tree.map(put, of_weights, so_far, is_leaf=_is_zero)
-    leaves, structure = jax.tree.flatten((of_weights, of_carried), is_leaf=_is_zero)
-    there = iter(jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)]))
+        of_weights = jax.tree.map(put, of_weights, so_far, is_leaf=is_zero)
+    leaves, structure = jax.tree.flatten((of_weights, of_carried), is_leaf=is_zero)
+    there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
     # What has no gradient gets none, instead of an array of zeros.
-    return jax.tree.unflatten(structure, [None if _is_zero(g) else next(there) for g in leaves])
+    return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
 
 
 _in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
 
 
-def _is_zero(gradient: Any) -> bool:
+def is_zero(gradient: Any) -> bool:
+    """Whether a backward pass was given no array in a gradient's place."""
     return isinstance(gradient, SymbolicZero)
 
 

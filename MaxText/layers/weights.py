@@ -71,15 +71,33 @@ def constant(value: float | np.ndarray) -> Initializer:
     return initialize
 
 
-def _normal(std: float) -> Initializer:
+def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
+    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+
+
+def _normal(std: float | Callable[[int, int], float]) -> Initializer:
+    """Normal numbers of one deviation, or of one that depends on inputs and outputs."""
+
     def initialize(key, shape, num_in_dims, dtype):
-        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        scale = std(*_fans(shape, num_in_dims)) if callable(std) else std
+        return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return initialize
 
 
-def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
-    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+_normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
+
+
+def _glorot_variance(fan_in: int, fan_out: int) -> float:
+    return 2.0 / (fan_in + fan_out)  # Glorot and Bengio 2010, equation 16
+
+
+_xavier_normal = _normal(lambda *fans: math.sqrt(_glorot_variance(*fans)))
+
+
+def _xavier_uniform(key, shape, num_in_dims, dtype):
+    bound = math.sqrt(3 * _glorot_variance(*_fans(shape, num_in_dims)))
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
 def _truncated_fan_in(key, shape, num_in_dims, dtype):
@@ -87,11 +105,6 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
     # 0.8796 is the deviation of a unit normal cut at two sigma, so that the result has 1/fan_in.
     std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
-
-
-def _normal_fan_in(key, shape, num_in_dims, dtype):
-    fan_in, _ = _fans(shape, num_in_dims)
-    return _normal(1.0 / math.sqrt(fan_in))(key, shape, num_in_dims, dtype)
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -110,18 +123,6 @@ def _times(factor: Callable[[int], float], initializer: Initializer) -> Initiali
     def initialize(key, shape, num_in_dims, dtype):
         fan_in, _ = _fans(shape, num_in_dims)
         return factor(fan_in) * initializer(key, shape, num_in_dims, dtype)
-
-    return initialize
-
-
-def _xavier(uniform: bool) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
-        fan_in, fan_out = _fans(shape, num_in_dims)
-        variance = 2.0 / (fan_in + fan_out)  # Glorot and Bengio 2010, equation 16
-        if uniform:
-            bound = math.sqrt(3 * variance)
-            return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
-        return (math.sqrt(variance) * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return initialize
 
@@ -169,7 +170,7 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
     elif kind in ("fan_in", "tokenformer"):
         kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
     elif kind.startswith("xavier"):
-        kernel = output = _xavier(uniform=kind == "xavier_uniform")
+        kernel = output = _xavier_uniform if kind == "xavier_uniform" else _xavier_normal
         table = 1.0
     if section.embedding_init_std is not None:
         table = section.embedding_init_std
