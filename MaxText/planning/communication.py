@@ -187,8 +187,6 @@ def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     themselves first need not be sent again: each sends its part.
     """
     chip = hardware.chip
-    if chip is None:
-        return math.inf
     place = MESH_AXES.index(axis)
     within, across = program.sizes.within[place], program.sizes.across[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]

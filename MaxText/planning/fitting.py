@@ -285,7 +285,7 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     """Stages inside of a slice: several where weights do not fit into it otherwise."""
-    section, _ = backend_defaults.resolve(config.model, hardware.platform)
+    section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
     return _powers(MOST_STAGES if needed > hardware.memory else 1)
 

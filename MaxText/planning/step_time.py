@@ -24,10 +24,6 @@ from MaxText.planning.traced import PRODUCTS, REDUCTIONS, Node, Traced
 
 # Share of the memory's bandwidth that a loop over an array reaches.
 BANDWIDTH_SHARE = 0.8
-# No data sheet: a server's memory, and the shares of its measured peak that steps of small models
-# reached on two cores (docs/plan.md).
-CPU_BANDWIDTH = 30e9
-CPU_EFFICIENCY = (0.3, 0.8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +68,9 @@ def least_time(
     """
     count = count_flops(program.model, program.length)
     executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
-    slow, fast = (executed / (share * peak.tflops) for share in _efficiency(hardware))
+    slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
     communicating = sum(exchange.seconds for exchange in exchanged)
     return math.sqrt(max(fast, communicating) * (slow + communicating))
-
-
-def _efficiency(hardware: Hardware) -> tuple[float, float]:
-    """Shares of the peak that products reach, least and most."""
-    return CPU_EFFICIENCY if hardware.chip is None else hardware.chip.efficiency
 
 
 def work_of(
@@ -179,9 +170,7 @@ def step_time(
         trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)
     )
     work.append(Work(attention_to_other_parts(program), 0, 1))
-    bandwidth = CPU_BANDWIDTH if chip is None else chip.bandwidth / chip.devices
-    efficiency = _efficiency(hardware)
-    bandwidth *= BANDWIDTH_SHARE
+    bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
     # Parameters and moments are read and written, gradients read.
     state = memory.parameters + memory.optimizer + memory.fetched
     update = (2 * state + memory.parameters) / bandwidth
@@ -194,7 +183,8 @@ def step_time(
         # Stages of a pipeline compute, or wait, in turns in which they have no rows, too.
         return once * program.num_microbatches / (1 - program.bubble) + update
 
-    computing = seconds(efficiency[1]), seconds(efficiency[0])
+    least, most = chip.efficiency
+    computing = seconds(most), seconds(least)
     communicating = sum(exchange.seconds for exchange in exchanged)
     return StepTime(
         fast=max(computing[0], communicating),
