@@ -27,6 +27,7 @@ import math
 import numpy as np
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.mixture_of_experts import places
 from MaxText.planning.hardware import Hardware
 from MaxText.planning.program import Program
@@ -170,7 +171,7 @@ def _keys_and_values(program: Program) -> float:
     attention, d = section.attention, program.local_model.section.shape.dimensions
     width = np.dtype(section.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(section.softmax_mixers)
+    layers = len(softmax_windows(section))
     others = program.layout.mesh.shape["context"] - 1
     forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
     if attention.context_parallel_strategy == "ring":
@@ -186,8 +187,6 @@ def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     themselves first need not be sent again: each sends its part.
     """
     chip = hardware.chip
-    if chip is None:
-        return math.inf
     place = MESH_AXES.index(axis)
     within, across = program.sizes.within[place], program.sizes.across[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]

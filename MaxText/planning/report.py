@@ -136,7 +136,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
         right=range(1, 6),
     )
     low, high = time.computing
-    source = plan.hardware.chip.efficiency_source if plan.hardware.chip else "docs/plan.md"
+    source = plan.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
         f"run: {short_count(tokens)} tokens, {updates:,.0f} updates. Computing takes {low:.4g} to "
