@@ -128,7 +128,7 @@ def softmax_attention(
             dropout_rate=dropout_rate,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
-        outputs.append(o_BTNH.reshape(len(q_BTNH), parts, end - start, *q_BTNH.shape[2:]))
+        outputs.append(o_BTNH.reshape(q_BTNH.shape[0], parts, end - start, *q_BTNH.shape[2:]))
     return jnp.concatenate(outputs, axis=2).reshape(q_BTNH.shape)
 
 

@@ -413,7 +413,7 @@ class _Ring:
 
 def _cut(x_BL: jax.Array, number: int) -> jax.Array:
     """[B, L, ...] -> [number, B, L / number, ...]."""
-    return jnp.moveaxis(x_BL.reshape(len(x_BL), number, -1, *x_BL.shape[2:]), 1, 0)
+    return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
 def _of_memory(memory: Memory, batch: int) -> _Keys:
