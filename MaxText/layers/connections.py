@@ -23,7 +23,6 @@ from MaxText.layers.depth_mixing import (
     NO_NORMS,
     Left,
     Norms,
-    leaves_gradients,
     mix,
     normalizes,
     to_be_scaled,
@@ -270,18 +269,15 @@ class DepthSum(nnx.Module):
             inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        form = self.section.dense_mixing
-        leaves = leaves_gradients(form, x_BTD)
-        left_to = self.left_to if leaves else None
         mixed = mix(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            form,
+            self.section.dense_mixing,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
-            num_later_ways=self.num_later_ways if leaves else 0,
-            left=None if left_to is None else sources[left_to].left,
+            num_later_ways=self.num_later_ways,
+            left=None if self.left_to is None else sources[self.left_to].left,
         )
         factors = {way: norm.factors() for way, norm in self.post_norms.items()}
         outputs = self.outputs(mixed.sums, x_BTD, factors, fused)

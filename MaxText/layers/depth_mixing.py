@@ -88,11 +88,6 @@ class Left(NamedTuple):
     weights_BTES: jax.Array
 
 
-def leaves_gradients(form: str, state_BTD: jax.Array) -> bool:
-    """Whether sums of such states by `mix` can leave gradients to others."""
-    return form == "kernel" and state_BTD.shape[0] * state_BTD.shape[1] >= KERNEL_TOKENS
-
-
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
     """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
     writes what a kernel has made several times for a norm.
@@ -139,16 +134,17 @@ def mix(
       scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
       norms: of sums, where `normalizes` says so.
       factors_MD: float32, of these norms.
-      num_later_ways: E of the sum after, where that leaves gradients to this one; else 0.
+      num_later_ways: E of the sum after, where that leaves gradients to this one, as those of
+        kernels can; else 0.
       left: what the sum before has returned, where gradients are left to it: the first sources are
         then all those of that sum. Neither has an effect on the result.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
-    if form == "kernel" and batch * length < KERNEL_TOKENS:
-        form = "sum"
+    if form != "kernel" or batch * length < KERNEL_TOKENS:
+        form, num_later_ways = "sum", 0
     num_left = 0 if left is None else left.weights_BTES.shape[-1]
-    assert form == "kernel" or not (num_left or num_later_ways)
+    assert form == "kernel" or left is None
     arrays = (weights_BTCS, list(sources), scales_SD, factors_MD, left)
     mixed: Any = _mix(form, norms, num_left, num_later_ways, *arrays)
     return Mixed(*mixed)
