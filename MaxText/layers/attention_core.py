@@ -5,6 +5,8 @@ key/value head, N = K * G query heads, H head_dim, W window.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -86,13 +88,12 @@ def softmax_attention(
       [B, T, N, H] in the format of `q_BTNH`.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
+    run = functools.partial(attend, scoring=scoring, memory=memory, dropout_rate=dropout_rate)
     if parts == 1 and window is not None:
         rows = window_blocks(window, length, causal=causal)
         if rows is not None:
-            return _in_windows(
-                q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, memory,
-                dropout_rate=dropout_rate, dropout_key=dropout_key,
-            )  # fmt: skip
+            run = functools.partial(run, dropout_key=dropout_key)
+            return _in_windows(q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, run)
         block_size = None
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     own = block = length // parts
@@ -117,15 +118,12 @@ def softmax_attention(
         if segments_BT is not None:
             same_BTS = of_block(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
             mask_BTS = mask_BTS & same_BTS
-        o_BTNH = attend(
+        o_BTNH = run(
             of_block(q_BTNH, 1),
             k_BKSH[:, :, :keys_end],
             v_BKSH[:, :, :keys_end],
             mask_BTS,
             distance_1TS,
-            scoring,
-            memory=memory,
-            dropout_rate=dropout_rate,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
         outputs.append(o_BTNH.reshape(q_BTNH.shape[0], parts, end - start, *q_BTNH.shape[2:]))
@@ -145,14 +143,14 @@ def _in_windows(
     scoring: Scoring,
     rows: int,
     segments_BT: jax.Array | None,
-    memory: Memory | None,
-    *,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
+    run: Callable[..., jax.Array],
 ) -> jax.Array:
     """Windowed attention: blocks of `rows` >= W queries, each with the keys of its neighbours.
 
     All blocks are rows of one batch, so the program is as small for a long text as for a short one.
+
+    Args:
+      run: `attend` with what else it takes.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
@@ -180,17 +178,8 @@ def _in_windows(
     mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
     # Filled queries may see nothing; a row of a softmax without any key would be not a number.
     mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
-    o = attend(
-        blocks(q_BTNH),
-        neighbourhoods(k_BSKH).transpose(0, 2, 1, 3),
-        neighbourhoods(v_BSKH).transpose(0, 2, 1, 3),
-        mask,
-        distance_1TS,
-        scoring,
-        memory=memory,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-    )
+    k_BKSH, v_BKSH = (neighbourhoods(x).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
+    o = run(blocks(q_BTNH), k_BKSH, v_BKSH, mask, distance_1TS)
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 

@@ -88,27 +88,6 @@ class Left(NamedTuple):
     weights_BTES: jax.Array
 
 
-class Chain(NamedTuple):
-    """What a sum has to do with the gradients of others, where `leaves_gradients` says so.
-
-    Attributes:
-      num_left: its first sources are all those of the sum before, which adds up their gradients:
-        how many these are, 0 where gradients are added here.
-      num_later_ways: E of the sum after, which leaves gradients to this one; 0 where it does not.
-    """
-
-    num_left: int = 0
-    num_later_ways: int = 0
-
-
-ALONE = Chain()
-
-
-def leaves_gradients(form: str, state_BTD: jax.Array) -> bool:
-    """Whether sums of such states by `mix` can leave gradients to others."""
-    return form == "kernel" and state_BTD.shape[0] * state_BTD.shape[1] >= KERNEL_TOKENS
-
-
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
     """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
     writes what a kernel has made several times for a norm.
@@ -142,7 +121,7 @@ def mix(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
-    chain: Chain = ALONE,
+    num_later_ways: int = 0,
     left: Left | None = None,
 ) -> Mixed:
     """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c, with float32 sums.
@@ -155,16 +134,19 @@ def mix(
       scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
       norms: of sums, where `normalizes` says so.
       factors_MD: float32, of these norms.
-      chain: gradients that are left to other sums. No effect on the result.
-      left: what the sum before has returned, if gradients are left to it.
+      num_later_ways: E of the sum after, where that leaves gradients to this one, as those of
+        kernels can; else 0.
+      left: what the sum before has returned, where gradients are left to it: the first sources are
+        then all those of that sum. Neither has an effect on the result.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
-    if form == "kernel" and batch * length < KERNEL_TOKENS:
-        form = "sum"
-    assert chain == ALONE or form == "kernel"
-    assert (left is not None) == (chain.num_left > 0)
-    mixed: Any = _mix(form, norms, chain, weights_BTCS, list(sources), scales_SD, factors_MD, left)
+    if form != "kernel" or batch * length < KERNEL_TOKENS:
+        form, num_later_ways = "sum", 0
+    num_left = 0 if left is None else left.weights_BTES.shape[-1]
+    assert form == "kernel" or left is None
+    arrays = (weights_BTCS, list(sources), scales_SD, factors_MD, left)
+    mixed: Any = _mix(form, norms, num_left, num_later_ways, *arrays)
     return Mixed(*mixed)
 
 
@@ -193,31 +175,33 @@ def _to_be_scaled_backward(kept, gradient_BTD):
 to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mix(form, norms, chain, weights_BTCS, sources, scales_SD, factors_MD, left):
-    del left
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _mix(form, norms, num_left, num_later_ways, weights_BTCS, sources, scales_SD, factors_MD, left):
+    del num_left, left
     if form != "kernel":
         assert not norms.ways
         # Without a barrier the compiler makes a sum again inside each operation that reads it.
         return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources, None
     sums = _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD)
-    if not chain.num_later_ways:
+    if not num_later_ways:
         return sums, sources, None
-    shape = (*weights_BTCS.shape[:2], chain.num_later_ways, weights_BTCS.shape[3])
-    place = Left([jnp.zeros_like(sources[0])] * chain.num_later_ways, jnp.zeros(shape))
+    shape = (*weights_BTCS.shape[:2], num_later_ways, weights_BTCS.shape[3])
+    place = Left([jnp.zeros_like(sources[0])] * num_later_ways, jnp.zeros(shape))
     return sums, sources, place
 
 
-def _mix_forward(form, norms, chain, *arguments):
+def _mix_forward(form, norms, num_left, num_later_ways, *arguments):
     # With symbolic zeros, arguments come with the question whether they are differentiated.
     arguments = jax.tree.map(lambda x: x.value, arguments)
-    return _mix(form, norms, chain, *arguments), arguments[:-1]  # nothing reads `left`
+    mixed = _mix(form, norms, num_left, num_later_ways, *arguments)
+    return mixed, arguments[:-1]  # nothing reads `left`
 
 
-def _mix_backward(form, norms, chain, kept, gradients):
+def _mix_backward(form, norms, num_left, num_later_ways, kept, gradients):
+    del num_later_ways
     weights_BTCS, sources, scales_SD, factors_MD = kept
     of_sums, accumulated, later = gradients
-    of_sums, num_left = [_array(g) for g in of_sums], chain.num_left
+    of_sums = [_array(g) for g in of_sums]
     added = None if _all_zero(accumulated[num_left:]) else [*map(_array, accumulated[num_left:])]
     if form != "kernel":
         differentiate = _product_gradients if platform() == "cpu" else _sum_gradients

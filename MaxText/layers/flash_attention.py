@@ -44,48 +44,43 @@ def kernel_refused(
       num_length_parts: devices that share a sequence.
       num_stages: of a pipeline.
     """
-    attention, dimensions = section.attention, section.shape.dimensions
-    length = dimensions.max_target_length
-    if not softmax_windows(section):
-        return "no layer has softmax attention"
-    if section.position.position_embedding == "alibi":
-        return "position_embedding=alibi adds to scores"
-    if attention.num_mem_kv:
-        return "num_mem_kv adds keys that are no tokens"
-    if section.dropout.rate("attention"):
-        return "dropout of probabilities, which are on the chip alone"
-    if section.numerics.matmul_precision != "default":
-        return f"matmul_precision={section.numerics.matmul_precision}: kernels have the default"
-    if num_length_parts > 1 and attention.context_parallel_strategy == "ring":
-        return "context_parallel_strategy=ring has a form of its own"
+    attention, d = section.attention, section.shape.dimensions
+    precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
+    windows, in_parts = softmax_windows(section), num_length_parts > 1
+    is_ring = in_parts and attention.context_parallel_strategy == "ring"
+    has_alibi = section.position.position_embedding == "alibi"
+    each = f" on each of {num_length_parts} devices" if in_parts else ""
+    refused: list[tuple[Any, str]] = [
+        (not windows, "no layer has softmax attention"),
+        (has_alibi, "position_embedding=alibi adds to scores"),
+        (attention.num_mem_kv, "num_mem_kv adds keys that are no tokens"),
+        (
+            section.dropout.rate("attention"),
+            "dropout of probabilities, which are on the chip alone",
+        ),
+        (precision != "default", f"matmul_precision={precision}: kernels have the default"),
+        (is_ring, "context_parallel_strategy=ring has a form of its own"),
+    ]
     if backend == "gpu":
-        return _cudnn_refused(section, num_length_parts, num_stages)
-    dtype = np.dtype(section.numerics.dtype)
-    if dtype.name == "float16":
-        return "splash attention does not know dtype=float16"
-    if dimensions.head_dim * dtype.itemsize > _LARGEST_HEAD:
-        return f"head_dim {dimensions.head_dim} is too large for blocks on the chip"
-    if length % (TILE * num_length_parts):
-        each = f" on each of {num_length_parts} devices" if num_length_parts > 1 else ""
-        return f"max_target_length {length} is no multiple of {TILE}{each}"
-    return None
-
-
-def _cudnn_refused(section: ModelSection, num_length_parts: int, num_stages: int) -> str | None:
-    attention, head_dim = section.attention, section.shape.dimensions.head_dim
-    if section.numerics.dtype not in ("bfloat16", "float16"):
-        return f"cuDNN has no kernel for dtype={section.numerics.dtype}"
-    if head_dim % 8:
-        return f"head_dim {head_dim} is no multiple of 8"
-    if attention.attn_logits_soft_cap:
-        return "cuDNN has no attn_logits_soft_cap"
-    if any(softmax_windows(section)) and not attention.causal:
-        return "cuDNN has no windows to both sides"
-    if num_length_parts > 1:
-        return "sequences are divided over devices"
-    if num_stages > 1:
-        return "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"
-    return None
+        refused += [
+            (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
+            (d.head_dim % 8, f"head_dim {d.head_dim} is no multiple of 8"),
+            (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
+            (any(windows) and not attention.causal, "cuDNN has no windows to both sides"),
+            (in_parts, "sequences are divided over devices"),
+            (num_stages > 1, "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"),
+        ]
+    else:
+        length, is_large = d.max_target_length, d.head_dim * dtype.itemsize > _LARGEST_HEAD
+        refused += [
+            (dtype.name == "float16", "splash attention does not know dtype=float16"),
+            (is_large, f"head_dim {d.head_dim} is too large for blocks on the chip"),
+            (
+                length % (TILE * num_length_parts),
+                f"max_target_length {length} is no multiple of {TILE}{each}",
+            ),
+        ]
+    return next((reason for holds, reason in refused if holds), None)
 
 
 def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:

@@ -80,9 +80,7 @@ def ring_attention(
     by_head = PartitionSpec(batch, ring, heads)
     of_memory = PartitionSpec(None, heads)
     specs = (
-        by_head,
-        by_head,
-        by_head,
+        *(by_head, by_head, by_head),
         None if segments_BT is None else PartitionSpec(batch, ring),
         None if scoring.slopes_N is None else PartitionSpec(heads),
         None if memory is None else (of_memory, of_memory),

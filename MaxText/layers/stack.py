@@ -69,7 +69,7 @@ def _unstacked(stacked: Any) -> list[Any]:
     stacked size, and adding those up costs more than the layers themselves on CPU.
     """
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    return [jax.tree.map(lambda leaf: leaf[i], stacked) for i in range(num_layers)]  # noqa: B023
+    return [_row(stacked, index) for index in range(num_layers)]
 
 
 def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
@@ -231,7 +231,7 @@ def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, A
     """
     if index is None:
         return weights, None, carried
-    return jax.tree.map(lambda leaf: leaf[index], weights), weights, carried
+    return _row(weights, index), weights, carried
 
 
 def _in_turn_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:

@@ -60,15 +60,10 @@ def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
     if not bytes_of:
         return []
     _add_weights(program, bytes_of)
-    amounts = (
-        ("tensor", _hidden_states(program)),
-        ("expert", _rows(program)),
-        ("context", _keys_and_values(program)),
-        ("stage", _handed_on(program)),
-    )
-    for axis, amount in amounts:
+    amounts = {"tensor": _hidden_states, "expert": _rows, "context": _keys_and_values}
+    for axis, amount in (amounts | {"stage": _handed_on}).items():
         if axis in bytes_of:
-            bytes_of[axis] += amount * program.num_microbatches
+            bytes_of[axis] += amount(program) * program.num_microbatches
     return [
         Exchange(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
         for axis, amount in bytes_of.items()

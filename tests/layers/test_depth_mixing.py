@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 from MaxText.layers import depth_mixing, mixing_kernel
 from MaxText.layers.depth_mixing import (
-    ALONE,
-    Chain,
     Norms,
     bytes_of_token,
     kernel_refused,
@@ -142,17 +140,19 @@ def test_gradients_are_added_in_the_memory_of_those_before():
 
 def two_sums(leaves, wraps, weights, factors, sources, scales):
     """A sum over all sources after one of the same without the last, whose gradients are left."""
-    earlier, later = (Chain(0, C), Chain(S - 1, 0)) if leaves else (ALONE, ALONE)
+    num_later_ways = C if leaves else 0
     options = {"form": "kernel", "norms": NORMS, "factors_MD": factors}
     if scales is not None:
         sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
 
     def first(weights, sources):
         rows = None if scales is None else scales[: S - 1]
-        return mix(weights[..., : S - 1], sources, scales_SD=rows, chain=earlier, **options)
+        return mix(
+            weights[..., : S - 1], sources, scales_SD=rows, num_later_ways=num_later_ways, **options
+        )
 
     def second(weights, sources, left):
-        return mix(weights, sources, scales_SD=scales, chain=later, left=left, **options)
+        return mix(weights, sources, scales_SD=scales, left=left, **options)
 
     before = wraps(first)(0.5 * weights, sources[: S - 1])
     after = wraps(second)(weights, [*before.sources, sources[-1]], before.left)
