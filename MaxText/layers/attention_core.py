@@ -6,15 +6,18 @@ key/value head, N = K * G query heads, H head_dim, W window.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from MaxText.configuration.model_sections import Model
 from MaxText.configuration.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
+from MaxText.parallelism.constraints import split_axes
 
 # Unrolled query blocks cost compile time; past this many they grow instead.
 MAX_BLOCKS = 16
@@ -198,9 +201,17 @@ def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     return jnp.concatenate([kept, x_BKSH], axis=-2)
 
 
-def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
-    """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
-    group = num_heads // num_kv_heads
+def copies_of_heads(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
+) -> int:
+    """Of each key/value head, so that a mesh divides them as it does those of queries, and each
+    still serves whole queries.
+    """
+    axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
+    if split_axes(of_keys, 2) == axes:
+        return 1
+    parts = math.prod(of_queries.mesh.shape[axis] for axis in axes)
+    group = q_BTNH.shape[2] // num_kv_heads
     return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
 
 

@@ -225,11 +225,8 @@ class ModelCost:
         section, length = self.model.section, self.count.sequence_length
         if not section.attention.causal:
             return [*rows, ("KV cache", "", "", "none, attention is not causal")]
-        d, dtype, per_token = (
-            section.shape.dimensions,
-            section.numerics.dtype,
-            self.kv_cache_bytes_per_token,
-        )
+        d, dtype = section.shape.dimensions, section.numerics.dtype
+        per_token = self.kv_cache_bytes_per_token
         fixed = self.kv_cache_bytes - length * per_token
         *of_layers, (of_head, _) = self._states
         growing = sum(of_token > 0 for of_token, _ in of_layers)
