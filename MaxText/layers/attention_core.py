@@ -111,7 +111,7 @@ def softmax_attention(
         def of_block(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
             """These rows of every part."""
             if parts == 1:
-                return jax.lax.slice_in_dim(x, start, end, axis=axis)
+                return x[:, start:end] if axis else x[start:end]
             x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
             x = jax.lax.slice_in_dim(x, start, end, axis=axis + 1)
             return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
@@ -129,8 +129,11 @@ def softmax_attention(
             distance_1TS,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
-        outputs.append(o_BTNH.reshape(len(q_BTNH), parts, end - start, *q_BTNH.shape[2:]))
-    return jnp.concatenate(outputs, axis=2).reshape(q_BTNH.shape)
+        outputs.append(o_BTNH)
+    if parts == 1:
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+    shape = (len(q_BTNH), parts, -1, *q_BTNH.shape[2:])
+    return jnp.concatenate([o.reshape(shape) for o in outputs], axis=2).reshape(q_BTNH.shape)
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
