@@ -13,11 +13,7 @@ from MaxText.configuration.layer_sections import Attention as AttentionSection
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.registry import lookup
-from MaxText.layers.attention_core import (
-    Memory,
-    Scoring,
-    softmax_attention,
-)
+from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context

@@ -6,15 +6,18 @@ key/value head, N = K * G query heads, H head_dim, W window.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from MaxText.configuration.model_sections import Model
 from MaxText.configuration.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
+from MaxText.parallelism.constraints import split_axes
 
 # Unrolled query blocks cost compile time; past this many they grow instead.
 MAX_BLOCKS = 16
@@ -108,7 +111,7 @@ def softmax_attention(
         def of_block(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
             """These rows of every part."""
             if parts == 1:
-                return jax.lax.slice_in_dim(x, start, end, axis=axis)
+                return x[:, start:end] if axis else x[start:end]
             x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
             x = jax.lax.slice_in_dim(x, start, end, axis=axis + 1)
             return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
@@ -126,8 +129,11 @@ def softmax_attention(
             distance_1TS,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
-        outputs.append(o_BTNH.reshape(q_BTNH.shape[0], parts, end - start, *q_BTNH.shape[2:]))
-    return jnp.concatenate(outputs, axis=2).reshape(q_BTNH.shape)
+        outputs.append(o_BTNH)
+    if parts == 1:
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+    shape = (q_BTNH.shape[0], parts, -1, *q_BTNH.shape[2:])
+    return jnp.concatenate([o.reshape(shape) for o in outputs], axis=2).reshape(q_BTNH.shape)
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
@@ -198,9 +204,17 @@ def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     return jnp.concatenate([kept, x_BKSH], axis=-2)
 
 
-def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
-    """Of each key/value head, so that `parts` divide them and each still serves whole queries."""
-    group = num_heads // num_kv_heads
+def copies_of_heads(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
+) -> int:
+    """Of each key/value head, so that a mesh divides them as it does those of queries, and each
+    still serves whole queries.
+    """
+    axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
+    if split_axes(of_keys, 2) == axes:
+        return 1
+    parts = math.prod(of_queries.mesh.shape[axis] for axis in axes)
+    group = q_BTNH.shape[2] // num_kv_heads
     return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
 
 

@@ -129,7 +129,5 @@ class Block(nnx.Module):
 
 def summed(first: Scalars, second: Scalars) -> Scalars:
     """Scalars of both, those with the same name added up."""
-    total = dict(first)
-    for name, value in second.items():
-        total[name] = total[name] + value if name in total else value
-    return total
+    both = {name: first[name] + second[name] for name in first if name in second}
+    return first | second | both

@@ -23,8 +23,6 @@ from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force,
 
 # With fewer tokens (a step of text generation) a tile of a kernel is not full.
 KERNEL_TOKENS = 16
-
-
 KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
 
 
@@ -321,9 +319,10 @@ def _kernel_gradients(norms, num_left, given):
         if norms.ways and of_tokens:
             found["of_factors"] = jax.lax.psum(found["of_factors"], of_tokens)
         found["of_weights"] = found["of_weights"].reshape(given["weights"].shape)
-        for name in found.keys() & {"of_sources", "of_unnormalized"}:
-            found[name] = [a_ND.reshape(given["sources"][0].shape) for a_ND in found[name]]
-        return found
+        states = {"of_sources": found["of_sources"]}
+        if num_left:
+            states["of_unnormalized"] = found["of_unnormalized"]
+        return found | jax.tree.map(lambda x: x.reshape(given["sources"][0].shape), states)
 
     def specs(state, weights):
         specs = {"of_weights": weights, "of_sources": state}

@@ -162,10 +162,7 @@ def flash_attention(
         return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT, scoring=scoring)
     mesh = of_queries.mesh
     batch, length, heads = (split_axes(of_queries, dim) for dim in range(3))
-    if split_axes(of_keys, 2) != heads:
-        # The mesh divides no heads of keys: with copies it does.
-        parts = math.prod(mesh.shape[axis] for axis in heads)
-        copies = copies_of_heads(k_BSKH.shape[2], q_BTNH.shape[2], parts)
+    if (copies := copies_of_heads(q_BTNH, k_BSKH, of_queries, of_keys)) > 1:
         k_BSKH, v_BSKH = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKH))
     queries, keys = PartitionSpec(batch, length, heads), PartitionSpec(batch, None, heads)
     mask = of_mask = None

@@ -17,10 +17,9 @@ from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
+from MaxText.layers.part import Scalars
 from MaxText.layers.weights import Init, Initializer, weight
 from MaxText.parallelism.constraints import batch_axes_in_force, constrain
-
-Scalars = dict[str, jax.Array]
 
 
 def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:

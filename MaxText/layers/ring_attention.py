@@ -63,17 +63,16 @@ def ring_attention(
     mesh = of_queries.mesh
     batch, ring, heads = (split_axes(of_queries, dim) for dim in range(3))
     assert ring == split_axes(of_keys, 1), (of_queries, of_keys)
-    if split_axes(of_keys, 2) != heads:
-        # The mesh divides no heads of keys: with copies it does.
-        copies = copies_of_heads(k_BTKH.shape[2], q_BTNH.shape[2], _size(mesh, heads))
+    if (copies := copies_of_heads(q_BTNH, k_BTKH, of_queries, of_keys)) > 1:
         k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
         if memory is not None:
             memory = (jnp.repeat(memory[0], copies, axis=1), jnp.repeat(memory[1], copies, axis=1))
+    num_parts = math.prod(mesh.shape[axis] for axis in ring)
     ring_of_devices = _Ring(
         scoring=dataclasses.replace(scoring, slopes_N=None),
         axes=ring,
-        num_parts=_size(mesh, ring),
-        length=q_BTNH.shape[1] // _size(mesh, ring),
+        num_parts=num_parts,
+        length=q_BTNH.shape[1] // num_parts,
         asks_for_balance=balanced,
         block_size=block_size,
     )
@@ -88,10 +87,6 @@ def ring_attention(
     return jax.shard_map(
         ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
     )(q_BTNH, k_BTKH, v_BTKH, segments_BT, scoring.slopes_N, memory)
-
-
-def _size(mesh: Any, axes: Axes) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 class _Rows(NamedTuple):

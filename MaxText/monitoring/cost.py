@@ -149,30 +149,18 @@ class ModelCost:
     def describe(self) -> str:
         """The table as lines of at most 110 characters."""
         count, num_parameters = self.count, self.model.num_parameters
-        rows = [
-            [
-                part.name,
-                f"{part.parameters:,}",
-                share(part.parameters, num_parameters),
-                f"{part.flops:,.0f}",
-                f"{part.training:,.0f}",
-                share(part.flops, count.forward),
-            ]
-            for part in count.parts
-        ]
+
+        def row(name: str, parameters: int, flops: float, training: float) -> list[str]:
+            held, forward = share(parameters, num_parameters), share(flops, count.forward)
+            return [name, f"{parameters:,}", held, f"{flops:,.0f}", f"{training:,.0f}", forward]
+
+        rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
         if self.model.section.head.logits_via_embedding:
             next(row for row in rows if row[0] == "head")[1:3] = ["tied", ""]
         table = ruled_table(
             ["part", "parameters", "share", "FLOPs/token forward", "training", "share"],
             rows,
-            [
-                "total",
-                f"{num_parameters:,}",
-                "100.0%",
-                f"{count.forward:,.0f}",
-                f"{count.per_token:,.0f}",
-                "100.0%",
-            ],
+            row("total", num_parameters, count.forward, count.per_token),
             right=range(1, 6),
         )
         notes = [f"attention: {'; '.join(self.attention)}.", MFU_RULE]
@@ -225,11 +213,8 @@ class ModelCost:
         section, length = self.model.section, self.count.sequence_length
         if not section.attention.causal:
             return [*rows, ("KV cache", "", "", "none, attention is not causal")]
-        d, dtype, per_token = (
-            section.shape.dimensions,
-            section.numerics.dtype,
-            self.kv_cache_bytes_per_token,
-        )
+        d, dtype = section.shape.dimensions, section.numerics.dtype
+        per_token = self.kv_cache_bytes_per_token
         fixed = self.kv_cache_bytes - length * per_token
         *of_layers, (of_head, _) = self._states
         growing = sum(of_token > 0 for of_token, _ in of_layers)

@@ -313,10 +313,8 @@ def _handed_on(node: Node) -> dict[int, int]:
     if node.name != "scan":
         return {}
     body = _body_of(node)
-    first, num_carry = (
-        _first_stacked(node.reads, body.invars),
-        _first_stacked(node.makes, body.outvars),
-    )
+    first = _first_stacked(node.reads, body.invars)
+    num_carry = _first_stacked(node.makes, body.outvars)
     sliced = {variable: first + i for i, variable in enumerate(body.invars[first:])}
     viewed = {
         equation.outvars[0]: equation.invars[0]

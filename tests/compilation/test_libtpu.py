@@ -79,14 +79,13 @@ def arrays(number, *shape, dtype=jnp.bfloat16):
     return [one] * number
 
 def both(weights, factors, sources, so_far, of_sums, of_later):
-    given = {"norms": norms, "factors_MD": factors}
-    later = kernels.Later(of_later, weights)
+    given = {"weights": weights, "sources": sources, "factors": factors}
+    of = given | {"of_sums": of_sums}
+    later = {"accumulated": so_far, "later_sums": of_later, "later_weights": weights}
     return (
-        kernels.forward(weights, sources, "tpu", **given),
-        kernels.backward(weights, sources, of_sums, so_far, "tpu", later=later, **given),
-        kernels.backward(
-            weights, sources, of_sums, None, "tpu", num_left=len(sources) - 1, **given
-        ),
+        kernels.forward(given, "tpu", norms),
+        kernels.backward(of | later, "tpu", norms),
+        kernels.backward(of, "tpu", norms, num_left=len(sources) - 1),
     )
 
 with axis_rules(Mesh(np.array([device]), ("data",)), []):
