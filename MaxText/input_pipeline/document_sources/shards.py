@@ -15,7 +15,7 @@ from MaxText.input_pipeline.document_sources.compressed import (
 )
 from MaxText.input_pipeline.document_sources.documents import Document, Skipped
 from MaxText.input_pipeline.document_sources.file_formats import Layout
-from MaxText.input_pipeline.document_sources.json_rows import NoSoundRow, json_texts
+from MaxText.input_pipeline.document_sources.json_rows import NoValidRow, json_texts
 from MaxText.input_pipeline.document_sources.record_files import array_record_texts, tfrecord_texts
 from MaxText.input_pipeline.document_sources.source_files import SourceFile
 from MaxText.input_pipeline.storage import is_url
@@ -139,7 +139,7 @@ class Shard:
                         yield Document(text, name, row)
                     else:
                         counted["empty"] += 1
-            except NoSoundRow:
+            except NoValidRow:
                 raise  # a wrong text_field, say
             except UserError as error:
                 if has_begun or not counted.limit:

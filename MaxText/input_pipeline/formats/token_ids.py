@@ -13,12 +13,9 @@ def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str = "byte") -> 
     Raises:
       BadRecord: one is below 0 or beyond int32.
     """
-    if values_N.dtype.itemsize > 2 and values_N.size:
+    if values_N.size:
         low, high = int(values_N.min()), int(values_N.max())
         if low < 0 or high > _LARGEST:
             bad = low if low < 0 else high
             raise BadRecord(path, offset, f"{bad} is no token id (ids are 0 to {_LARGEST})", unit)
-    elif values_N.dtype.kind == "i" and values_N.size and values_N.min() < 0:
-        reason = f"{values_N.min()} is no token id (ids are 0 to {_LARGEST})"
-        raise BadRecord(path, offset, reason, unit)
     return values_N.astype(np.int32, copy=False)
