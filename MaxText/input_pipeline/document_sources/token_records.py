@@ -16,8 +16,13 @@ from MaxText.input_pipeline.document_sources.compressed import (
     describe_error,
     open_bytes,
 )
-from MaxText.input_pipeline.document_sources.file_formats import check_not_compressed, format_of
-from MaxText.input_pipeline.document_sources.record_files import scan_array_record, scan_tfrecord
+from MaxText.input_pipeline.document_sources.file_formats import (
+    FileFormat,
+    Layout,
+    check_not_compressed,
+    format_of,
+)
+from MaxText.input_pipeline.document_sources.record_files import scan_records
 from MaxText.input_pipeline.document_sources.token_tables import (
     TokenDocument,
     id_column,
@@ -38,6 +43,7 @@ _UNITS = {
     "webdataset": "byte",
 }
 
+_RECORDS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 _USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # A member of a webdataset archive like 000123.input_id.pth holds one tensor: of a sample the part
@@ -160,11 +166,7 @@ def _document(
 
 
 def _scan_records(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    if kind == "tfrecord":
-        return scan_tfrecord(path, format_of(path).compression)
-    assert kind == "arrayrecord", kind
-    check_not_compressed(path, format_of(path))
-    return scan_array_record(path)
+    return scan_records(path, FileFormat(_RECORDS[kind], format_of(path).compression))
 
 
 def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:
