@@ -106,7 +106,7 @@ def split_entries(prepare_source: str) -> list[str]:
     return entries
 
 
-def find_files(entry: str) -> list[SourceFile]:
+def resolve_files(entry: str) -> list[SourceFile]:
     """The files of one entry, in order; reads none of them.
 
     Args:

@@ -144,7 +144,7 @@ def payloads(data: Sliceable, path: str) -> Iterator[tuple[int, int]]:
         length = parse_header(bytes(data[at : at + HEADER_BYTES]), path, at)
         start = at + HEADER_BYTES
         if length > size - start - FOOTER_BYTES:
-            raise BadRecord(path, at, _incomplete(length, size - start))
+            raise BadRecord(path, at, _truncated_reason(length, size - start))
         yield start, length
         at = start + length + FOOTER_BYTES
 
@@ -177,7 +177,7 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
         wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
         body = _read(file, wanted, path, at)
         if len(body) < wanted:
-            raise BadRecord(path, at, _incomplete(length, len(body)))
+            raise BadRecord(path, at, _truncated_reason(length, len(body)))
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
             raise BadRecord(path, at, reason)
@@ -211,7 +211,7 @@ def read_records(path: str | os.PathLike[str], file: Readable | None = None) -> 
             yield record
 
 
-def _incomplete(length: int, left: int) -> str:
+def _truncated_reason(length: int, left: int) -> str:
     return (
         f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends after "
         f"{left} of them: it was cut short"

@@ -37,14 +37,7 @@ WITHOUT_A_LIST = bytes.fromhex("0a070a050a01781200")
 
 @pytest.mark.parametrize(("features", "golden"), GOLDEN.values(), ids=GOLDEN)
 def test_bytes_are_those_of_tensorflow(features, golden):
-    record = tf_example.encode(features)
-    assert record.hex() == golden
-    decoded = tf_example.decode(record)
-    assert list(decoded) == sorted(features)
-    for name, values in features.items():
-        values = [values] if isinstance(values, str) else values
-        encoded = [value.encode() if isinstance(value, str) else value for value in values]
-        assert list(decoded[name]) == encoded
+    assert tf_example.encode(features).hex() == golden
 
 
 def test_empty_lists():
