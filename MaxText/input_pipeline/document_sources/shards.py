@@ -9,7 +9,7 @@ from MaxText.input_pipeline.document_sources import plain_text
 from MaxText.input_pipeline.document_sources.archives import stream_texts
 from MaxText.input_pipeline.document_sources.arrow_tables import table_texts
 from MaxText.input_pipeline.document_sources.compressed import (
-    buffered,
+    decompressed,
     open_bytes,
     read_errors_as_user_error,
 )
@@ -80,7 +80,7 @@ class FileRange:
                 yield from plain_text.text_pieces(content, file.path, first, last)
             else:
                 yield from json_texts(
-                    buffered(content),
+                    decompressed(content, ""),
                     file.path,
                     text_field,
                     may_be_list=layout is Layout.JSON,
