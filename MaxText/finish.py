@@ -13,7 +13,7 @@ from MaxText.configuration import command_line
 from MaxText.configuration.registry import lookup
 from MaxText.configuration.schema import Config
 from MaxText.errors import Diverged
-from MaxText.input_pipeline.batch_iterators import BatchIterator
+from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.monitoring.records import Records
 from MaxText.parallelism.mesh import Layout
 from MaxText.training.assembly import Assembled

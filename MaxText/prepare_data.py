@@ -14,8 +14,8 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.configuration import command_line
-from MaxText.input_pipeline.manifest import describe
 from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.token_store.manifest import describe
 
 USAGE = """
 Turns text into a prepared data set (token records, the tokenizer and a manifest), or into records

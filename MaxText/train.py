@@ -63,7 +63,7 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     from MaxText.checkpointing.manager import Checkpoints
     from MaxText.checkpointing.run_folder import prepare_run_folder
     from MaxText.configuration.saved import flat
-    from MaxText.input_pipeline.sources import prepare_sources
+    from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
@@ -113,8 +113,8 @@ def train(config, stop: StopSignal, callbacks=()) -> int:
     print("\n".join([*([replicated] if len(devices) > 1 else []), *built.choices, *settled.lines]))
 
     # --- Data -------------------------------------------------------------------------------------
-    from MaxText.input_pipeline.rows.batch_plan import plan_batches
     from MaxText.input_pipeline.run_batches import open_batches
+    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 
     length, sizes = model.section.shape.max_target_length, config.batch

@@ -4,11 +4,10 @@
     python benchmarks/data.py --quick    3 MB of it
 
 Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
-and per second of wall time. The limits: tiktoken's own call on the same texts, numpy writing the
-same ids, numpy reading the same places from a mapped file, and as a peer of the whole loader
-Grain's DataLoader over ArrayRecord files with one record per row. Aims: preparing reaches 80 % of
-tiktoken alone; the loader gives 40,000 records of 1024 tokens per CPU second from .bin, shuffled,
-packed, batched and on the device.
+and per second of wall time. The limits: fastokens' own call on the same texts, numpy writing the
+same ids, numpy reading the same places from a mapped file. The peers of the whole loader: plain
+Grain datasets over the same file and over ArrayRecord files with one record per row, read a batch
+at a time. Aims: preparing reaches 80 % of fastokens alone, the loader the best peer.
 """
 
 import argparse
@@ -102,6 +101,8 @@ def slice_of_text(folder: pathlib.Path) -> str:
 
 def measure_encoding(source: str, folder: pathlib.Path) -> None:
     """Text to ids, and to a data set; leaves `trained`, `bin` and `array_record` in `folder`."""
+    import fastokens
+
     from MaxText.input_pipeline.preparation.preparing import prepare
     from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
@@ -123,17 +124,15 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     print(f"tokenizer trained and data prepared in {training.wall:.1f} s")
 
     tokenizer = load_tokenizer(trained)
-    encoding = tiktoken_encoding(trained)
-    threads = os.cpu_count() or 1
+    engine = fastokens.Tokenizer.from_file(f"{trained}/tokenizer.json")
     names = (f"attempt-{number}" for number in itertools.count())
 
     def prepare_as(output_format: str, workers: int) -> Callable[[], None]:
         return lambda: prepared(output_format, trained, next(names), workers)
 
     runs: dict[str, Callable[[], Any]] = {
-        "tiktoken alone, encode_ordinary_batch": lambda: encoding.encode_ordinary_batch(
-            texts, num_threads=threads
-        ),
+        "fastokens alone, encode_batch_flat": lambda: engine.encode_batch_flat(texts),
+        "tokenizers": lambda: tokenizer.encode_by_definition(texts),
         "our encode": lambda: tokenizer.encode(texts),
         "prepare .bin, a process per core": prepare_as("bin", 0),
         "prepare .bin, 1 process": prepare_as("bin", 1),
@@ -145,17 +144,6 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     for output_format in ("bin", "array_record"):
         prepared(output_format, trained, output_format, 0)
     show_rates("Text to ids (aim: prepare .bin at 80 %)", "MB", num_bytes / 1e6, costs)
-
-
-def tiktoken_encoding(folder: str) -> Any:
-    """The tokenizer of a folder as tiktoken's own object."""
-    import tokenizers
-
-    from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
-
-    encoder = fast_encoder(tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json"))
-    assert encoder is not None
-    return encoder._encoding
 
 
 def read_ids(folder: pathlib.Path) -> np.ndarray:
@@ -198,9 +186,9 @@ def measure_writing(folder: pathlib.Path) -> None:
     show_rates("Ids to files", "M tokens", ids.size / 1e6, costs)
 
 
-def open_stream(folder: pathlib.Path) -> Any:
+def open_store(folder: pathlib.Path) -> Any:
     """The training tokens of a prepared data set."""
-    from MaxText.input_pipeline.streams.opening import open_token_data
+    from MaxText.input_pipeline.token_store.opening import open_token_data
 
     return open_token_data(
         str(folder),
@@ -210,7 +198,7 @@ def open_stream(folder: pathlib.Path) -> Any:
         split="train",
         for_training=True,
         show=print,
-    ).stream
+    ).store
 
 
 def measure_random_reads(folder: pathlib.Path) -> None:
@@ -228,15 +216,13 @@ def measure_random_reads(folder: pathlib.Path) -> None:
         for row, start in enumerate(starts().tolist()):
             batch[row] = mapped[start : start + LENGTH + 1]
 
-    def by_ranges(stream: Any) -> Callable[[], Any]:
-        return lambda: stream.ranges([(s, s + LENGTH + 1) for s in starts().tolist()])
+    store = open_store(folder / "bin")
 
-    flat = open_stream(folder / "bin")
-    gather = getattr(flat, "gather", None)
-    readers = {"numpy.memmap, a slice per record": raw, ".bin, ranges": by_ranges(flat)}
-    if gather is not None:
-        readers[".bin, gather"] = lambda: gather(starts(), LENGTH + 1)
-    readers["array_record, ranges"] = by_ranges(open_stream(folder / "array_record"))
+    def ours() -> None:
+        begins = starts()
+        store.read(begins, begins + LENGTH + 1)
+
+    readers = {"numpy.memmap, a slice per record": raw, "token store": ours}
     costs = {name: cost_of_one(repeated(read, 20)) for name, read in readers.items()}
     show_rates("Random reads of 1025 tokens", "records", 20 * BATCH, costs)
 
@@ -264,32 +250,58 @@ def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
     writer.close()
 
 
-def peer_batches(path: pathlib.Path) -> Any:
-    """Shuffled batches of inputs and targets by Grain's DataLoader, in threads of this process."""
-    import grain.python as grain
+def grain_over_array_record(path: pathlib.Path) -> Any:
+    """Shuffled batches by Grain, a batch of records of one row each by one call."""
+    import grain
+    from grain.experimental import index_shuffle
 
-    class Cut(grain.MapTransform):
-        def map(self, element: bytes) -> dict[str, np.ndarray]:
-            ids = np.frombuffer(element, "<u2").astype(np.int32)
-            return {"tokens": ids[:-1], "targets": ids[1:]}
+    records: Any = grain.sources.ArrayRecordDataSource([str(path)])
+    count = len(records)
 
-    # Its class does not declare the protocol that it fulfils.
-    records: Any = grain.ArrayRecordDataSource([str(path)])
-    sampler = grain.IndexSampler(len(records), grain.NoSharding(), shuffle=True, seed=0)
-    return iter(
-        grain.DataLoader(
-            data_source=records,
-            sampler=sampler,
-            operations=[Cut(), grain.Batch(BATCH, drop_remainder=True)],
-            worker_count=0,
-        )
-    )
+    def batch(step: int) -> dict[str, np.ndarray]:
+        first = step * BATCH
+        rows = [
+            index_shuffle(row % count, max_index=count - 1, seed=row // count, rounds=4)
+            for row in range(first, first + BATCH)
+        ]
+        contents = records.__getitems__(rows)
+        ids = np.stack([np.frombuffer(content, "<u2") for content in contents]).astype(np.int32)
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+    steps = grain.MapDataset.range(10**6).map(batch)
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+
+
+def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
+    """Shuffled batches by Grain's MapDataset, a row of the mapped ids per element."""
+    import grain
+
+    ids = np.memmap(next((folder / "train").glob("*.bin")), "<u2", "r")
+    offsets = np.load(folder / "train" / "document_offsets.npy")
+
+    def row(number: int) -> dict[str, Any]:
+        start = number * LENGTH
+        window = ids[start : start + LENGTH + 1].astype(np.int32)
+        found: dict[str, Any] = {"tokens": window[:-1], "targets": window[1:]}
+        if masks:
+            begins = offsets[np.searchsorted(offsets, start, "right") :]
+            begins = begins[: np.searchsorted(begins, start + LENGTH)] - start
+            first = np.zeros(LENGTH, np.int32)
+            first[begins] = 1
+            segments = np.cumsum(first, dtype=np.int32) + 1
+            last = np.maximum.accumulate(np.where(first, np.arange(LENGTH), 0))
+            found |= {"segments": segments, "positions": np.arange(LENGTH, dtype=np.int32) - last}
+            found["weights"] = np.append(first[1:] == 0, True).astype(np.float32)
+        return found
+
+    rows = grain.MapDataset.range((len(ids) - 1) // LENGTH).shuffle(0).repeat().map(row)
+    return iter(rows.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
 def our_batches(folder: pathlib.Path, masking: Masking | None = None, **keys: Any) -> Any:
     """What train.py reads."""
     from MaxText.input_pipeline.loader import train_loader
-    from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+    from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 
     return train_loader(
         Data(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
@@ -313,24 +325,21 @@ def cost_of_batches(batches: Any, on_device: bool = True) -> Cost:
 
 
 def measure_loader(folder: pathlib.Path) -> None:
-    """Whole batches, shuffled, packed and on the device."""
-    flat, records = folder / "bin", folder / "array_record"
-    peer = folder / "peer.array_record"
+    """Whole batches, shuffled, packed and on the device; the first row is the peer of its kind."""
+    flat, peer = folder / "bin", folder / "peer.array_record"
     write_peer(folder, peer)
     masked = Masking(mlm_training=True, mlm_mask_id=1)
+    mix: Any = {"dataset_mix": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
-        "Grain DataLoader over ArrayRecord": lambda: peer_batches(peer),
-        ".bin, document masks": lambda: our_batches(flat),
-        ".bin, attend_across_documents": lambda: our_batches(flat, attend_across_documents=True),
-        ".bin, packing=false": lambda: our_batches(flat, packing=False),
-        ".bin, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
-        ".bin, best_fit": lambda: our_batches(flat, grain_packing_type="best_fit"),
-        ".bin, masked language modelling": lambda: our_batches(flat, masked),
-        "array_record, document masks": lambda: our_batches(records),
-        "array_record, attend_across_documents": lambda: our_batches(
-            records, attend_across_documents=True
-        ),
-        "array_record, first_fit": lambda: our_batches(records, grain_packing_type="first_fit"),
+        "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),
+        "Grain MapDataset over a memmap, no masks": lambda: grain_over_memmap(flat, False),
+        "Grain, ArrayRecord __getitems__, no masks": lambda: grain_over_array_record(peer),
+        "ours, document masks": lambda: our_batches(flat),
+        "ours, attend_across_documents": lambda: our_batches(flat, attend_across_documents=True),
+        "ours, packing=false": lambda: our_batches(flat, packing=False),
+        "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
+        "ours, masked language modelling": lambda: our_batches(flat, masked),
+        "ours, mixture of 20": lambda: our_batches(flat, **mix),
     }
     costs: dict[str, Cost] = {}
     for name, opened in loaders.items():
@@ -339,18 +348,48 @@ def measure_loader(folder: pathlib.Path) -> None:
         close = getattr(batches, "close", None)
         if close is not None:
             close()
-    show_rates(
-        f"Loader, batches of {BATCH} x {LENGTH} tokens on the device (aim: .bin at 40,000)",
-        "records",
-        50 * BATCH,
-        costs,
-    )
+    title = f"Loader, batches of {BATCH} x {LENGTH} tokens on the device"
+    show_rates(title, "rows", 50 * BATCH, costs)
+
+
+def measure_extremes(folder: pathlib.Path) -> None:
+    """Ten million tiny documents, 50,000 files, and a start at step 10^6."""
+    from MaxText.input_pipeline.token_store.megatron import write_index
+
+    many = folder / "many"
+    many.mkdir()
+    count = 10_000_000
+    np.ones(8 * count, "<u2").tofile(many / "d.bin")
+    write_index(many / "d.idx", np.dtype("<u2"), [7, 9] * (count // 2), range(count + 1))
+    print("\nTen million documents of 7 and 9 tokens")
+    for packing in ("concat_then_split", "first_fit"):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        opening = cost_of(lambda: next(our_batches(many, grain_packing_type=packing)))  # noqa: B023
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        again = cost_of(lambda: next(our_batches(many, grain_packing_type=packing)))  # noqa: B023
+        print(
+            f"  {packing:20} first start {opening.wall:6.2f} s, {1024 * grown / count:5.1f} more "
+            f"bytes a document at the peak; second start {1000 * again.wall:,.0f} ms"
+        )
+    batches = our_batches(folder / "bin")
+    batches.seek(10**6)
+    print(f"First batch at step 10^6: {1000 * cost_of(lambda: next(batches)).wall:,.1f} ms")
+    batches.close()
+    files = folder / "files"
+    files.mkdir()
+    for number in range(50_000):
+        (files / f"{number:05d}.tfrecord").touch()
+    from MaxText.input_pipeline.storage import list_files
+
+    listing = cost_of(lambda: list_files(str(files), "dataset_path"))
+    print(f"Listing 50,000 files with sizes and times: {listing.wall:.2f} s")
 
 
 STAGES: dict[str, Callable[[pathlib.Path], None]] = {
     "write": measure_writing,
     "read": measure_random_reads,
     "load": measure_loader,
+    "extremes": measure_extremes,
 }
 
 

@@ -22,7 +22,7 @@ from MaxText.checkpointing.starting_data import standing_rewinds
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
-from MaxText.input_pipeline.batch_iterators import BatchIterator
+from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.parallelism.agreement import on_all_processes
 
 # What is compared to say what rose before an update went wrong: medians over so many updates right

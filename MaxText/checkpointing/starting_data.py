@@ -8,7 +8,7 @@ from MaxText.checkpointing.starting_point import Start
 from MaxText.errors import UserError
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.batch_iterators import BatchIterator
+    from MaxText.input_pipeline.iterator import BatchIterator
 
 
 def begin_data(

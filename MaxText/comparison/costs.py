@@ -6,7 +6,7 @@ import functools
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
 from MaxText.layers.model import Model
 from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.monitoring.quantities import Quantities

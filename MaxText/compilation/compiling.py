@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.checkpointing.growth.settling import settle
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, plan_batches
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh

@@ -7,7 +7,7 @@ import jax
 
 from MaxText.compilation.memory import bytes_on_device
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.training.assembly import Assembled
 
 _GIB = 2**30

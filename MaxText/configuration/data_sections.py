@@ -60,8 +60,8 @@ class Data(Section):
     )
     data_cache_dir: str = key(
         "~/maxtext_data_cache",
-        "Folder for indices of record files, for text that was tokenised while reading, and for "
-        "copies of files in buckets that can only be read from a disk.",
+        "Folder for what is made once: imports of record files, text that was tokenized while "
+        "reading, plans of packing. Unused ones are deleted after half a year.",
     )
     train_split: str = key("train", "Split to train on.")
     eval_split: str = key(
@@ -115,8 +115,8 @@ class Data(Section):
     )
     on_bad_record: Literal["fail", "skip"] = key(
         "fail",
-        "What a record with a wrong checksum, or in a file that is gone, does: stop the run, or "
-        "become a row without weight. Damaged archives and text always stop it.",
+        "What a record with a wrong checksum does when its file is imported: stop the run, or be "
+        "left out. Damaged text always stops it.",
     )
     max_bad_records: Natural = key(
         100,
@@ -143,7 +143,7 @@ class Data(Section):
         "later samples move up.",
         only_if={},
     )
-    grain_worker_count: Natural = key(0, "Reader processes; 0 reads in threads of this process.")
+    grain_worker_count: Natural = key(0, "Reader processes; 0 reads in a thread of this process.")
     reuse_example_batch: bool = key(
         False, "Feed the first batch again and again (benchmarks).", only_if={}
     )

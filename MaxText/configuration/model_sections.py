@@ -17,7 +17,6 @@ from MaxText.configuration.keys import (
 from MaxText.configuration.layer_plan import LayerPlan, PipelineSchedule, plan_layers
 from MaxText.configuration.layer_sections import (
     MIXERS,
-    SOFTMAX_MIXERS,
     Attention,
     Block,
     Dimensions,
@@ -417,11 +416,6 @@ class Model(Section):
     def mixers(self) -> tuple[str, ...]:
         """The name of each layer's mixer."""
         return tuple(layer.section.block.mixer for layer in self.layers)
-
-    @property
-    def softmax_mixers(self) -> tuple[str, ...]:
-        """Those of layers whose attention has a softmax over keys."""
-        return tuple(name for name in self.mixers if name in SOFTMAX_MIXERS)
 
     @property
     def is_random(self) -> bool:

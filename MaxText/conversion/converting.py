@@ -37,7 +37,7 @@ from MaxText.conversion.settings import (
 from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import Weights
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 
 Show = Callable[[str], None]
 

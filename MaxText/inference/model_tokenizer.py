@@ -10,14 +10,14 @@ from MaxText.conversion.hugging_face_folder import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.manifest import (
+from MaxText.input_pipeline.storage import is_url, path_type
+from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
     TokenizerEntry,
     read_manifest,
 )
-from MaxText.input_pipeline.storage import is_there, is_url
-from MaxText.input_pipeline.streams.tokenizer_beside import tokenizer_beside
+from MaxText.input_pipeline.token_store.tokenizer_beside import tokenizer_beside
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, read_json, read_text
@@ -147,7 +147,7 @@ def _find(config: Config, weights: str) -> Path | None:
     data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
         first = location.split(";")[0].rstrip("/")
-        if is_url(first) and is_there(f"{first}/{MANIFEST_NAME}"):
+        if is_url(first) and path_type(f"{first}/{MANIFEST_NAME}"):
             return _copied(first, config)
         folder = Path(first).expanduser()
         if location and folder.exists():
@@ -158,7 +158,7 @@ def _find(config: Config, weights: str) -> Path | None:
 
 
 def _copied(url: str, config: Config) -> Path | None:
-    return copied_folder(url, Path(config.data.data_cache_dir).expanduser(), lambda line: None)
+    return copied_folder(url, Path(config.data.data_cache_dir).expanduser())
 
 
 def _begins_with_bos(folder: Path) -> bool | None:

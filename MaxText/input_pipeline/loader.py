@@ -14,16 +14,15 @@ from typing import Any
 
 from MaxText.configuration.data_sections import Data, Masking, Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
-from MaxText.input_pipeline.retrying import Incidents, Retrying
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.rows.left_out import Holes
-from MaxText.input_pipeline.rows.masked_lm import MaskedLanguageModel
-from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
-from MaxText.input_pipeline.rows.synthetic import EVAL_STREAM, SyntheticRows
-from MaxText.input_pipeline.rows.windows import PackedWindows
-from MaxText.input_pipeline.steady_opening import SteadyOpening
+from MaxText.input_pipeline import data_sources
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.exclusions import Holes
+from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.input_pipeline.sequences.masked_lm import MaskedLanguageModel
+from MaxText.input_pipeline.sequences.synthetic import EVAL_STREAM, SyntheticRows
+from MaxText.input_pipeline.sequences.windows import PackedWindows
 
 # Batches of an evaluation on random tokens, which never end.
 _SYNTHETIC_EVAL_STEPS = 10
@@ -41,7 +40,7 @@ def _check_hosts(plan: BatchPlan, process_index: int, process_count: int) -> Non
 
 
 def _masked(
-    masking: Masking, opened: list[sources.OpenedSource], vocab_size: int
+    masking: Masking, opened: list[data_sources.OpenedSource], vocab_size: int
 ) -> MaskedLanguageModel | None:
     if not masking.mlm_training:
         return None
@@ -62,18 +61,18 @@ def _open(
     data: Data,
     masking: Masking,
     preparation: Preparation,
-    entries: list[sources.Entry],
+    entries: list[data_sources.Entry],
     split: str,
     *,
     window: int,
     vocab_size: int,
     num_samples: int | None,
     for_training: bool,
-    incidents: Incidents,
+    log: RetryLog,
     show: Callable[[str], None],
-) -> tuple[list[sources.OpenedSource], MaskedLanguageModel | None]:
+) -> tuple[list[data_sources.OpenedSource], MaskedLanguageModel | None]:
     with_cls = int(masking.mlm_training and masking.mlm_cls_token_id >= 0)
-    opened = sources.open_sources(
+    opened = data_sources.open_sources(
         data,
         preparation,
         entries,
@@ -84,7 +83,7 @@ def _open(
         num_samples=num_samples,
         for_training=for_training,
         show=show,
-        steady=SteadyOpening(Retrying.of(data), incidents),
+        log=log,
     )
     if masking.mlm_training:
         # From both sides, filling would be seen. Of rows cut from one stream only the last has any.
@@ -93,6 +92,12 @@ def _open(
             whole = data.attend_across_documents and isinstance(windows, PackedWindows)
             windows.has_documents = not whole
     return opened, _masked(masking, opened, vocab_size)
+
+
+def _unchecked_ids(opened: list[data_sources.OpenedSource], vocab_size: int) -> int | None:
+    """The largest id to look for in each batch; None where opening the data told it."""
+    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
+    return None if known else vocab_size - 1
 
 
 def train_loader(
@@ -141,42 +146,39 @@ def train_loader(
     }
     holes = Holes(data.excluded_samples)
     left_out = f"Samples left out (excluded_samples): {holes}" if holes else ""
-    bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
         rows = SyntheticRows(plan.window, vocab_size, data.data_shuffle_seed)
         return BatchIterator(
-            RowBatches(rows, plan, **process, holes=holes),
+            GlobalBatch(rows, plan, **process, holes=holes),
             identity,
             has_documents=False,
-            bad_records=bad_records,
             reuse_first=data.reuse_example_batch,
             description=left_out,
             show=show,
         )
-    incidents = Incidents(show)
+    log = RetryLog(show)
     num_samples = None if num_steps is None else plan.samples_before(num_steps)
     opened, masked = _open(
         data,
         masking,
         preparation,
-        sources.train_entries(data),
+        data_sources.train_entries(data),
         data.train_split,
         window=plan.window,
         vocab_size=vocab_size,
         num_samples=num_samples,
         for_training=True,
-        incidents=incidents,
+        log=log,
         show=show,
     )
-    rows = sources.combine(data, opened)
-    source = RowBatches(
+    rows = data_sources.combine(data, opened)
+    source = GlobalBatch(
         rows,
         plan,
         **process,
         masked=masked,
         seed=data.data_shuffle_seed,
-        skip_bad=data.on_bad_record == "skip",
-        largest_id=vocab_size - 1,
+        largest_id=_unchecked_ids(opened, vocab_size),
         holes=holes,
     )
     identity |= {
@@ -187,22 +189,21 @@ def train_loader(
         "file_groups": data.iter_file_nums,
     }
     if len(opened) > 1:
-        identity["mixture"] = " ".join(map(repr, sources.weights(data, opened)))
+        identity["mixture"] = " ".join(map(repr, data_sources.weights(data, opened)))
     if masked is not None:
         identity["masking"] = masking.model_dump_json()
     return BatchIterator(
         source,
         identity,
         has_documents=rows.has_documents,
-        bad_records=bad_records,
         num_workers=data.grain_worker_count,
         reuse_first=data.reuse_example_batch,
         opened=opened,
         description="\n".join(
-            filter(None, [sources.describe(data, opened, num_samples), left_out])
+            filter(None, [data_sources.describe(data, opened, num_samples), left_out])
         ),
-        retrying=Retrying.of(data),
-        incidents=incidents,
+        policy=RetryPolicy.of(data),
+        log=log,
         show=show,
     )
 
@@ -250,7 +251,6 @@ def eval_loader(
         "process_count": process_count,
         "num_steps": sys.maxsize if eval_steps == -1 else eval_steps,
     }
-    bad_records = BadRecords(data.max_bad_records, show)
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
             show(
@@ -259,31 +259,28 @@ def eval_loader(
             )
             options["num_steps"] = _SYNTHETIC_EVAL_STEPS
         rows = SyntheticRows(max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM)
-        source = RowBatches(rows, plan, **options)
-        return EvalBatches(source, False, bad_records, incidents=Incidents(show))
-    incidents = Incidents(show)
+        source = GlobalBatch(rows, plan, **options)
+        return EvalBatches(source, False, log=RetryLog(show))
+    log = RetryLog(show)
     opened, masked = _open(
         data,
         masking,
         preparation,
-        sources.eval_entries(data),
+        data_sources.eval_entries(data),
         data.eval_split,
         window=max_target_length,
         vocab_size=vocab_size,
         num_samples=None,
         for_training=False,
-        incidents=incidents,
+        log=log,
         show=show,
     )
-    rows = sources.chain(opened)
-    source = RowBatches(
+    rows = data_sources.chain(opened)
+    source = GlobalBatch(
         rows,
         plan,
         **options,
         masked=masked,
-        skip_bad=data.on_bad_record == "skip",
-        largest_id=vocab_size - 1,
+        largest_id=_unchecked_ids(opened, vocab_size),
     )
-    return EvalBatches(
-        source, rows.has_documents, bad_records, opened, Retrying.of(data), incidents
-    )
+    return EvalBatches(source, rows.has_documents, opened, RetryPolicy.of(data), log)

@@ -1,169 +1,85 @@
-"""Copies on this machine of what can only be read from a disk, made once: from buckets and URLs.
+"""Copies on this machine of small remote files that are read whole or mapped: `copy_files`.
 
     <cache_dir>/copies/<digest>/...
 
-ArrayRecord's library reads local files, and tokenizers and offsets are read whole or mapped. The
-name of a copy depends on what it is a copy of, so that what has changed is copied again. Several
-processes may ask at once: one copies, the others wait. Imports no jax.
+Tokenizers, manifests and document offsets; token files are read in place. The name of a copy
+depends on what it is a copy of, so that what has changed is copied again. Imports no jax.
 """
 
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
-from MaxText.input_pipeline.preparation import building_lock
-from MaxText.input_pipeline.storage import file_system, is_url, open_file, open_stream, versions
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import unwritable
+from MaxText.input_pipeline.data_errors import UnreadableFile
+from MaxText.input_pipeline.storage import FileInfo
 
-_PIECE_BYTES = 32 << 20
 _FILES_AT_ONCE = 4
 
 
-class _Wanted(NamedTuple):
-    """A file to be copied."""
-
-    url: str
-    size: int
-    to: Path
-
-
-def local_copies(files: Sequence[str], cache_dir: Path, show: Callable[[str], None]) -> list[str]:
-    """Local paths of files: those that are local already, and copies of the others.
-
-    Args:
-      files: paths and URLs.
-      cache_dir: folder for the copies.
-      show: told what is copied.
-
-    Raises:
-      BadRecord: a file cannot be read, or ends early.
-      UserError: as storage.version, or `cache_dir` cannot be written.
-    """
-    remote = [file for file in files if is_url(file)]
-    wanted = {}
-    for url, (size, tag) in zip(remote, versions(remote), strict=True):
-        folder = cache_dir / "copies" / _digest(url, str(size), tag)
-        wanted[url] = _Wanted(url, size, folder / url.rsplit("/", 1)[-1])
-    _copy(list(wanted.values()), cache_dir, show)
-    return [str(wanted[file].to) if file in wanted else file for file in files]
-
-
-def copied_folder(url: str, cache_dir: Path, show: Callable[[str], None]) -> Path | None:
+def copied_folder(url: str, cache_dir: Path) -> Path | None:
     """A copy of the files that lie directly in a folder; None where there are none.
 
     Raises:
-      as `local_copies`.
+      as `copy_files`.
     """
-    files = _files_in(url)
+    files = storage.files_in(url)
     if not files:
         return None
-    tags = versions([file for file, _ in files])
-    folder = cache_dir / "copies" / _digest(url, *(tag for _, tag in tags))
-    _copy([_Wanted(file, size, folder / _name(file)) for file, size in files], cache_dir, show)
+    folder = copies_folder(cache_dir, url, *(f"{file.size} {file.tag}" for file in files))
+    copy_files(files, folder)
     return folder
 
 
-def copied_data_set(
-    url: str, split: str, cache_dir: Path, show: Callable[[str], None]
-) -> tuple[Path, Manifest]:
-    """A copy of a prepared data set: all of a split but for flat files, which are read in place.
+def copies_folder(cache_dir: Path, *identity: str) -> Path:
+    """The folder of copies of what `identity` tells from all else."""
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
+    return cache_dir / "copies" / digest
 
-    Returns:
-      The folder, and the manifest in it.
+
+def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
+    """Copies remote files into a folder, those that are not there yet.
 
     Raises:
-      as `local_copies`, and as read_manifest.
+      UnreadableFile: one cannot be read.
+      UserError: the folder cannot be written.
     """
-    with open_stream(f"{url}/{MANIFEST_NAME}") as stream:
-        content = stream.read()
-    folder = cache_dir / "copies" / _digest(url, content.decode("utf-8", "replace"))
-    _copy(
-        [_Wanted(file, size, folder / _name(file)) for file, size in _files_in(url)],
-        cache_dir,
-        show,
-    )
-    manifest = read_manifest(str(folder))
-    entry = manifest.splits.get(split)
-    records = {file.name for file in entry.files} if entry and manifest.format == "bin" else set()
-    _copy(
-        [
-            _Wanted(file, size, folder / split / _name(file))
-            for file, size in _files_in(f"{url}/{split}")
-            if _name(file) not in records
-        ],
-        cache_dir,
-        show,
-    )
-    return folder, manifest
-
-
-def _files_in(url: str) -> list[tuple[str, int]]:
-    """The files directly in a folder, with their sizes; none where there is no such folder."""
-    system, path = file_system(url)
-    try:
-        entries = system.ls(path, detail=True)
-    except FileNotFoundError:
-        return []
-    return [
-        (system.unstrip_protocol(entry["name"]), int(entry["size"]))
-        for entry in entries
-        if entry["type"] == "file" and not entry["name"].endswith("/")
-    ]
-
-
-def _copy(wanted: Sequence[_Wanted], cache_dir: Path, show: Callable[[str], None]) -> None:
-    """Makes the copies that are not there yet."""
-    if not (missing := [file for file in wanted if not _is_copied(file)]):
+    missing = [file for file in files if not (folder / _name(file)).exists()]
+    if not missing:
         return
-    lock = cache_dir / "copies" / f".{_digest(*(file.url for file in missing))}.lock"
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with building_lock.hold(lock, show):
-            missing = [file for file in missing if not _is_copied(file)]
-            if missing:
-                total = sum(file.size for file in missing)
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                show(
-                    f"Copying {missing[0].url}{more} ({total / 1e6:,.1f} MB) once into {cache_dir}."
-                )
-            with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-                list(threads.map(_copy_file, missing))
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+            list(threads.map(lambda file: _copy(file, folder / _name(file)), missing))
     except UserError:
         raise
     except OSError as error:
-        raise UserError(
-            f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-            "data_cache_dir to a folder on a disk with room."
-        ) from error
+        raise unwritable(folder.parent.parent, error) from error
 
 
-def _is_copied(file: _Wanted) -> bool:
-    return file.to.is_file() and file.to.stat().st_size == file.size
+def _name(file: FileInfo) -> str:
+    return file.path.rsplit("/", 1)[-1]
 
 
-def _copy_file(file: _Wanted) -> None:
-    source = open_file(file.url)
-    file.to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.to.with_name(f".{file.to.name}.{uuid.uuid4().hex[:8]}.writing")
+def _copy(file: FileInfo, to: Path) -> None:
+    # Under another name first: a copy that stops early must not count, nor two processes meet.
+    temporary = to.with_name(f".{to.name}.{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb") as copy:
-            for start in range(0, file.size, _PIECE_BYTES):
-                copy.write(source.read(start, min(_PIECE_BYTES, file.size - start)))
-            copy.flush()
-            os.fsync(copy.fileno())
-        os.replace(temporary, file.to)
+        system, name = storage.file_system(file.path)
+        try:
+            system.get_file(name, str(temporary))
+        except Exception as error:  # libraries behind URLs have errors of their own
+            if isinstance(error, UserError):
+                raise
+            problem = f"{file.path} cannot be read ({storage.reason(error)})"
+            raise UnreadableFile(problem, file.path) from error
+        if temporary.stat().st_size != file.size:
+            raise UnreadableFile(f"{file.path} ended early while it was copied", file.path)
+        os.replace(temporary, to)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _name(url: str) -> str:
-    return url.rsplit("/", 1)[-1]
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
-from MaxText.input_pipeline.read_ahead import never
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.prefetch import never
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 
 
 def open_batches(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from MaxText.configuration.layer_sections import Attention as AttentionSection
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.registry import lookup
@@ -46,7 +47,7 @@ class Attention(Mixer):
     }
     not_recomputed = ("out",)
     has_separate_inputs = True
-    mixer = "attention"
+    has_softmax = True
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
     def __init__(self, model: ModelSection, building: Init, rngs: nnx.Rngs):
@@ -85,17 +86,22 @@ class Attention(Mixer):
         self.key_norm = RMSNorm(H, epsilon, building, rngs) if norm else None
 
     @classmethod
+    def window_of(cls, section: AttentionSection) -> int | None:
+        """The newest tokens that a token sees, itself included; None is all of them."""
+        return None
+
+    @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Products of queries with keys, and of probabilities with values."""
         section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
-        window = section.sliding_window_size if cls.mixer == "local_attention" else None
+        window = cls.window_of(section)
         memories = section.num_mem_kv if cls.has_memories else 0
         counted = keys_by_rule(length, causal=section.causal, window=window) + memories
-        multiplied = keys_multiplied(section, length, cls.mixer) + memories
-        found = Flops(per_key * counted, per_key * multiplied)
+        multiplied = keys_multiplied(section, length, window)
+        found = Flops(per_key * counted, per_key * (multiplied + memories))
         is_flash = section.attention == "flash" and length % TILE == 0
         # Both kernels of the backward pass make scores and the gradient of probabilities.
-        again = 3 * per_key * keys_multiplied(section, length, cls.mixer) if is_flash else 0.0
+        again = 3 * per_key * multiplied if is_flash else 0.0
         return {"attention scores": found._replace(recomputed=again), "attention values": found}
 
     @classmethod
@@ -104,8 +110,8 @@ class Attention(Mixer):
     ) -> tuple[int, int]:
         """Keys and values: of all tokens, or of a window."""
         of_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
-        if cls.mixer == "local_attention":
-            return 0, min(keys.attention.sliding_window_size, length) * of_token
+        if (window := cls.window_of(keys.attention)) is not None:
+            return 0, min(window, length) * of_token
         return of_token, keys.attention.num_mem_kv * of_token
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
@@ -153,7 +159,7 @@ class Attention(Mixer):
     ) -> tuple[jax.Array, State | None]:
         """From queries, keys and values to the weighted values."""
         section = self.section
-        window = section.sliding_window_size if self.mixer == "local_attention" else None
+        window = self.window_of(section)
         scoring = Scoring(
             causal=section.causal,
             window=window,
@@ -231,14 +237,17 @@ class Attention(Mixer):
 class LocalAttention(Attention):
     """Attention to the last `sliding_window_size` tokens."""
 
-    mixer = "local_attention"
     has_memories = False
+
+    @classmethod
+    def window_of(cls, section: AttentionSection) -> int | None:
+        return section.sliding_window_size
 
     @classmethod
     def notes(cls, keys: ModelSection, length: int) -> tuple[str, str]:
         window, causal = keys.attention.sliding_window_size, keys.attention.causal
         counted = keys_by_rule(length, causal=causal, window=window)
-        multiplied = keys_multiplied(keys.attention, length, cls.mixer)
+        multiplied = keys_multiplied(keys.attention, length, window)
         return (
             f"in local layers, of a window of {window:,}, {counted:,.6g}",
             f"in local layers with {multiplied:,.6g}",

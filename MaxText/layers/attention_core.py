@@ -5,10 +5,14 @@ key/value head, N = K * G query heads, H head_dim, W window.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from MaxText.configuration.model_sections import Model
+from MaxText.configuration.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dropout import dropout
 
@@ -40,6 +44,10 @@ class Scoring:
     soft_cap: float = 0.0
     slopes_N: jax.Array | None = None
     precision: str | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """What products of heads of this size are multiplied by."""
+        return head_dim**-0.5 if self.scale is None else self.scale
 
     def sees(self, distance: jax.Array) -> jax.Array:
         """Whether a query sees a key that stands `distance` tokens before it."""
@@ -80,92 +88,45 @@ def softmax_attention(
       [B, T, N, H] in the format of `q_BTNH`.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
-    rate = {"dropout_rate": dropout_rate}
-    if parts > 1:
-        return _in_parts(
-            q_BTNH, k_BSKH, v_BSKH, scoring, parts, segments_BT, memory, block_size,
-            dropout_key=dropout_key, **rate,
-        )  # fmt: skip
-    if window is not None:
+    run = functools.partial(attend, scoring=scoring, memory=memory, dropout_rate=dropout_rate)
+    if parts == 1 and window is not None:
         rows = window_blocks(window, length, causal=causal)
         if rows is not None:
-            return _in_windows(
-                q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, memory,
-                dropout_key=dropout_key, **rate,
-            )  # fmt: skip
+            run = functools.partial(run, dropout_key=dropout_key)
+            return _in_windows(q_BTNH, k_BSKH, v_BSKH, scoring, rows, segments_BT, run)
         block_size = None
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-    block = length
-    if block_size is not None and causal:
-        block = max(block_size, -(-length // MAX_BLOCKS))
-    places = jnp.arange(length)
-    outputs = []
-    for start in range(0, length, block):
-        end = min(start + block, length)
-        keys_end = end if causal else length
-        distance_1TS = (places[start:end, None] - places[None, :keys_end])[None]
-        mask = scoring.sees(distance_1TS)
-        if segments_BT is not None:
-            mask = mask & (segments_BT[:, start:end, None] == segments_BT[:, None, :keys_end])
-        o_BTNH = _attend(
-            q_BTNH[:, start:end],
-            k_BKSH[:, :, :keys_end],
-            v_BKSH[:, :, :keys_end],
-            mask,
-            distance_1TS,
-            scoring,
-            memory=memory,
-            dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
-            **rate,
-        )
-        outputs.append(o_BTNH)
-    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
-
-
-def _in_parts(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    scoring: Scoring,
-    parts: int,
-    segments_BT: jax.Array | None,
-    memory: Memory | None,
-    block_size: int | None,
-    *,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-) -> jax.Array:
-    """Queries that devices hold in parts: blocks are taken inside of every part at once."""
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-    own = length // parts
-    block = own if block_size is None else min(own, max(block_size, -(-own // MAX_BLOCKS)))
+    own = block = length // parts
+    if block_size is not None and (causal or parts > 1):
+        block = min(own, max(block_size, -(-own // MAX_BLOCKS)))
     places = jnp.arange(length)
     outputs = []
     for start in range(0, own, block):
-        rows = min(block, own - start)
+        end = min(start + block, own)
+        keys_end = end if causal and parts == 1 else length
 
-        def of_block(x: jax.Array, axis: int, start: int = start, rows: int = rows) -> jax.Array:
+        def of_block(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
+            """These rows of every part."""
+            if parts == 1:
+                return jax.lax.slice_in_dim(x, start, end, axis=axis)
             x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
-            x = jax.lax.slice_in_dim(x, start, start + rows, axis=axis + 1)
-            return x.reshape(*x.shape[:axis], parts * rows, *x.shape[axis + 2 :])
+            x = jax.lax.slice_in_dim(x, start, end, axis=axis + 1)
+            return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-        distance_1TS = (of_block(places, 0)[:, None] - places)[None]
-        mask = scoring.sees(distance_1TS)
+        distance_1TS = (of_block(places, 0)[:, None] - places[:keys_end])[None]
+        mask_BTS = scoring.sees(distance_1TS)
         if segments_BT is not None:
-            mask = mask & (of_block(segments_BT, 1)[:, :, None] == segments_BT[:, None])
-        o = _attend(
+            same_BTS = of_block(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
+            mask_BTS = mask_BTS & same_BTS
+        o_BTNH = run(
             of_block(q_BTNH, 1),
-            k_BKSH,
-            v_BKSH,
-            mask,
+            k_BKSH[:, :, :keys_end],
+            v_BKSH[:, :, :keys_end],
+            mask_BTS,
             distance_1TS,
-            scoring,
-            memory=memory,
-            dropout_rate=dropout_rate,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
-        outputs.append(o.reshape(batch, parts, rows, num_heads, head_dim))
+        outputs.append(o_BTNH.reshape(q_BTNH.shape[0], parts, end - start, *q_BTNH.shape[2:]))
     return jnp.concatenate(outputs, axis=2).reshape(q_BTNH.shape)
 
 
@@ -182,14 +143,14 @@ def _in_windows(
     scoring: Scoring,
     rows: int,
     segments_BT: jax.Array | None,
-    memory: Memory | None,
-    *,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
+    run: Callable[..., jax.Array],
 ) -> jax.Array:
     """Windowed attention: blocks of `rows` >= W queries, each with the keys of its neighbours.
 
     All blocks are rows of one batch, so the program is as small for a long text as for a short one.
+
+    Args:
+      run: `attend` with what else it takes.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
@@ -217,18 +178,24 @@ def _in_windows(
     mask = scoring.sees(distance_1TS) & (blocks(segments)[:, :, None] == of_keys[:, None, :])
     # Filled queries may see nothing; a row of a softmax without any key would be not a number.
     mask = mask | (jnp.arange(width) == behind)[None, None] & ~mask.any(-1, keepdims=True)
-    o = _attend(
-        blocks(q_BTNH),
-        neighbourhoods(k_BSKH).transpose(0, 2, 1, 3),
-        neighbourhoods(v_BSKH).transpose(0, 2, 1, 3),
-        mask,
-        distance_1TS,
-        scoring,
-        memory=memory,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-    )
+    k_BKSH, v_BKSH = (neighbourhoods(x).transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
+    o = run(blocks(q_BTNH), k_BKSH, v_BKSH, mask, distance_1TS)
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
+
+
+def softmax_windows(section: Model) -> list[int | None]:
+    """W of each layer that has softmax attention; None sees all keys."""
+    mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
+    return [
+        mixer.window_of(layer.section.attention) for mixer, layer in mixers if mixer.has_softmax
+    ]
+
+
+def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
+    """Keys or values [B, K, M + S, H] of each sequence behind those that all see."""
+    kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
+    kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
+    return jnp.concatenate([kept, x_BKSH], axis=-2)
 
 
 def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
@@ -237,32 +204,7 @@ def copies_of_heads(num_kv_heads: int, num_heads: int, parts: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and num_kv_heads * n % parts == 0)
 
 
-def attend_to_slots(
-    q_BTNH: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    distance_BTS: jax.Array,
-    scoring: Scoring,
-    *,
-    mask_BTS: jax.Array | None = None,
-) -> jax.Array:
-    """Attention of new tokens to keys and values that are kept.
-
-    Args:
-      keys: [B, K, S, H], or [K, S, H] for one row (KeyValueCache).
-      values: as keys.
-      distance_BTS: how many tokens each slot's token stands before each query.
-      mask_BTS: which slots are seen; None is what `scoring` says of the distance.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
-    """
-    if mask_BTS is None:
-        mask_BTS = scoring.sees(distance_BTS)
-    return _attend(q_BTNH, keys, values, mask_BTS, distance_BTS, scoring)
-
-
-def _attend(
+def attend(
     q_BTNH: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -274,34 +216,30 @@ def _attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention where the mask allows it; first dimensions of mask and distance may be 1.
+    """Attention where the mask allows it.
 
-    Inside, R are the rows of all query heads of a group, and a single sequence may lack B.
+    Inside, R are the rows of all query heads of a group.
+
+    Args:
+      keys: [B, K, S, H], or [K, S, H] for one row (KeyValueCache).
+      values: as keys.
+      mask_BTS: which keys are seen; B may be 1.
+      distance_BTS: how many tokens each key stands before each query; B may be 1.
+
+    Returns:
+      [B, T, N, H] in the format of `q_BTNH`.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]
     group = num_heads // num_kv_heads
     if memory is not None:
         # Memories stand before the tokens and have no distance to any of them.
-        num_memories = memory[0].shape[0]
-        keys, values = (
-            jnp.concatenate(
-                [
-                    jnp.broadcast_to(
-                        kept.transpose(1, 0, 2).astype(x.dtype),
-                        (*x.shape[:-2], num_memories, head_dim),
-                    ),
-                    x,
-                ],
-                axis=-2,
-            )
-            for kept, x in zip(memory, (keys, values), strict=True)
-        )
-        left = ((0, 0), (0, 0), (num_memories, 0))
+        keys, values = after_memories(memory[0], keys), after_memories(memory[1], values)
+        left = ((0, 0), (0, 0), (len(memory[0]), 0))
         mask_BTS = jnp.pad(mask_BTS, left, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, left)
     # One matrix for a group: its products have plain shapes, which make the CPU backend fast.
-    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+    scale = scoring.scale_of(head_dim)
     q_BKRH = (
         (q_BTNH * scale if scale != 1 else q_BTNH)
         .reshape(batch, length, num_kv_heads, group, head_dim)

@@ -21,22 +21,18 @@ def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> flo
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
-def keys_multiplied(section: AttentionSection, length: int, mixer: str = "attention") -> float:
+def keys_multiplied(section: AttentionSection, length: int, window: int | None = None) -> float:
     """Keys that a query is multiplied with on average, those masked afterwards included.
 
     attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
     not skip. The others take query rows in blocks, each
     with the keys up to its last row; without a causal mask that is the whole square, too. With a
     window, blocks are about as long as it is, each with those beside it.
-
-    Args:
-      mixer: attention or local_attention.
     """
     if section.attention == "flash" and length % TILE == 0:
-        window = section.sliding_window_size if mixer == "local_attention" else None
         return flash_keys_multiplied(length, causal=section.causal, window=window)
-    if mixer == "local_attention":
-        rows = window_blocks(section.sliding_window_size, length, causal=section.causal)
+    if window is not None:
+        rows = window_blocks(window, length, causal=section.causal)
         if rows is None:
             return float(length)
         return -(-length // rows) * rows * rows * (2 if section.causal else 3) / length

@@ -8,7 +8,7 @@ for _kind, _name, _target in (
     ("mixer", "linear_attention", "layers.linear_attention:LinearAttention"),
     ("mixer", "none", "layers.part:Nothing"),
     ("projection", "dense", "layers.dense:projection"),
-    ("projection", "pattention", "layers.pattention:projection"),
+    ("projection", "pattention", "layers.pattention:PattentionProjection"),
     ("norm", "rms_norm", "layers.normalization:rms_norm"),
     ("norm", "layer_norm", "layers.normalization:layer_norm"),
     ("norm", "scale_norm", "layers.normalization:scale_norm"),

@@ -20,12 +20,9 @@ from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.dense import Dense
 from MaxText.layers.depth_mixing import (
-    ALONE,
     NO_NORMS,
-    Chain,
     Left,
     Norms,
-    leaves_gradients,
     mix,
     normalizes,
     to_be_scaled,
@@ -272,21 +269,15 @@ class DepthSum(nnx.Module):
             inverse_rms = [s.inverse_rms_BT1 for s in chosen if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        form, chain, left = self.section.dense_mixing, ALONE, None
-        if leaves_gradients(form, x_BTD):
-            if self.left_to is not None:
-                left = sources[self.left_to].left
-            num_left = 0 if left is None else left.weights_BTES.shape[-1]
-            chain = Chain(num_left, self.num_later_ways)
         mixed = mix(
             weights_BTCS,
             [source.x_BTD for source in chosen],
-            form,
+            self.section.dense_mixing,
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
-            chain=chain,
-            left=left,
+            num_later_ways=self.num_later_ways,
+            left=None if self.left_to is None else sources[self.left_to].left,
         )
         factors = {way: norm.factors() for way, norm in self.post_norms.items()}
         outputs = self.outputs(mixed.sums, x_BTD, factors, fused)

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from MaxText.layers.stack import is_zero
 from MaxText.parallelism.constraints import HIDDEN, platform, sharding_in_force, split_axes
 
 # With fewer tokens (a step of text generation) a tile of a kernel is not full.
@@ -28,26 +28,10 @@ KERNEL_TOKENS = 16
 KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
 
 
-class ChipMemory(NamedTuple):
-    """Bytes on a TPU's core.
-
-    Attributes:
-      limit: that a kernel may ask for.
-      blocks: that its blocks may take, both buffers of each counted, if smaller ones are possible.
-      most: that they may take at all; the rest is for what does not grow with tokens, and for what
-        the compiler puts beside.
-    """
-
-    limit: int
-    blocks: int
-    most: int
-
-
-def chip_memory(device_kind: str) -> ChipMemory:
-    """Of a TPU by the name of its kind."""
+def chip_memory(device_kind: str) -> int:
+    """Bytes on a TPU's core that a kernel may ask for, by the name of its kind."""
     # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
-    limit = (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
-    return ChipMemory(limit, blocks=limit // 2, most=limit * 7 // 8)
+    return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
 def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
@@ -68,7 +52,8 @@ def kernel_refused(
         return "the kernel is one for TPU"
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is no multiple of {KERNEL_WIDTH}"
-    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind).most
+    # The rest is for what does not grow with tokens, and for what the compiler puts beside.
+    needed, most = KERNEL_TOKENS * of_token, chip_memory(device_kind) * 7 // 8
     if needed > most:
         return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {most >> 20} MiB on the chip"
     return None
@@ -101,27 +86,6 @@ class Left(NamedTuple):
 
     of_sums: list[jax.Array]
     weights_BTES: jax.Array
-
-
-class Chain(NamedTuple):
-    """What a sum has to do with the gradients of others, where `leaves_gradients` says so.
-
-    Attributes:
-      num_left: its first sources are all those of the sum before, which adds up their gradients:
-        how many these are, 0 where gradients are added here.
-      num_later_ways: E of the sum after, which leaves gradients to this one; 0 where it does not.
-    """
-
-    num_left: int = 0
-    num_later_ways: int = 0
-
-
-ALONE = Chain()
-
-
-def leaves_gradients(form: str, state_BTD: jax.Array) -> bool:
-    """Whether sums of such states by `mix` can leave gradients to others."""
-    return form == "kernel" and state_BTD.shape[0] * state_BTD.shape[1] >= KERNEL_TOKENS
 
 
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
@@ -157,7 +121,7 @@ def mix(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
-    chain: Chain = ALONE,
+    num_later_ways: int = 0,
     left: Left | None = None,
 ) -> Mixed:
     """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c, with float32 sums.
@@ -170,16 +134,19 @@ def mix(
       scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
       norms: of sums, where `normalizes` says so.
       factors_MD: float32, of these norms.
-      chain: gradients that are left to other sums. No effect on the result.
-      left: what the sum before has returned, if gradients are left to it.
+      num_later_ways: E of the sum after, where that leaves gradients to this one, as those of
+        kernels can; else 0.
+      left: what the sum before has returned, where gradients are left to it: the first sources are
+        then all those of that sum. Neither has an effect on the result.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
-    if form == "kernel" and batch * length < KERNEL_TOKENS:
-        form = "sum"
-    assert chain == ALONE or form == "kernel"
-    assert (left is not None) == (chain.num_left > 0)
-    mixed: Any = _mix(form, norms, chain, weights_BTCS, list(sources), scales_SD, factors_MD, left)
+    if form != "kernel" or batch * length < KERNEL_TOKENS:
+        form, num_later_ways = "sum", 0
+    num_left = 0 if left is None else left.weights_BTES.shape[-1]
+    assert form == "kernel" or left is None
+    arrays = (weights_BTCS, list(sources), scales_SD, factors_MD, left)
+    mixed: Any = _mix(form, norms, num_left, num_later_ways, *arrays)
     return Mixed(*mixed)
 
 
@@ -208,76 +175,64 @@ def _to_be_scaled_backward(kept, gradient_BTD):
 to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mix(form, norms, chain, weights_BTCS, sources, scales_SD, factors_MD, left):
-    del left
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _mix(form, norms, num_left, num_later_ways, weights_BTCS, sources, scales_SD, factors_MD, left):
+    del num_left, left
     if form != "kernel":
         assert not norms.ways
         # Without a barrier the compiler makes a sum again inside each operation that reads it.
         return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources, None
     sums = _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD)
-    if not chain.num_later_ways:
+    if not num_later_ways:
         return sums, sources, None
-    shape = (*weights_BTCS.shape[:2], chain.num_later_ways, weights_BTCS.shape[3])
-    place = Left([jnp.zeros_like(sources[0])] * chain.num_later_ways, jnp.zeros(shape))
+    shape = (*weights_BTCS.shape[:2], num_later_ways, weights_BTCS.shape[3])
+    place = Left([jnp.zeros_like(sources[0])] * num_later_ways, jnp.zeros(shape))
     return sums, sources, place
 
 
-def _mix_forward(form, norms, chain, *arguments):
+def _mix_forward(form, norms, num_left, num_later_ways, *arguments):
     # With symbolic zeros, arguments come with the question whether they are differentiated.
     arguments = jax.tree.map(lambda x: x.value, arguments)
-    return _mix(form, norms, chain, *arguments), arguments[:-1]  # nothing reads `left`
+    mixed = _mix(form, norms, num_left, num_later_ways, *arguments)
+    return mixed, arguments[:-1]  # nothing reads `left`
 
 
-def _mix_backward(form, norms, chain, kept, gradients):
+def _mix_backward(form, norms, num_left, num_later_ways, kept, gradients):
+    del num_later_ways
     weights_BTCS, sources, scales_SD, factors_MD = kept
     of_sums, accumulated, later = gradients
     of_sums = [_array(g) for g in of_sums]
-    if form == "kernel":
-        later = None if _all_zero(later) else jax.tree.map(_array, later, is_leaf=_is_zero)
-        num_left = chain.num_left
-        found = _kernel_gradients(
-            norms,
-            num_left,
-            weights_BTCS,
-            sources,
-            scales_SD,
-            factors_MD,
-            of_sums,
-            None
-            if _all_zero(accumulated[num_left:])
-            else list(map(_array, accumulated[num_left:])),
-            later,
-        )
-        of_weights_BTCS, new, of_unnormalized, of_factors_MD = found
-        passed_on = [None if _is_zero(a) else a for a in accumulated[:num_left]]
-        left = None
-        if num_left:
-            for place, g_BTD in zip(norms.ways, of_unnormalized, strict=True):
-                of_sums[place] = g_BTD
-            left = Left(of_sums, weights_BTCS[..., :num_left])
-        return of_weights_BTCS, [*passed_on, *new], None, of_factors_MD, left
-    accumulated = None if _all_zero(accumulated) else list(map(_array, accumulated))
-    differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
-    of_sums = jax.lax.optimization_barrier(of_sums)
-    found = differentiate(weights_BTCS, sources, scales_SD, of_sums, accumulated)
-    return *found, None, None, None
+    added = None if _all_zero(accumulated[num_left:]) else [*map(_array, accumulated[num_left:])]
+    if form != "kernel":
+        differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
+        of_sums = jax.lax.optimization_barrier(of_sums)
+        found = differentiate(weights_BTCS, sources, scales_SD, of_sums, added)
+        return *found, None, None, None
+    later = (None, None) if _all_zero(later) else jax.tree.map(_array, later, is_leaf=is_zero)
+    given = _given(weights_BTCS, sources, scales_SD, factors_MD) | {"of_sums": of_sums}
+    more = {"accumulated": added, "later_sums": later[0], "later_weights": later[1]}
+    given |= {name: x for name, x in more.items() if x is not None}
+    found = _kernel_gradients(norms, num_left, given)
+    passed_on = [None if is_zero(a) else a for a in accumulated[:num_left]]
+    left = None
+    if num_left:
+        for place, g_BTD in zip(norms.ways, found["of_unnormalized"], strict=True):
+            of_sums[place] = g_BTD
+        left = Left(of_sums, weights_BTCS[..., :num_left])
+    of_sources = [*passed_on, *found["of_sources"]]
+    return found["of_weights"], of_sources, None, found.get("of_factors"), left
 
 
 _mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
 
 
-def _is_zero(gradient: Any) -> bool:
-    return isinstance(gradient, SymbolicZero)
-
-
 def _all_zero(gradients: Any) -> bool:
-    return all(map(_is_zero, jax.tree.leaves(gradients, is_leaf=_is_zero)))
+    return all(map(is_zero, jax.tree.leaves(gradients, is_leaf=is_zero)))
 
 
 def _array(gradient: Any) -> jax.Array:
-    if isinstance(gradient, SymbolicZero):
-        return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)  # type: ignore
+    if is_zero(gradient):
+        return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
     return gradient
 
 
@@ -335,118 +290,80 @@ def _total(terms) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
+def _given(weights, sources, scales, factors) -> dict[str, Any]:
+    """What a kernel is given."""
+    given = {"weights": weights, "sources": sources, "scales": scales, "factors": factors}
+    return {name: x for name, x in given.items() if x is not None}
+
+
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     # Pallas takes a second to import.
     from MaxText.layers import mixing_kernel
 
-    def run(axes, later, weights_BTCS, scales_SD, factors_MD, sources):
-        del axes, later
-        sums = mixing_kernel.forward(
-            _flat(weights_BTCS),
-            [_flat(x) for x in sources],
-            _target(),
-            scales_SD=scales_SD,
-            norms=norms,
-            factors_MD=factors_MD,
-        )
-        return [y_ND.reshape(sources[0].shape) for y_ND in sums]
+    def run(given, **axes):
+        del axes
+        sums = mixing_kernel.forward(_flat(given), _target(), norms)
+        return [y_ND.reshape(given["sources"][0].shape) for y_ND in sums]
 
-    return _on_each_device(
-        run, lambda state, _: state, weights_BTCS, scales_SD, factors_MD, sources
-    )
+    given = _given(weights_BTCS, sources, scales_SD, factors_MD)
+    return _on_each_device(run, lambda state, _: state, given)
 
 
-def _kernel_gradients(
-    norms, num_left, weights_BTCS, sources, scales_SD, factors_MD, of_sums, accumulated, later
-):
+def _kernel_gradients(norms, num_left, given):
     from MaxText.layers import mixing_kernel
 
-    def run(axes, later, weights_BTCS, scales_SD, factors_MD, sources, of_sums, accumulated):
-        if later is not None:
-            of_later, later_weights_BTES = later
-            later = mixing_kernel.Later([_flat(g) for g in of_later], _flat(later_weights_BTES))
-        of_weights_NK, new, unnormalized, of_factors_MD = mixing_kernel.backward(
-            _flat(weights_BTCS),
-            [_flat(x) for x in sources],
-            [_flat(g) for g in of_sums],
-            None if accumulated is None else [_flat(a) for a in accumulated],
-            _target(),
-            scales_SD=scales_SD,
-            norms=norms,
-            factors_MD=factors_MD,
-            num_left=num_left,
-            later=later,
-        )
+    def run(given, of_tokens=(), of_dims=()):
+        found = mixing_kernel.backward(_flat(given), _target(), norms, num_left)
         # A device that holds some of the dimensions, or some of the tokens, has that part of
         # what is summed over them.
-        if axes.dims:
-            of_weights_NK = jax.lax.psum(of_weights_NK, axes.dims)
-        if of_factors_MD is not None and axes.tokens:
-            of_factors_MD = jax.lax.psum(of_factors_MD, axes.tokens)
-        new, unnormalized = (
-            [a_ND.reshape(sources[0].shape) for a_ND in arrays] for arrays in (new, unnormalized)
-        )
-        return of_weights_NK.reshape(weights_BTCS.shape), new, unnormalized, of_factors_MD
+        if of_dims:
+            found["of_weights"] = jax.lax.psum(found["of_weights"], of_dims)
+        if norms.ways and of_tokens:
+            found["of_factors"] = jax.lax.psum(found["of_factors"], of_tokens)
+        found["of_weights"] = found["of_weights"].reshape(given["weights"].shape)
+        for name in found.keys() & {"of_sources", "of_unnormalized"}:
+            found[name] = [a_ND.reshape(given["sources"][0].shape) for a_ND in found[name]]
+        return found
 
-    return _on_each_device(
-        run,
-        lambda state, weights: (weights, state, state, PartitionSpec()),
-        weights_BTCS,
-        scales_SD,
-        factors_MD,
-        sources,
-        of_sums,
-        accumulated,
-        later=later,
-    )
+    def specs(state, weights):
+        specs = {"of_weights": weights, "of_sources": state}
+        specs |= {"of_unnormalized": state} if num_left else {}
+        return specs | ({"of_factors": PartitionSpec()} if norms.ways else {})
+
+    return _on_each_device(run, specs, given)
 
 
 def _target() -> Literal["tpu", "interpret"]:
     return "tpu" if platform() == "tpu" else "interpret"
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [N, all the rest]."""
-    return x.reshape(x.shape[0] * x.shape[1], -1)
+def _flat(given: dict[str, Any]) -> dict[str, Any]:
+    """[B, T, ...] -> [N, all the rest]; scales and factors are the same for all tokens."""
+    return jax.tree.map(
+        lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), given
+    )
 
 
-class Axes(NamedTuple):
-    """Mesh axes that divide states."""
-
-    tokens: tuple[str, ...] = ()
-    dims: tuple[str, ...] = ()
-
-
-def axes_of(states: NamedSharding) -> Axes:
-    """Of arrays [B, T, D]."""
-    batch, length, dims = (split_axes(states, dim) for dim in range(3))
-    return Axes((*batch, *length), dims)
-
-
-def _on_each_device(
-    run, result_specs, weights_BTCS, scales_SD, factors_MD, sources, *states, later=None
-) -> Any:
-    """run(axes, later, weights, scales, factors, sources, *states) on each device's share.
+def _on_each_device(run, result_specs, given: dict[str, Any]) -> Any:
+    """run(given) on each device's share.
 
     The compiler cannot divide a kernel among devices by itself.
 
     Args:
+      run: also takes the mesh axes that divide tokens, and those that divide dimensions.
       result_specs: (spec of states, spec of weights) -> spec of what `run` returns.
     """
-    sharding = sharding_in_force(HIDDEN, sources[0].shape)
+    sharding = sharding_in_force(HIDDEN, given["sources"][0].shape)
     if sharding is None:
-        return run(Axes(), later, weights_BTCS, scales_SD, factors_MD, sources, *states)
+        return run(given)
     batch, length, dims = state = sharding.spec
-    axes = axes_of(sharding)
+    of_tokens = (*split_axes(sharding, 0), *split_axes(sharding, 1))
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
+    specs = {"weights": weights, "later_weights": weights, "scales": rows, "factors": rows}
     return jax.shard_map(
-        functools.partial(run, axes),
+        functools.partial(run, of_tokens=of_tokens, of_dims=split_axes(sharding, 2)),
         mesh=sharding.mesh,
-        in_specs=(
-            None if later is None else Left(state, weights),  # pyright: ignore
-            *(weights, rows, rows),
-            *[state] * (1 + len(states)),
-        ),
+        in_specs=({name: specs.get(name, state) for name in given},),
         out_specs=result_specs(state, weights),
         check_vma=False,
-    )(later, weights_BTCS, scales_SD, factors_MD, sources, *states)
+    )(given)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.layers.attention_core import Scoring, copies_of_heads
+from MaxText.layers.attention_core import Scoring, copies_of_heads, softmax_windows
 from MaxText.parallelism.constraints import platform, split_axes
 
 # A block of splash attention has whole tiles, and no more rows and keys than MaxText's default
@@ -44,48 +44,43 @@ def kernel_refused(
       num_length_parts: devices that share a sequence.
       num_stages: of a pipeline.
     """
-    attention, dimensions = section.attention, section.shape.dimensions
-    length = dimensions.max_target_length
-    if not section.softmax_mixers:
-        return "no layer has softmax attention"
-    if section.position.position_embedding == "alibi":
-        return "position_embedding=alibi adds to scores"
-    if attention.num_mem_kv:
-        return "num_mem_kv adds keys that are no tokens"
-    if section.dropout.rate("attention"):
-        return "dropout of probabilities, which are on the chip alone"
-    if section.numerics.matmul_precision != "default":
-        return f"matmul_precision={section.numerics.matmul_precision}: kernels have the default"
-    if num_length_parts > 1 and attention.context_parallel_strategy == "ring":
-        return "context_parallel_strategy=ring has a form of its own"
+    attention, d = section.attention, section.shape.dimensions
+    precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
+    windows, in_parts = softmax_windows(section), num_length_parts > 1
+    is_ring = in_parts and attention.context_parallel_strategy == "ring"
+    has_alibi = section.position.position_embedding == "alibi"
+    each = f" on each of {num_length_parts} devices" if in_parts else ""
+    refused: list[tuple[Any, str]] = [
+        (not windows, "no layer has softmax attention"),
+        (has_alibi, "position_embedding=alibi adds to scores"),
+        (attention.num_mem_kv, "num_mem_kv adds keys that are no tokens"),
+        (
+            section.dropout.rate("attention"),
+            "dropout of probabilities, which are on the chip alone",
+        ),
+        (precision != "default", f"matmul_precision={precision}: kernels have the default"),
+        (is_ring, "context_parallel_strategy=ring has a form of its own"),
+    ]
     if backend == "gpu":
-        return _cudnn_refused(section, num_length_parts, num_stages)
-    dtype = np.dtype(section.numerics.dtype)
-    if dtype.name == "float16":
-        return "splash attention does not know dtype=float16"
-    if dimensions.head_dim * dtype.itemsize > _LARGEST_HEAD:
-        return f"head_dim {dimensions.head_dim} is too large for blocks on the chip"
-    if length % (TILE * num_length_parts):
-        each = f" on each of {num_length_parts} devices" if num_length_parts > 1 else ""
-        return f"max_target_length {length} is no multiple of {TILE}{each}"
-    return None
-
-
-def _cudnn_refused(section: ModelSection, num_length_parts: int, num_stages: int) -> str | None:
-    attention, head_dim = section.attention, section.shape.dimensions.head_dim
-    if section.numerics.dtype not in ("bfloat16", "float16"):
-        return f"cuDNN has no kernel for dtype={section.numerics.dtype}"
-    if head_dim % 8:
-        return f"head_dim {head_dim} is no multiple of 8"
-    if attention.attn_logits_soft_cap:
-        return "cuDNN has no attn_logits_soft_cap"
-    if "local_attention" in section.mixers and not attention.causal:
-        return "cuDNN has no windows to both sides"
-    if num_length_parts > 1:
-        return "sequences are divided over devices"
-    if num_stages > 1:
-        return "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"
-    return None
+        refused += [
+            (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
+            (d.head_dim % 8, f"head_dim {d.head_dim} is no multiple of 8"),
+            (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
+            (any(windows) and not attention.causal, "cuDNN has no windows to both sides"),
+            (in_parts, "sequences are divided over devices"),
+            (num_stages > 1, "stages of a pipeline: JAX cannot batch cuDNN's masks of documents"),
+        ]
+    else:
+        length, is_large = d.max_target_length, d.head_dim * dtype.itemsize > _LARGEST_HEAD
+        refused += [
+            (dtype.name == "float16", "splash attention does not know dtype=float16"),
+            (is_large, f"head_dim {d.head_dim} is too large for blocks on the chip"),
+            (
+                length % (TILE * num_length_parts),
+                f"max_target_length {length} is no multiple of {TILE}{each}",
+            ),
+        ]
+    return next((reason for holds, reason in refused if holds), None)
 
 
 def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
@@ -108,8 +103,7 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
 
     queries, keys = of(d.num_query_heads), of(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=there)
-    for mixer in sorted(set(section.softmax_mixers)):
-        window = attention.sliding_window_size if mixer == "local_attention" else None
+    for window in dict.fromkeys(softmax_windows(section)):
         scoring = Scoring(attention.causal, window, attention.attention_scale)
 
         def total(q, k, v, segments, scoring=scoring):
@@ -218,18 +212,15 @@ def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> 
       window: see Scoring; None is all keys.
     """
     block = block_of(length)
-    num_blocks = length // block
-
-    def blocks_within(reach: int | None) -> int:
-        """Pairs of blocks to one side, up to `reach` tokens away."""
-        # Of blocks so far away, the nearest query and key stand (far - 1) * block + 1 tokens apart.
-        farthest = num_blocks - 1 if reach is None else (reach - 1) // block + 1
-        return sum(num_blocks - far for far in range(1, min(farthest, num_blocks - 1) + 1))
-
-    pairs = num_blocks + blocks_within(None if window is None else window - 1)
+    blocks = np.arange(length // block)
+    behind = blocks[:, None] - blocks
+    # The nearest query and key of two blocks stand so many tokens apart.
+    nearest = (np.abs(behind) - 1) * block + 1
+    reach = length if window is None else window
+    seen = (behind == 0) | (behind > 0) & (nearest < reach)
     if not causal:
-        pairs += blocks_within(window)
-    return float(pairs * block) / num_blocks
+        seen |= (behind < 0) & (nearest <= reach)
+    return float(seen.sum() * block) / len(blocks)
 
 
 def _kernel_of(
@@ -300,8 +291,8 @@ def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scorin
     segments = None
     if of_queries_BT is not None:
         segments = splash.SegmentIds(of_queries_BT, of_keys_BS)
-    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
-    q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (q_BTNH * scale, k_BSKH, v_BSKH))
+    scaled = q_BTNH * scoring.scale_of(head_dim)
+    q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKH))
     return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.attention_core import Memory, Scoring, attend_to_slots
+from MaxText.layers.attention_core import Memory, Scoring, after_memories, attend
 from MaxText.parallelism.constraints import constrain
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
@@ -53,9 +53,7 @@ class KeyValueCache:
             spare = capacity - x_BKTH.shape[2]
             x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
             if kept_MKH is not None:
-                kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
-                kept = jnp.broadcast_to(kept_KMH, (len(x_BKSH), *kept_KMH.shape))
-                x_BKSH = jnp.concatenate([kept, x_BKSH], axis=2)
+                x_BKSH = after_memories(kept_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
         keys, values = memory or (None, None)
@@ -85,13 +83,11 @@ class KeyValueCache:
         """What queries at these places see: [B, T, N, H]."""
         slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
         distance_BTS = positions_BT[:, :, None] - slots
-        mask_BTS = None
+        mask_BTS = scoring.sees(distance_BTS)
         if self.num_memories:
-            mask_BTS = scoring.sees(distance_BTS) | (slots < 0)
+            mask_BTS = mask_BTS | (slots < 0)
             distance_BTS = jnp.where(slots < 0, 0, distance_BTS)
-        return attend_to_slots(
-            q_BTNH, self.keys, self.values, distance_BTS, scoring, mask_BTS=mask_BTS
-        )
+        return attend(q_BTNH, self.keys, self.values, mask_BTS, distance_BTS, scoring)
 
     @property
     def capacity(self) -> int:
@@ -122,8 +118,6 @@ class WindowCache:
 
     keys_BKWH: jax.Array
     values_BKWH: jax.Array
-
-    capacity = None  # room for any number of tokens
 
     @classmethod
     def of_prompt(
@@ -156,7 +150,7 @@ class WindowCache:
         )
         distance_BTS = positions_BT[:, :, None] - places_BS[:, None, :]
         mask_BTS = scoring.sees(distance_BTS) & (places_BS >= 0)[:, None]
-        o_BTNH = attend_to_slots(q_BTNH, keys, values, distance_BTS, scoring, mask_BTS=mask_BTS)
+        o_BTNH = attend(q_BTNH, keys, values, mask_BTS, distance_BTS, scoring)
         new_BW = _places_in_ring(positions_BT[:, -1] + 1, window)
         # Slots of new tokens are filled from behind the ring, the others stay.
         first_B1 = positions_BT[:, :1]
@@ -166,10 +160,6 @@ class WindowCache:
         index = jnp.minimum(source_BW, window + length - 1)[:, None, :, None]
         rings = (_constrained(jnp.take_along_axis(x, index, axis=2)) for x in (keys, values))
         return o_BTNH, WindowCache(*rings)
-
-    def with_capacity(self, capacity: int) -> "WindowCache":
-        """Itself: it never fills up."""
-        return self
 
 
 def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
@@ -189,8 +179,7 @@ def capacity_of(states: Any) -> int | None:
       states: a tree. Those of its nodes that grow have `capacity` and `with_capacity`.
     """
     nodes = jax.tree.leaves(states, is_leaf=_can_grow)
-    found = [node.capacity for node in nodes if _can_grow(node) and node.capacity]
-    return min(found, default=None)
+    return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 
 
 def with_capacity(states: Any, capacity: int) -> Any:

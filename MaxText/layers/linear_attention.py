@@ -45,22 +45,6 @@ class LinearState:
     largest_BK: jax.Array
     segment_B: jax.Array
 
-    capacity = None  # room for any number of tokens
-
-    @classmethod
-    def empty(cls, batch: int, num_heads: int, head_dim: int) -> "LinearState":
-        """Of no tokens."""
-        return cls(
-            jnp.zeros((batch, num_heads, head_dim, head_dim), jnp.float32),
-            jnp.zeros((batch, num_heads, head_dim), jnp.float32),
-            jnp.full((batch, num_heads), _NOTHING, jnp.float32),
-            jnp.zeros((batch,), jnp.int32),
-        )
-
-    def with_capacity(self, capacity: int) -> "LinearState":
-        """Itself: it never fills up."""
-        return self
-
 
 def causal_linear_attention(
     q_BTNH: jax.Array,
@@ -168,8 +152,13 @@ def causal_linear_attention(
         return new, o_BCKGH
 
     if state is None:
-        state = LinearState.empty(batch, num_kv_heads, head_dim)
-        state = dataclasses.replace(state, segment_B=segments_BT[:, 0])
+        heads = (batch, num_kv_heads)
+        state = LinearState(
+            jnp.zeros((*heads, head_dim, head_dim), jnp.float32),
+            jnp.zeros((*heads, head_dim), jnp.float32),
+            jnp.full(heads, _NOTHING, jnp.float32),
+            segments_BT[:, 0],
+        )
     given = (
         chunks(phi),
         chunks(k_BTKH.astype(jnp.float32)),
@@ -252,7 +241,7 @@ def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
 class LinearAttention(Attention):
     """Attention whose state does not grow (layers/linear_attention.py)."""
 
-    mixer = "linear_attention"
+    has_softmax = False
     has_memories = False
 
     @classmethod

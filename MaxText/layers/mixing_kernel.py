@@ -27,84 +27,38 @@ MAX_ROWS = {"tpu": 128, "interpret": 16}
 MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions that are in registers at once
 
 
-def forward(
-    weights_NK: jax.Array,
-    sources: Sequence[jax.Array],
-    target: Target,
-    *,
-    scales_SD: jax.Array | None = None,
-    norms: Norms = NO_NORMS,
-    factors_MD: jax.Array | None = None,
-) -> list[jax.Array]:
+# Arrays by name, as the functions below say.
+Given = dict[str, Any]
+
+
+def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.Array]:
     """y_c = norm_c(sum_s w_cs * scale_s * x_s).
 
     Args:
-      weights_NK: float32, w_cs at c * S + s.
-      sources: x_ND each.
+      given: `weights` [N, K], w_cs at c * S + s; `sources`, x_ND each; `scales` [S, D], 1 where
+        they are absent; `factors` [M, D] of norms. All but sources are float32.
       target: what the kernel is compiled for.
-      scales_SD: float32; None is 1.
       norms: which ways are normalised; N has to be a multiple of 16 then.
-      factors_MD: float32, of these norms.
 
     Returns:
       y_ND of each way, in the format of the sources.
     """
-    num_ways, num_sources = weights_NK.shape[1] // len(sources), len(sources)
+    sources = given["sources"]
+    num_weights = given["weights"].shape[1]
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
-    sums: list[jax.Array] = _call(
+    return _call(
         functools.partial(_forward_body, norms),
-        {"sources": list(sources), "weights": weights_NK}
-        | _given(scales=scales_SD, factors=factors_MD),
-        {"sums": [state] * num_ways},
+        given,
+        {"sums": [state] * (num_weights // len(sources))},
         norms=norms,
-        flops_per_number=2 * num_ways * num_sources,
+        flops_per_number=2 * num_weights,
         target=target,
     )["sums"]
-    return sums
-
-
-class Gradients(NamedTuple):
-    """Of `forward`.
-
-    Attributes:
-      of_weights_NK: float32.
-      of_sources: [N, D] each, with what was there before; for scaled sources of scale * x
-        (depth_mixing.to_be_scaled). Without those that were left to others.
-      of_unnormalized: [N, D] of each normalised way before its norm, if gradients were left.
-      of_factors_MD: float32; None without norms.
-    """
-
-    of_weights_NK: jax.Array
-    of_sources: list[jax.Array]
-    of_unnormalized: list[jax.Array]
-    of_factors_MD: jax.Array | None
-
-
-class Later(NamedTuple):
-    """A later sum over the same sources, whose gradients of sources are still to be made.
-
-    Attributes:
-      of_sums: gradients of its E ways before their norms, [N, D] each.
-      weights_NL: float32, as those of `forward`.
-    """
-
-    of_sums: list[jax.Array]
-    weights_NL: jax.Array
 
 
 def backward(
-    weights_NK: jax.Array,
-    sources: Sequence[jax.Array],
-    of_sums: Sequence[jax.Array],
-    accumulated: Sequence[jax.Array] | None,
-    target: Target,
-    *,
-    scales_SD: jax.Array | None = None,
-    norms: Norms = NO_NORMS,
-    factors_MD: jax.Array | None = None,
-    num_left: int = 0,
-    later: Later | None = None,
-) -> Gradients:
+    given: Given, target: Target, norms: Norms = NO_NORMS, num_left: int = 0
+) -> dict[str, Any]:
     """Gradients of `forward`, added in place to those that the sources have already.
 
         of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
@@ -113,57 +67,49 @@ def backward(
     are on the chip anyway.
 
     Args:
-      of_sums: gradients of what `forward` returned, [N, D] each.
-      accumulated: of each source that is not left, or None for 0; their memory is used for the
-        result.
+      given: what `forward` was given, and `of_sums`, gradients of what it returned; `accumulated`
+        of each source that is not left, where these are not 0: their memory is used for the result;
+        `later_sums`, gradients of the E ways of a later sum over all these sources before their
+        norms, and its `later_weights` [N, L], where it has left those of sources to this call.
       num_left: how many sources, the first ones, have their gradients left to another call.
-      later: a call that has left those of all these sources to this one.
+
+    Returns:
+      `of_weights` [N, K] float32; `of_sources`, [N, D] each, with what was there before, for scaled
+      sources of scale * x (depth_mixing.to_be_scaled), without those that were left; with norms
+      `of_factors` [M, D] float32; if gradients were left `of_unnormalized`, [N, D] of each
+      normalised way before its norm.
     """
-    num_ways, num_sources = len(of_sums), len(sources)
-    given = {"sources": list(sources), "of_sums": list(of_sums), "weights": weights_NK}
-    given |= _given(scales=scales_SD, factors=factors_MD)
-    if accumulated is not None:
-        given["accumulated"] = list(accumulated)
-    num_terms = num_ways
-    if later is not None:
-        given |= {"later_sums": list(later.of_sums), "later_weights": later.weights_NL}
-        num_terms += len(later.of_sums)
+    weights, sources = given["weights"], given["sources"]
+    num_made = len(sources) - num_left
+    num_ways, num_later = len(given["of_sums"]), len(given.get("later_sums", ()))
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
-        "of_sources": [state] * (num_sources - num_left),
-        "of_weights": jax.ShapeDtypeStruct(weights_NK.shape, jnp.float32),
+        "of_sources": [state] * num_made,
+        "of_weights": jax.ShapeDtypeStruct(weights.shape, jnp.float32),
     }
     if num_left:
         results["of_unnormalized"] = [state] * len(norms.ways)
-    if norms.ways:
-        # Of each tile; few bytes beside those of the sources.
-        shape = (_TILES, len(norms.ways), sources[0].shape[1])
-        results["part_of_factors"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     found = _call(
         functools.partial(_backward_body, norms),
         given,
         results,
         norms=norms,
-        flops_per_number=2 * (num_ways + len(norms.ways)) * num_sources
-        + 2 * num_terms * (num_sources - num_left),
+        flops_per_number=2 * (num_ways + len(norms.ways)) * len(sources)
+        + 2 * (num_ways + num_later) * num_made,
         target=target,
     )
-    of_factors_MD = jnp.sum(found["part_of_factors"], axis=0) if norms.ways else None
-    return Gradients(
-        found["of_weights"], found["of_sources"], found.get("of_unnormalized", []), of_factors_MD
-    )
+    if norms.ways:
+        found["of_factors"] = jnp.sum(found.pop(_PART_OF_FACTORS), axis=0)
+    return found
 
 
-_TILES = -1  # stands for the number of tiles in a shape
-
-
-def _given(**arrays: jax.Array | None) -> dict[str, Any]:
-    return {name: x for name, x in arrays.items() if x is not None}
+# Of each tile, [tiles, M, D]; few bytes beside those of the sources.
+_PART_OF_FACTORS = "part_of_factors"
 
 
 def _call(
     body: Callable,
-    given: dict[str, Any],
+    given: Given,
     results: dict[str, Any],
     *,
     norms: Norms,
@@ -176,7 +122,7 @@ def _call(
       body: (chunk, target, refs of what is given, refs of results, scratch) -> None.
       given: arrays; "scales" and "factors" are the same for all tiles. "accumulated" gives its
         memory to "of_sources": either is the first in the order of its names.
-      results: shapes.
+      results: shapes, but for the part of gradients of factors.
     """
     num_tokens, emb_dim = given["sources"][0].shape
 
@@ -190,17 +136,14 @@ def _call(
     rows = _rows(num_tokens, 2 * bytes_of_token + in_scratch, target)
     tiles = pl.cdiv(num_tokens, rows)
 
-    def sized(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if x.shape[0] != _TILES:
-            return x
-        return jax.ShapeDtypeStruct((tiles, *x.shape[1:]), x.dtype)
-
-    results = jax.tree.map(sized, results)
+    if norms.ways and "of_weights" in results:
+        shape = (tiles, len(norms.ways), emb_dim)
+        results = results | {_PART_OF_FACTORS: jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def spec(name: str, x) -> pl.BlockSpec:
         if name in ("scales", "factors"):
             return pl.BlockSpec(x.shape, lambda tile: (0, 0))
-        if name == "part_of_factors":
+        if name == _PART_OF_FACTORS:
             return pl.BlockSpec((1, *x.shape[1:]), lambda tile: (tile, 0, 0))
         return pl.BlockSpec((rows, x.shape[1]), lambda tile: (tile, 0))
 
@@ -218,9 +161,7 @@ def _call(
         needed = (2 * bytes_of_token + in_scratch) * rows + 2 * fixed
         options["compiler_params"] = pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            vmem_limit_bytes=min(
-                chip_memory(device_kind()).limit, max(16 * 2**20, needed + 8 * 2**20)
-            ),
+            vmem_limit_bytes=min(chip_memory(device_kind()), max(16 * 2**20, needed + 8 * 2**20)),
         )
     return pl.pallas_call(
         functools.partial(body, _chunk(emb_dim, MAX_CHUNK[target]), target),
@@ -243,7 +184,8 @@ def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
     """Tokens of a tile."""
     rows = MAX_ROWS[target]
     if target == "tpu":
-        blocks = chip_memory(device_kind()).blocks
+        # Both buffers of each block are counted.
+        blocks = chip_memory(device_kind()) // 2
         while rows > TPU_ROWS and rows * bytes_of_token > blocks:
             rows //= 2
         if num_tokens % TPU_ROWS:
@@ -311,62 +253,6 @@ class Tile(NamedTuple):
         """[tokens, 1] of each normalised way, from sums of squares."""
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
-    def through_norms(
-        self,
-        norms: Norms,
-        make_again: Callable[[Any], Sequence[jax.Array]],
-        of_sums: Sequence[Any],
-        factors: Any,
-        of_factors: Any,
-        normed: Any,
-        token: Any,
-        of_unnormalized: Sequence[Any] = (),
-    ) -> None:
-        """Puts the gradients of sums before their norms into `normed`, and adds to `of_factors`.
-
-        With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
-
-        Args:
-          make_again: slice of dimensions -> float32 sums of the normalised ways.
-          of_sums: refs, of all ways.
-          factors: ref, [M, D].
-          of_factors: ref, [1, M, D], of this tile.
-          normed: ref, [M, tokens, D], float32.
-          token: slice of tokens.
-          of_unnormalized: refs, [tokens, D] each, that the result is written into as well.
-        """
-        num_norms = len(norms.ways)
-
-        def measure(columns):
-            squares, inner = [], []
-            for m, (c, y) in enumerate(zip(norms.ways, make_again(columns), strict=True)):
-                normed[m, token, columns] = y
-                h = of_sums[c][token, columns].astype(jnp.float32)
-                h = h * factors[pl.ds(m, 1), columns]
-                squares.append(y * y)
-                inner.append(h * y)
-            return [*squares, *inner]
-
-        totals = self.sums(measure, 2 * num_norms)
-        inverse_rms = self.inverse_rms(totals[:num_norms], norms.epsilon)
-        shares = [
-            r * r * r * total[:, None] / self.shape[1]
-            for r, total in zip(inverse_rms, totals[num_norms:], strict=True)
-        ]
-
-        def differentiate(columns):
-            for m, c in enumerate(norms.ways):
-                y, r = normed[m, token, columns], inverse_rms[m]
-                g = of_sums[c][token, columns].astype(jnp.float32) * r
-                of_factors[0, pl.ds(m, 1), columns] += jnp.sum(g * y, axis=0, keepdims=True)
-                unnormalized = g * factors[pl.ds(m, 1), columns] - shares[m] * y
-                normed[m, token, columns] = unnormalized
-                if of_unnormalized:
-                    ref = of_unnormalized[m]
-                    ref[token, columns] = unnormalized.astype(ref.dtype)
-
-        self.for_columns(differentiate)
-
 
 def _source(given, s, token, columns):
     x = given["sources"][s][token, columns].astype(jnp.float32)
@@ -416,13 +302,56 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile.for_tokens(at_tokens)
 
 
+def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> None:
+    """Puts the gradients of sums before their norms into `normed`, [M, tokens, D] float32, and adds
+    to those of factors.
+
+    With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
+    """
+    num_norms, of_sums, factors = len(norms.ways), given["of_sums"], given["factors"]
+
+    def measure(columns):
+        squares, inner = [], []
+        sums = _sums(tile, given, norms.ways, token, columns)
+        for m, (c, y) in enumerate(zip(norms.ways, sums, strict=True)):
+            normed[m, token, columns] = y
+            h = of_sums[c][token, columns].astype(jnp.float32)
+            h = h * factors[pl.ds(m, 1), columns]
+            squares.append(y * y)
+            inner.append(h * y)
+        return [*squares, *inner]
+
+    totals = tile.sums(measure, 2 * num_norms)
+    inverse_rms = tile.inverse_rms(totals[:num_norms], norms.epsilon)
+    shares = [
+        r * r * r * total[:, None] / tile.shape[1]
+        for r, total in zip(inverse_rms, totals[num_norms:], strict=True)
+    ]
+
+    def differentiate(columns):
+        for m, c in enumerate(norms.ways):
+            y, r = normed[m, token, columns], inverse_rms[m]
+            g = of_sums[c][token, columns].astype(jnp.float32) * r
+            results[_PART_OF_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
+                g * y, axis=0, keepdims=True
+            )
+            unnormalized = g * factors[pl.ds(m, 1), columns] - shares[m] * y
+            normed[m, token, columns] = unnormalized
+            if "of_unnormalized" in results:
+                ref = results["of_unnormalized"][m]
+                ref[token, columns] = unnormalized.astype(ref.dtype)
+
+    tile.for_columns(differentiate)
+
+
 def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile = Tile(given["sources"][0].shape, chunk, target)
     num_sources, of_sums = len(given["sources"]), given["of_sums"]
     num_left = num_sources - len(results["of_sources"])
     later_sums = given.get("later_sums", [])
     if norms.ways:
-        results["part_of_factors"][...] = jnp.zeros(results["part_of_factors"].shape, jnp.float32)
+        part = results[_PART_OF_FACTORS]
+        part[...] = jnp.zeros(part.shape, jnp.float32)
 
     def at_tokens(token):
         def gradient(c, columns):
@@ -432,16 +361,7 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
             return of_sums[c][token, columns].astype(jnp.float32)
 
         if norms.ways:
-            tile.through_norms(
-                norms,
-                lambda columns: _sums(tile, given, norms.ways, token, columns),
-                of_sums,
-                given["factors"],
-                results["part_of_factors"],
-                scratch,
-                token,
-                results.get("of_unnormalized", ()),
-            )
+            _through_norms(tile, norms, given, results, scratch, token)
         for s in range(num_sources):
             places = [c * num_sources + s for c in range(len(of_sums))]
             makes = s >= num_left

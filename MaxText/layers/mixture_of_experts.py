@@ -271,10 +271,8 @@ class MixtureOfExperts(nnx.Module):
             length_axes = ()
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
             tensor_axes = ()  # matrices that an axis does not divide lie whole
-        rows, columns = (
-            PartitionSpec(batch_axes, length_axes),
-            PartitionSpec(None, None, tensor_axes),
-        )
+        rows = PartitionSpec(batch_axes, length_axes)
+        columns = PartitionSpec(None, None, tensor_axes)
         return jax.shard_map(
             lambda *given: on_one_device(*given, tensor_axes=tensor_axes),
             mesh=mesh,

@@ -7,7 +7,6 @@ parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_ma
 parameters has factor 1 and no bias.
 """
 
-import functools
 import math
 
 import jax
@@ -16,7 +15,7 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Block
 from MaxText.configuration.registry import lookup
-from MaxText.layers.weights import Init, constant, ones, weight, zeros
+from MaxText.layers.weights import Init, constant, weight, zeros
 
 
 class RMSNorm(nnx.Module):
@@ -30,21 +29,20 @@ class RMSNorm(nnx.Module):
         epsilon: float,
         building: Init,
         rngs: nnx.Rngs,
-        logical_axis: str = "norm",
         *,
         parametric: bool = True,
         initial: float = 1.0,
     ):
-        """`initial` is the factor that the scale begins with."""
-        self.epsilon = epsilon
+        """
+        Args:
+          size: of the scale.
+          initial: the factor that the scale begins with.
+        """
+        self.size, self.epsilon = size, epsilon
         self.zero_centered = building.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
-        self.size = size
-        self.scale = (
-            weight(rngs, (size,), (logical_axis,), stored, dtype=building.weight_dtype)
-            if parametric
-            else None
-        )
+        dtype = building.weight_dtype
+        self.scale = weight(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
 
     def factors(self) -> jax.Array:
         """Float32 [size], 1 without a scale."""
@@ -56,75 +54,26 @@ class RMSNorm(nnx.Module):
         return normalized(x, None if self.scale is None else self.factors(), self.epsilon)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(variance + eps) * scale + bias (Ba et al. 2016)."""
 
-    rows = "norms"
-
-    def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        use_bias: bool,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
-        parametric: bool = True,
-    ):
-        self.epsilon = epsilon
-        self.zero_centered = building.zero_centered_norms
-        dtype, initial = building.weight_dtype, zeros if self.zero_centered else ones
-        self.scale = weight(rngs, (size,), ("norm",), initial, dtype=dtype) if parametric else None
-        has_bias = use_bias and parametric
-        self.bias = weight(rngs, (size,), ("norm",), zeros, dtype=dtype) if has_bias else None
+    bias: nnx.Param | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float = x.astype(jnp.float32)
-        mean = jnp.mean(x_float, axis=-1, keepdims=True)
-        centred = x_float - mean
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.epsilon)
-        if self.scale is not None:
-            y = y * factor(self.scale, self.zero_centered)
+        y = super().__call__(x_float - jnp.mean(x_float, axis=-1, keepdims=True))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
-class ScaleNorm(nnx.Module):
+class ScaleNorm(RMSNorm):
     """g x / |x|, one g for all dimensions, sqrt(D) at first (Nguyen and Salazar 2019)."""
 
-    rows = "norms"
-
-    def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
-        centered: bool = False,
-        parametric: bool = True,
-    ):
-        """`centered`: LayerNorm with one scale and no bias, GPT-Neo's scalenorm; 1 at first."""
-        self.epsilon, self.centered, self.size = epsilon, centered, size
-        self.zero_centered = building.zero_centered_norms
-        initial = 1.0 if centered else math.sqrt(size)
-        stored = constant(initial - 1.0 if self.zero_centered else initial)
-        dtype = building.weight_dtype
-        self.scale = weight(rngs, (1,), ("norm",), stored, dtype=dtype) if parametric else None
-
     def __call__(self, x: jax.Array) -> jax.Array:
-        x_float = x.astype(jnp.float32)
-        if self.centered:
-            x_float = x_float - jnp.mean(x_float, axis=-1, keepdims=True)
-        square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
-        y = x_float * jax.lax.rsqrt(square + self.epsilon)
-        if not self.centered:
-            y = y / math.sqrt(self.size)  # from a mean of squares to a sum
-        if self.scale is not None:
-            y = y * factor(self.scale, self.zero_centered)
-        return y.astype(x.dtype)
+        y = normalized(x.astype(jnp.float32), None, self.epsilon)
+        y = y / math.sqrt(x.shape[-1])  # from a mean of squares to a sum
+        return (y if self.scale is None else y * self.factors()).astype(x.dtype)
 
 
 def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
@@ -168,16 +117,20 @@ def rms_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) ->
 def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """LayerNorm over the residual stream."""
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
-    has_bias = section.normalization_bias
-    return LayerNorm(size, epsilon, has_bias, init, rngs, parametric=parametric)
+    norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
+    if section.normalization_bias and parametric:
+        norm.bias = weight(rngs, (size,), ("norm",), zeros, dtype=init.weight_dtype)
+    return norm
 
 
-def scale_norm(
-    section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool, centered: bool = False
-) -> nnx.Module:
+def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """ScaleNorm over the residual stream."""
-    size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
-    return ScaleNorm(size, epsilon, init, rngs, centered=centered, parametric=parametric)
+    epsilon, initial = section.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
+    return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
 
-scale_norm_centered = functools.partial(scale_norm, centered=True)
+def scale_norm_centered(
+    section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool
+) -> nnx.Module:
+    """LayerNorm with one scale and no bias, GPT-Neo's scalenorm."""
+    return LayerNorm(1, section.normalization_layer_epsilon, init, rngs, parametric=parametric)

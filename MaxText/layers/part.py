@@ -100,6 +100,18 @@ class Part(nnx.Module):
         """Name of a row of the FLOPs table -> its operations, for sequences of `length` tokens."""
         return {}
 
+    @classmethod
+    def state_bytes(
+        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Bytes that generation keeps of a sequence: for each token, and however long it is.
+
+        Args:
+          length: the most tokens that a sequence has.
+          itemsize: bytes of a number in the activations' format.
+        """
+        return 0, 0
+
 
 class Mixer(Part):
     """Mixes the tokens of a sequence.
@@ -107,9 +119,12 @@ class Mixer(Part):
     Attributes:
       has_separate_inputs: whether queries, keys and values may be made of different hidden states
         (dense connections); x is then a tuple of three.
+      has_softmax: whether it is softmax attention in the form that the key `attention` chooses,
+        which kernels and plans ask.
     """
 
     has_separate_inputs = False
+    has_softmax: ClassVar[bool] = False
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
         """The output [B, T, D] of whole sequences, and scalars to be summed over layers.
@@ -130,18 +145,6 @@ class Mixer(Part):
     def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
         """The output of the next tokens, at `context.positions_BT`, and the state after them."""
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
-
-    @classmethod
-    def state_bytes(
-        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        """Bytes of the decode state of a sequence: for each token, and however long it is.
-
-        Args:
-          length: the most tokens that a sequence has.
-          itemsize: bytes of a number in the activations' format.
-        """
-        return 0, 0
 
     @classmethod
     def notes(cls, keys: Any, length: int) -> tuple[str, str]:
@@ -314,13 +317,6 @@ class Head(Part):
     def reads_table(cls, keys: Any) -> bool:
         """Whether it multiplies with the token table, whose product then counts as the head's."""
         return False
-
-    @classmethod
-    def state_bytes(
-        cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        """Bytes of the state of a sequence: see Mixer.state_bytes."""
-        return 0, 0
 
 
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:

@@ -6,9 +6,7 @@ Legend: B sequences, T tokens, D emb_dim, n slots.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +14,13 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
-from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
+from MaxText.layers.normalization import normalized
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.layers.weights import Init, Initializer, Shape, SlotInitializers
+from MaxText.layers.weights import Init, Initializer, Shape
 from MaxText.parallelism.constraints import constrain
 
 # Of flax, whose LayerNorm the JAX program uses.
@@ -31,73 +29,45 @@ _LAYER_NORM_EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Theta:
-    """What a Pattention does with its scores.
+    """What a Pattention does with its scores, as the configuration says."""
 
-    Attributes:
-      kind: a value of normalize_type.
-      root: sqrt of the zoom, by which normalised scores are multiplied.
-      epsilon: added to the norm, outside its root.
-      approximate: gelu by tanh.
-      factor: multiplies the result.
-    """
-
-    kind: str
-    root: float
-    epsilon: float
-    approximate: bool
-    factor: float
+    section: PattentionSection
+    place: SlotPlace
+    emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
         """Weights of the slots, from scores [..., n].
 
         Sums over slots and all that depends on them are float32; the result has the scores' format.
         """
-        a = scores.astype(jnp.float32)
-        gelu = functools.partial(jax.nn.gelu, approximate=self.approximate)
-        if self.kind == "l2_norm_gelu":
-            y = gelu(self._normalised(a))
-        elif self.kind == "gelu_l2_norm":
-            y = self._normalised(gelu(a))
-        elif self.kind == "l2_norm":
-            y = self._normalised(a)
-        elif self.kind == "softmax":
-            y = jax.nn.softmax(a, axis=-1) * a.shape[-1]
-        elif self.kind == "gelu":
-            y = gelu(a)
-        else:
-            y = _layer_norm(gelu(a))
-        return (y * self.factor).astype(scores.dtype)
+        kind = self.section.normalize_type
+        y = scores.astype(jnp.float32)
+        if kind in ("l2_norm_gelu", "l2_norm"):
+            y = self._normalised(y)
+        if kind == "softmax":
+            y = jax.nn.softmax(y, axis=-1) * y.shape[-1]
+        elif kind != "l2_norm":
+            y = jax.nn.gelu(y, approximate=self.section.gelu_approximate)
+        if kind == "gelu_l2_norm":
+            y = self._normalised(y)
+        elif kind == "gelu_layer_norm":
+            y = normalized(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
+        factor = getattr(self.section, f"{self.place}_scale_factor")
+        return (y * factor).astype(scores.dtype)
 
     def _normalised(self, a: jax.Array) -> jax.Array:
-        """root * a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        """sqrt(zoom) a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        epsilon = self.section.score_norm_epsilon
+        if epsilon is None:
+            epsilon = 1e-5 if self.section.normalize_type == "l2_norm_gelu" else 1e-8
         square = jnp.sum(jnp.square(a), axis=-1, keepdims=True)
         # The root has no gradient at 0, and below the smallest normal number 1 / |a|^2 overflows.
         # Both branches of `where` are differentiated, so the root must not see a zero at all.
         is_zero = square < jnp.finfo(jnp.float32).tiny
         norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
-        if self.epsilon == 0:
+        if epsilon == 0:
             norm = jnp.where(is_zero, 1.0, norm)
-        return a / (norm + self.epsilon) * self.root
-
-
-def _layer_norm(x: jax.Array) -> jax.Array:
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + _LAYER_NORM_EPSILON)
-
-
-def theta(section: PattentionSection, place: SlotPlace, emb_dim: int) -> Theta:
-    """The normalisation of scores at a place, as the configuration says."""
-    epsilon = section.score_norm_epsilon
-    if epsilon is None:
-        epsilon = 1e-5 if section.normalize_type == "l2_norm_gelu" else 1e-8
-    return Theta(
-        kind=section.normalize_type,
-        root=math.sqrt(section.zoom(place, emb_dim)),
-        epsilon=epsilon,
-        approximate=section.gelu_approximate,
-        factor=getattr(section, f"{place}_scale_factor"),
-    )
+        return a / (norm + epsilon) * math.sqrt(self.section.zoom(self.place, self.emb_dim))
 
 
 class Pattention(nnx.Module):
@@ -111,31 +81,27 @@ class Pattention(nnx.Module):
     def __init__(
         self,
         section: PattentionSection,
+        init: Init,
+        rngs: nnx.Rngs,
         place: SlotPlace,
         inputs: int,
         outputs: int,
-        initializers: SlotInitializers,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
         use_bias: bool,
-        scores_name: str = "slot_scores",
     ):
-        """`scores_name` is what policies of rematerialisation call the scores."""
-        emb_dim = building.dimensions.emb_dim
+        emb_dim, initial = init.dimensions.emb_dim, init.initializers
         n = section.num_slots(place, emb_dim)
-        self.theta = theta(section, place, emb_dim)
-        self.scores_name = scores_name
+        self.theta = Theta(section, place, emb_dim)
+        # What policies of rematerialisation call the scores.
+        self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"
+        slots = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
         # Inputs and outputs are as wide as the residual stream, or as all heads together, and are
         # split as the stream is.
         self.keys = Dense(
-            (inputs,), (n,), ("embed", "slots"), initializers.keys, building, rngs,
-            use_bias=use_bias,
-        )  # fmt: skip
+            (inputs,), (n,), ("embed", "slots"), slots.keys, init, rngs, use_bias=use_bias
+        )
         self.values = Dense(
-            (n,), (outputs,), ("slots", "embed"), initializers.values, building, rngs,
-            use_bias=use_bias,
-        )  # fmt: skip
+            (n,), (outputs,), ("slots", "embed"), slots.values, init, rngs, use_bias=use_bias
+        )
 
     def attend(self, x: jax.Array) -> jax.Array:
         """From [B, T, inputs] to [B, T, outputs]."""
@@ -145,30 +111,26 @@ class Pattention(nnx.Module):
 
 
 class PattentionProjection(Pattention):
-    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads."""
+    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads.
+
+    Heads lie side by side in the weights: dimension h of head n is number n * H + h.
+    """
 
     def __init__(
         self,
-        section: PattentionSection,
+        model: ModelSection,
+        init: Init,
+        rngs: nnx.Rngs,
         place: SlotPlace,
         inputs: Shape,
         outputs: Shape,
-        building: Init,
-        rngs: nnx.Rngs,
-        *,
+        axes: Axes,
+        initializer: Initializer,
         use_bias: bool,
     ):
-        """Heads lie side by side in the weights: dimension h of head n is number n * H + h."""
-        super().__init__(
-            section,
-            place,
-            math.prod(inputs),
-            math.prod(outputs),
-            building.initializers.attention_slots,
-            building,
-            rngs,
-            use_bias=use_bias,
-        )
+        """As dense.projection; slots have axes and initializers of their own."""
+        sizes = math.prod(inputs), math.prod(outputs)
+        super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
         self.num_in_dims, self.outputs = len(inputs), outputs
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -182,43 +144,10 @@ class PattentionFeedForward(FeedForward, Pattention):
 
     not_recomputed = Pattention.not_recomputed
 
-    @classmethod
-    def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Makes the feed-forward of a layer."""
-        return cls(layer.section.pattention, layer.section.feed_forward.ffn_bias, init, rngs)
-
-    def __init__(self, section: PattentionSection, use_bias: bool, building: Init, rngs: nnx.Rngs):
-        D = building.dimensions.emb_dim
-        Pattention.__init__(
-            self,
-            section,
-            "ffn",
-            D,
-            D,
-            building.initializers.feed_forward_slots,
-            building,
-            rngs,
-            use_bias=use_bias,
-            scores_name="mlpwi",
-        )
+    def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
+        D, use_bias = init.dimensions.emb_dim, keys.feed_forward.ffn_bias
+        Pattention.__init__(self, keys.pattention, init, rngs, "ffn", D, D, use_bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD and scalars to be summed over layers (none here)."""
         return tag(self.attend(x_BTD), "mlpwo"), {}
-
-
-def projection(
-    model: ModelSection,
-    init: Init,
-    rngs: nnx.Rngs,
-    place: SlotPlace,
-    inputs: Shape,
-    outputs: Shape,
-    axes: Axes,
-    initializer: Initializer,
-    use_bias: bool,
-) -> PattentionProjection:
-    """A projection of attention: slots, which have initializers and axes of their own."""
-    return PattentionProjection(
-        model.pattention, place, inputs, outputs, init, rngs, use_bias=use_bias
-    )

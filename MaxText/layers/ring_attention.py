@@ -10,11 +10,13 @@ each has two pieces of the sequence, one counted from its beginning and one from
 have the same work in every step, half of that of the full square. Pieces are exchanged before and
 after, so that nothing outside of attention knows of them.
 
-Legend: B sequences, L queries of a device, S keys, K key/value heads, G query heads for each of
-them, N = K * G, H head_dim, M memories, P blocks of R = L / P queries, C devices of the ring.
+Legend: B sequences, L queries of a device, K key/value heads, G query heads for each of them,
+N = K * G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C
+devices of the ring.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -78,9 +80,7 @@ def ring_attention(
     by_head = PartitionSpec(batch, ring, heads)
     of_memory = PartitionSpec(None, heads)
     specs = (
-        by_head,
-        by_head,
-        by_head,
+        *(by_head, by_head, by_head),
         None if segments_BT is None else PartitionSpec(batch, ring),
         None if scoring.slopes_N is None else PartitionSpec(heads),
         None if memory is None else (of_memory, of_memory),
@@ -95,15 +95,16 @@ def _size(mesh: Any, axes: Axes) -> int:
 
 
 class _Rows(NamedTuple):
-    """Queries, or blocks of them with a first dimension P."""
+    """A block of queries, or all of them with a first dimension P."""
 
     q_BRKGH: jax.Array
     places_R: jax.Array
     segments_BR: jax.Array | None
+    kept: Any = ()  # what the backward pass reads besides
 
 
 class _Keys(NamedTuple):
-    """Keys and values; memories have no places."""
+    """A piece of keys and values, or all with a first dimension Q; memories have no places."""
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
@@ -111,8 +112,8 @@ class _Keys(NamedTuple):
     segments_BS: jax.Array | None
 
 
-# (rows, keys, state of the rows, state of the keys) -> the two states
-_Fold = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
+# (a block, a piece, state of the block, state of the piece) -> the two states
+_OfBlock = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +137,15 @@ class _Ring:
     block_size: int | None
 
     @property
-    def balanced(self) -> bool:
-        """Whether each device has a piece from both ends."""
+    def num_pieces(self) -> int:
+        """Q: two where each device has a piece from both ends."""
         halves = self.scoring.causal and self.scoring.window is None and self.length % 2 == 0
-        return self.asks_for_balance and halves
+        return 2 if self.asks_for_balance and halves else 1
 
     @property
     def num_blocks(self) -> int:
         """P: as many in each piece."""
-        pieces = 2 if self.balanced else 1
-        piece = self.length // pieces
+        piece = self.length // self.num_pieces
         longest = min(self.block_size or piece, piece)
         divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
         rows = max(rows for rows in divisors if rows <= longest)
@@ -179,8 +179,8 @@ class _Ring:
     ) -> jax.Array:
         """Attention of this device's queries, o_BLNH."""
         tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
-        if self.balanced:
-            tokens = jax.tree.map(self._in_pieces, tokens)
+        if self.num_pieces > 1:
+            tokens = jax.tree.map(self._exchanged, tokens)
 
         @jax.custom_vjp
         def attend(*given):
@@ -196,7 +196,7 @@ class _Ring:
 
         attend.defvjp(forward, backward)
         o_BLNH = attend(*tokens, slopes_N, memory)
-        return self._in_order(o_BLNH) if self.balanced else o_BLNH
+        return self._exchanged(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
     # The two passes
 
@@ -222,11 +222,10 @@ class _Ring:
             o_BKGRH = o_BKGRH * kept[..., None] + more
             return (new_largest, sums * kept + p.sum(-1), o_BKGRH), ()
 
-        fold = _over_blocks(of_block)
         if memory is not None:
-            state, _ = fold(rows, _of_memory(memory, batch), state, ())
-        keys = _Keys(k_BLKH, v_BLKH, None, segments_BL)
-        (largest, sums, o), _, _ = self._around(fold, rows, keys, state, ())
+            state, _ = self._fold(of_block, rows, _of_memory(memory, batch), state, ())
+        keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
+        (largest, sums, o), _, _ = self._around(of_block, rows, keys, state, ())
         o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
         return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
 
@@ -238,15 +237,11 @@ class _Ring:
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
         # sum_s p_s dp_s, by which the gradient of each score is lowered.
         lowered = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
-        of_rows = (
-            self._by_head(do_BLNH, kv_heads),
-            self._by_head(lowered, kv_heads),
-            log_sums,
-            jnp.zeros(rows.q_BRKGH.shape, jnp.float32),
-        )
+        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, lowered))
+        rows = rows._replace(kept=(*by_head, log_sums))
 
-        def of_block(rows: _Rows, keys: _Keys, state, of_keys):
-            do_BKGRH, lowered, log_sums, dq = state
+        def of_block(rows: _Rows, keys: _Keys, dq, of_keys):
+            do_BKGRH, lowered, log_sums = rows.kept
             dk, dv = of_keys
             k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
@@ -256,96 +251,93 @@ class _Ring:
             dv = dv + self._product("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
             dk = dk + self._product("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
             dq = dq + self._product("bkgrs,bskh->brkgh", ds, k_BSKH)
-            return (do_BKGRH, lowered, log_sums, dq), (dk, dv)
+            return dq, (dk, dv)
 
-        fold = _over_blocks(of_block)
-        d_memory = None
+        dq, d_memory = _zeros_like(rows.q_BRKGH), None
         if memory is not None:
             kept = _of_memory(memory, batch)
-            of_keys = _zeros_like(kept.k_BSKH), _zeros_like(kept.v_BSKH)
-            of_rows, of_keys = fold(rows, kept, of_rows, of_keys)
+            dq, of_keys = self._fold(of_block, rows, kept, dq, _zeros_like(kept[:2]))
             d_memory = tuple(
-                x.sum(0).astype(own.dtype) for x, own in zip(of_keys, memory, strict=True)
+                x.sum((0, 1)).astype(own.dtype) for x, own in zip(of_keys, memory, strict=True)
             )
-        keys = _Keys(k_BLKH, v_BLKH, None, segments_BL)
-        of_keys = _zeros_like(k_BLKH), _zeros_like(v_BLKH)
-        of_rows, of_keys, came = self._around(fold, rows, keys, of_rows, of_keys)
+        keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
+        dq, of_keys, came = self._around(of_block, rows, keys, dq, _zeros_like(keys[:2]))
         dk, dv = self._handed_on(of_keys, -came)
-        dq_BLNH = jnp.moveaxis(of_rows[-1], 0, 1).reshape(q_BLNH.shape)
+        d_tokens = (
+            jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
+            for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
+        )
         return (
-            dq_BLNH.astype(q_BLNH.dtype),
-            dk.astype(k_BLKH.dtype),
-            dv.astype(v_BLKH.dtype),
+            *d_tokens,
             None,
             None if slopes_N is None else jnp.zeros_like(slopes_N),
             d_memory,
         )
 
     def _around(
-        self, fold: _Fold, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
+        self, of_block: _OfBlock, rows: _Rows, keys: Any, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any, int]:
         """Folds every part that queries see: the states, and how far those of keys have come."""
         steps = self.steps
-        keys, of_keys = self._handed_on((keys, of_keys), steps.start)
         own = jax.lax.axis_index(self.axes)
 
-        def meet(keys: _Keys, states: Any, step: Any) -> Any:
-            part = (own - step) % self.num_parts
-            keys = keys._replace(places_S=self._places(part))
-            return self._meet(fold, rows, keys, states, own, part)
-
-        if steps.start == 0:
-            states = self._meet_own(
-                fold, rows, keys._replace(places_S=self._places(own)), (of_rows, of_keys)
-            )
-        else:
-            states = meet(keys, (of_rows, of_keys), steps.start)
+        def meet(keys: Any, states: Any, step: Any) -> Any:
+            k_QBSKH, v_QBSKH, segments_QBS = keys
+            places_QS = self._places((own - step) % self.num_parts)
+            part = _Keys(k_QBSKH, v_QBSKH, places_QS, segments_QBS)
+            return self._fold(of_block, rows, part, *states)
 
         def body(carried, step):
             keys, (of_rows, of_keys) = carried
             keys, of_keys = self._handed_on((keys, of_keys), 1)
             return (keys, meet(keys, (of_rows, of_keys), step)), None
 
+        keys, of_keys = self._handed_on((keys, of_keys), steps.start)
+        states = meet(keys, (of_rows, of_keys), steps.start)
         if len(steps) > 1:
             rest = jnp.arange(steps.start + 1, steps.stop)
             (_, states), _ = jax.lax.scan(body, (keys, states), rest)
         return *states, steps[-1]
 
-    def _meet(
-        self, fold: _Fold, rows: _Rows, keys: _Keys, states: Any, own: jax.Array, part: jax.Array
-    ) -> Any:
-        """Folds the part of another device, or what is seen of it."""
-        if self.balanced:
-            # Of a part before: its early piece, by all queries. Of one behind: both its pieces, by
-            # the queries of the late piece. The same number of products.
-            return jax.lax.cond(
-                part < own,
-                lambda states: _of_early_keys(fold, rows, keys, states),
-                lambda states: _of_late_rows(fold, rows, keys, states),
-                states,
-            )
-        whole = lambda states: fold(rows, keys, *states)  # noqa: E731
-        if not self.scoring.causal and self.scoring.window is None:
-            return whole(states)
-        nearest = (own - part) * self.length - (self.length - 1)
-        farthest = (own - part) * self.length + (self.length - 1)
-        seen = farthest >= 0 if self.scoring.causal else True
-        if (window := self.scoring.window) is not None:
-            seen = seen & (nearest < window) & (farthest >= -window)
-        return jax.lax.cond(seen, whole, lambda states: states, states)
+    def _fold(
+        self, of_block: _OfBlock, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
+    ) -> tuple[Any, Any]:
+        """Each block of queries meets each piece of keys of which it may see something."""
 
-    def _meet_own(self, fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
-        if not self.balanced:
-            return fold(rows, keys, *states)
-        states = _of_early_rows_and_keys(fold, rows, keys, states)
-        return _of_late_rows(fold, rows, keys, states)
+        def one_piece(of_rows: Any, given: Any) -> tuple[Any, Any]:
+            keys, of_keys = given
+
+            def one_block(of_keys: Any, given: Any) -> tuple[Any, Any]:
+                states = given[1], of_keys
+                meet = functools.partial(of_block, given[0], keys)
+                if (sees := self._sees_any(given[0], keys)) is not True:
+                    of_rows, of_keys = jax.lax.cond(sees, meet, lambda *same: same, *states)
+                else:
+                    of_rows, of_keys = meet(*states)
+                return of_keys, of_rows
+
+            of_keys, of_rows = jax.lax.scan(one_block, of_keys, (rows, of_rows))
+            return of_rows, of_keys
+
+        return jax.lax.scan(one_piece, of_rows, (keys, of_keys))
+
+    def _sees_any(self, rows: _Rows, keys: _Keys) -> Any:
+        """Whether a query of a block may see a key of a piece; True where all see all."""
+        causal, window = self.scoring.causal, self.scoring.window
+        if keys.places_S is None or (not causal and window is None):
+            return True
+        nearest = rows.places_R[0] - keys.places_S[-1]
+        farthest = rows.places_R[-1] - keys.places_S[0]
+        sees: Any = farthest >= 0 if causal else True
+        if window is not None:
+            sees = sees & (nearest < window) & (farthest >= -window)
+        return sees
 
     # Parts of them
 
     def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
         """Scores [B, K, G, R, S], which of them count, and their slope over products q k."""
-        scoring, head_dim = self.scoring, rows.q_BRKGH.shape[-1]
-        scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+        scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
         scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := scoring.soft_cap:
@@ -370,31 +362,32 @@ class _Ring:
     def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _Rows:
         """This device's queries in blocks."""
         batch, length, _, head_dim = q_BLNH.shape
-        places_L = self._places(jax.lax.axis_index(self.axes))
+        places_QS = self._places(jax.lax.axis_index(self.axes))
         return _Rows(
-            self._blocks(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim)),
-            places_L.reshape(self.num_blocks, -1),
-            None if segments_BL is None else self._blocks(segments_BL),
+            _cut(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim), self.num_blocks),
+            places_QS.reshape(self.num_blocks, -1),
+            None if segments_BL is None else _cut(segments_BL, self.num_blocks),
         )
 
-    def _blocks(self, x: jax.Array) -> jax.Array:
-        """[B, L, ...] -> [P, B, R, ...]."""
-        return jnp.moveaxis(x.reshape(x.shape[0], self.num_blocks, -1, *x.shape[2:]), 1, 0)
+    def _pieces(self, keys_BL: Any) -> Any:
+        """Arrays [B, L, ...] of keys in pieces."""
+        return jax.tree.map(lambda x: _cut(x, self.num_pieces), keys_BL)
 
     def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
         """[B, L, N, ...] -> [P, B, K, G, R, ...]."""
-        x = self._blocks(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]))
+        x = _cut(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), self.num_blocks)
         return jnp.moveaxis(x, 2, 4)
 
     # Where tokens are
 
     def _places(self, part: jax.Array) -> jax.Array:
-        """Places in the sequence of the tokens of a part, int32 [L]."""
-        if not self.balanced:
-            return part * self.length + jnp.arange(self.length)
-        within = jnp.arange(self.length // 2)
-        late = 2 * self.num_parts - 1 - part
-        return jnp.concatenate([number * (self.length // 2) + within for number in (part, late)])
+        """Places in the sequence of the tokens of a part, int32 [Q, S]."""
+        numbers_Q = part[None]
+        if self.num_pieces > 1:
+            late = 2 * self.num_parts - 1 - part
+            numbers_Q = jnp.where(part % 2 == 0, jnp.stack([part, late]), jnp.stack([late, part]))
+        size = self.length // self.num_pieces
+        return numbers_Q[:, None] * size + jnp.arange(size)
 
     def _handed_on(self, tree: Any, by: int) -> Any:
         """What the device `by` places before this one holds."""
@@ -403,94 +396,29 @@ class _Ring:
         pairs = [(i, (i + by) % self.num_parts) for i in range(self.num_parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
-    def _in_pieces(self, x: jax.Array) -> jax.Array:
-        """From pieces 2 i and 2 i + 1 of 2 C to pieces i and 2 C - 1 - i on device i."""
-        early, late = jnp.split(x, 2, axis=1)
-        even = jax.lax.ppermute(early, self.axes, self._owners(0))
-        odd = jax.lax.ppermute(late, self.axes, self._owners(1))
-        is_even = jax.lax.axis_index(self.axes) % 2 == 0
-        return jnp.concatenate(
-            [jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=1
-        )
-
-    def _in_order(self, x: jax.Array) -> jax.Array:
-        """The reverse of `_in_pieces`."""
-        first, second = jnp.split(x, 2, axis=1)
-        is_even = jax.lax.axis_index(self.axes) % 2 == 0
-        even, odd = jnp.where(is_even, first, second), jnp.where(is_even, second, first)
-        halves = [
-            jax.lax.ppermute(half, self.axes, [(owner, i) for i, owner in self._owners(parity)])
-            for parity, half in enumerate((even, odd))
-        ]
+    def _exchanged(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
+        """From pieces 2 i and 2 i + 1 of 2 C on device i to i and 2 C - 1 - i, the one with an even
+        number first; or back.
+        """
+        halves, last = [], 2 * self.num_parts - 1
+        for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
+            pieces = range(parity, last + 1, 2)
+            pairs = [(i, min(piece, last - piece)) for i, piece in enumerate(pieces)]
+            pairs = [pair[::-1] for pair in pairs] if back else pairs
+            halves.append(jax.lax.ppermute(half, self.axes, pairs))
         return jnp.concatenate(halves, axis=1)
 
-    def _owners(self, parity: int) -> list[tuple[int, int]]:
-        """(i, the device that piece 2 i + parity goes to)."""
-        last = 2 * self.num_parts - 1
-        return [(i, min(2 * i + parity, last - 2 * i - parity)) for i in range(self.num_parts)]
 
-
-def _over_blocks(of_block: _Fold) -> _Fold:
-    """A function of rows made one of blocks of rows, one after the other."""
-
-    def fold(rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any) -> tuple[Any, Any]:
-        if rows.places_R.shape[0] == 1:
-            block, of_block_rows = jax.tree.map(lambda x: x[0], (rows, of_rows))
-            of_block_rows, of_keys = of_block(block, keys, of_block_rows, of_keys)
-            return jax.tree.map(lambda x: x[None], of_block_rows), of_keys
-
-        def body(of_keys, given):
-            of_block_rows, of_keys = of_block(given[0], keys, given[1], of_keys)
-            return of_keys, of_block_rows
-
-        of_keys, of_rows = jax.lax.scan(body, of_keys, (rows, of_rows))
-        return of_rows, of_keys
-
-    return fold
+def _cut(x_BL: jax.Array, number: int) -> jax.Array:
+    """[B, L, ...] -> [number, B, L / number, ...]."""
+    return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
 def _of_memory(memory: Memory, batch: int) -> _Keys:
-    k_BMKH, v_BMKH = (jnp.broadcast_to(x, (batch, *x.shape)) for x in memory)
-    return _Keys(k_BMKH, v_BMKH, None, None)
+    """As one piece."""
+    k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in memory)
+    return _Keys(k_1BMKH, v_1BMKH, None, None)
 
 
-def _zeros_like(x: jax.Array) -> jax.Array:
-    return jnp.zeros(x.shape, jnp.float32)
-
-
-def _early(tree: Any, axis: int) -> Any:
-    return jax.tree.map(lambda x: jnp.split(x, 2, axis)[0], tree)
-
-
-def _late(tree: Any, axis: int) -> Any:
-    return jax.tree.map(lambda x: jnp.split(x, 2, axis)[1], tree)
-
-
-def _joined(early: Any, late: Any, axis: int) -> Any:
-    return jax.tree.map(lambda *halves: jnp.concatenate(halves, axis), early, late)
-
-
-def _early_keys(keys: _Keys) -> _Keys:
-    assert keys.places_S is not None
-    k_BSKH, v_BSKH, segments_BS = _early((keys.k_BSKH, keys.v_BSKH, keys.segments_BS), 1)
-    return _Keys(k_BSKH, v_BSKH, _early(keys.places_S, 0), segments_BS)
-
-
-def _of_early_keys(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
-    of_rows, of_keys = states
-    of_rows, early = fold(rows, _early_keys(keys), of_rows, _early(of_keys, 1))
-    return of_rows, _joined(early, _late(of_keys, 1), 1)
-
-
-def _of_late_rows(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
-    of_rows, of_keys = states
-    late, of_keys = fold(_late(rows, 0), keys, _late(of_rows, 0), of_keys)
-    return _joined(_early(of_rows, 0), late, 0), of_keys
-
-
-def _of_early_rows_and_keys(fold: _Fold, rows: _Rows, keys: _Keys, states: Any) -> Any:
-    of_rows, of_keys = states
-    early, early_keys = fold(
-        _early(rows, 0), _early_keys(keys), _early(of_rows, 0), _early(of_keys, 1)
-    )
-    return _joined(early, _late(of_rows, 0), 0), _joined(early_keys, _late(of_keys, 1), 1)
+def _zeros_like(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)

@@ -61,6 +61,28 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
     return jax.checkpoint(function, policy=keep, prevent_cse=not in_scan)
 
 
+@jax.custom_vjp
+def _unstacked(stacked: Any) -> list[Any]:
+    """A stacked tree as a list of one tree per layer.
+
+    Its gradient is one concatenation. Plain slices would each give a gradient of the whole
+    stacked size, and adding those up costs more than the layers themselves on CPU.
+    """
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    return [_row(stacked, index) for index in range(num_layers)]
+
+
+def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
+    return _unstacked(stacked), None
+
+
+def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
+    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
+
+
+_unstacked.defvjp(_unstacked_forward, _unstacked_backward)
+
+
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
     """How the layers of a model are built and stored.
@@ -86,22 +108,24 @@ class Blueprint:
             return weights
         return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
 
-    def layer_weights(self, weights: dict) -> list[dict]:
-        """Each layer's weights."""
-        if self.is_stacked:
-            rows = _unstacked(weights)
-            return [rows[index % len(rows)] for index in range(self.plan.num_layers)]
-        cycles = {name: _unstacked(stacked) for name, stacked in weights.get("cycle", {}).items()}
-        return [self.layer_of(weights, cycles, index) for index in range(self.plan.num_layers)]
-
-    def layer_of(self, weights: dict, cycles: dict[str, list[dict]], index: int) -> dict:
-        """One layer's weights, of layers that differ.
+    def layer_weights(
+        self, weights: dict, cut: Callable[[Any], list[dict]] = _unstacked
+    ) -> list[dict]:
+        """Each layer's weights.
 
         Args:
-          cycles: those of repeated layers by run and place in it.
+          cut: a stacked tree -> a tree for each layer.
         """
-        place = self.plan.cycled(index)
-        return weights[str(index)] if place is None else cycles[str(place[0])][place[1]]
+        indices = range(self.plan.num_layers)
+        if self.is_stacked:
+            rows = cut(weights)
+            return [rows[index % len(rows)] for index in indices]
+        cycles = {name: cut(stacked) for name, stacked in weights.get("cycle", {}).items()}
+        places = map(self.plan.cycled, indices)
+        return [
+            weights[str(index)] if place is None else cycles[str(place[0])][place[1]]
+            for index, place in zip(indices, places, strict=True)
+        ]
 
     def join(self, layers: Sequence[dict]) -> dict:
         """All layers' weights as they are stored, from each layer's; for use inside a trace.
@@ -194,137 +218,109 @@ def _shapes(layer: Any) -> list[Any]:
     return [(path, value.shape, value.dtype, axes) for path, value, axes in values]
 
 
-@jax.custom_vjp
-def _unstacked(stacked: Any) -> list[Any]:
-    """A stacked tree as a list of one tree per layer.
-
-    Its gradient is one concatenation. Plain slices would each give a gradient of the whole
-    stacked size, and adding those up costs more than the layers themselves on CPU.
-    """
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    return [jax.tree.map(lambda leaf: leaf[i], stacked) for i in range(num_layers)]  # noqa: B023
-
-
-def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
-    return _unstacked(stacked), None
-
-
-def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
-    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
-
-
-_unstacked.defvjp(_unstacked_forward, _unstacked_backward)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cut(index: int, stacked: Any) -> tuple[Any, Any]:
-    """Weights of one layer, and the stacked tree that the next layer's are to be cut from.
+def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
+    """One layer's weights, the stacked ones to take the next layer's from, and what is carried.
 
-    Backward, a layer's gradients are written into the stacked ones that have come back so far, as
-    in a scan: each layer's are there when its own backward pass is over.
+    Backward, none of their gradients is used before all of them are there. Those of one layer's
+    weights are written into the stacked ones that have come back so far, as in a scan: each
+    layer's are there when its own backward pass is over.
+
+    Args:
+      index: of the layer; None where these are its own weights, which are not stacked.
     """
-    return jax.tree.map(lambda leaf: leaf[index], stacked), stacked
+    if index is None:
+        return weights, None, carried
+    return _row(weights, index), weights, carried
 
 
-def _cut_forward(index: int, stacked: Any) -> tuple[tuple[Any, Any], None]:
+def _in_turn_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
     # With symbolic zeros, arguments come with the question whether they are differentiated.
-    return _cut(index, jax.tree.map(lambda x: x.value, stacked)), None
+    return _in_turn(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
-def _cut_backward(index: int, _: None, gradients: tuple[Any, Any]) -> tuple[Any]:
+def _in_turn_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
     def put(own: Any, so_far: Any) -> Any:
-        if _is_zero(own):
-            return None if _is_zero(so_far) else so_far
-        if _is_zero(so_far):
+        if is_zero(own):
+            return so_far
+        if is_zero(so_far):
             num_layers, *_ = so_far.aval.shape
             so_far = jnp.zeros((num_layers, *own.shape), own.dtype)
         return jax.lax.dynamic_update_index_in_dim(so_far, own, index, 0)
 
-    return (jax.tree.map(put, *gradients, is_leaf=_is_zero),)
-
-
-_cut.defvjp(_cut_forward, _cut_backward, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def _in_turn(arrays: Any) -> Any:
-    """As given; backward, none of their gradients is used before all of them are there."""
-    return arrays
-
-
-def _in_turn_forward(arrays: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda x: x.value, arrays), None
-
-
-def _in_turn_backward(_: None, gradients: Any) -> tuple[Any]:
-    leaves, structure = jax.tree.flatten(gradients, is_leaf=_is_zero)
-    there = iter(jax.lax.optimization_barrier([g for g in leaves if not _is_zero(g)]))
+    of_weights, so_far, of_carried = gradients
+    if index is not None:
+        of_weights = jax.tree.map(put, of_weights, so_far, is_leaf=is_zero)
+    leaves, structure = jax.tree.flatten((of_weights, of_carried), is_leaf=is_zero)
+    there = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
     # What has no gradient gets none, instead of an array of zeros.
-    return (jax.tree.unflatten(structure, [None if _is_zero(g) else next(there) for g in leaves]),)
+    return jax.tree.unflatten(structure, [None if is_zero(g) else next(there) for g in leaves])
 
 
 _in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
 
 
-def _is_zero(gradient: Any) -> bool:
+def is_zero(gradient: Any) -> bool:
+    """Whether a backward pass was given no array in a gradient's place."""
     return isinstance(gradient, SymbolicZero)
 
 
 def apply_scanned(
     layers: Any,
     blueprint: Blueprint,
-    x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, jax.Array | int], tuple[jax.Array, Scalars]],
+    carried: Any,
+    apply: Callable[[Any, Any, jax.Array | int], tuple[Any, Scalars]],
     policy: RematPolicy,
-) -> tuple[jax.Array, Scalars]:
-    """Sends `x_BTD` through all layers, repeats of the cycle in a scan and others unrolled.
+) -> tuple[Any, Scalars]:
+    """Sends `carried` through all layers, repeats of the cycle in a scan and others unrolled.
 
     Args:
       layers: what `stack` returned.
-      apply: (layer, x, index) -> (y, scalars).
+      carried: what the first layer gets: a tree of arrays.
+      apply: (layer, carried, index) -> (what the next layer gets, scalars).
       policy: what each layer's backward pass computes again.
 
     Returns:
-      The last output, and each scalar summed over layers.
+      What the last layer handed on, and each scalar summed over layers.
     """
     weights, plan = weights_of(layers), blueprint.plan
     totals: Scalars = {}
 
-    def single(x_BTD: jax.Array, index: int) -> jax.Array:
-        def one_layer(x_BTD, weights):
+    def single(carried: Any, index: int) -> Any:
+        def one_layer(carried, weights):
             if blueprint.is_stacked:
                 weights = _row(weights, 0 if blueprint.is_shared else index)
-            return apply(nnx.merge(blueprint.graphdefs[index], weights), x_BTD, index)
+            return apply(nnx.merge(blueprint.graphdefs[index], weights), carried, index)
 
         own = weights if blueprint.is_stacked else weights[str(index)]
-        y_BTD, scalars = rematerialized(one_layer, policy, in_scan=False)(x_BTD, own)
+        carried, scalars = rematerialized(one_layer, policy, in_scan=False)(carried, own)
         _add(totals, scalars)
-        return token_by_token(y_BTD)
+        return token_by_token(carried)
 
     for index in range(plan.prefix):
-        x_BTD = single(x_BTD, index)
+        carried = single(carried, index)
     if plan.repeats:
-        x_BTD, scalars = scan_cycle(
-            blueprint, blueprint.cycle_weights(weights), x_BTD, apply, policy,
+        carried, scalars = scan_cycle(
+            blueprint, blueprint.cycle_weights(weights), carried, apply, policy,
             num_repeats=plan.repeats, first=plan.prefix,
         )  # fmt: skip
         _add(totals, scalars)
     for index in range(plan.end, plan.num_layers):
-        x_BTD = single(x_BTD, index)
-    return x_BTD, totals
+        carried = single(carried, index)
+    return carried, totals
 
 
 def scan_cycle(
     blueprint: Blueprint,
     weights: Any,
-    x_BTD: jax.Array,
-    apply: Callable[[Any, jax.Array, Any], tuple[jax.Array, Scalars]],
+    carried: Any,
+    apply: Callable[[Any, Any, Any], tuple[Any, Scalars]],
     policy: RematPolicy,
     *,
     num_repeats: int,
     first: jax.Array | int = 0,
     select: Callable[[Any], Any] | None = None,
-) -> tuple[jax.Array, Scalars]:
+) -> tuple[Any, Scalars]:
     """Repeats of the cycle in a scan.
 
     Args:
@@ -337,45 +333,47 @@ def scan_cycle(
     # Whether a layer cuts its weights out of those of a whole cycle. An inner loop cannot do so.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
 
-    def one_run(x_BTD: jax.Array, weights: Any, run: int, start: Any) -> tuple[jax.Array, Scalars]:
+    def one_run(carried: Any, weights: Any, run: int, start: Any) -> tuple[Any, Scalars]:
         graphdef, length = blueprint.graphdefs[plan.first_of(run)], plan.runs[run]
         row = run if in_layer and not is_shared else 0
         weights = weights if in_layer else weights[run]
 
-        def one_layer(x_BTD, weights, index):
+        def one_layer(carried, weights, index):
             # In here, as weights cut out before would be kept for the backward pass.
             own = _row(weights, row) if length == 1 or is_shared else weights
-            return apply(nnx.merge(graphdef, own if select is None else select(own)), x_BTD, index)
+            return apply(
+                nnx.merge(graphdef, own if select is None else select(own)), carried, index
+            )
 
         # A loop of one turn is none to the compiler.
         in_scan = num_repeats > 1 or length > 1
         one_layer = rematerialized(one_layer, policy, in_scan=in_scan)
         if length == 1:
-            y_BTD, scalars = one_layer(x_BTD, weights, start)
-            return token_by_token(y_BTD), scalars
+            carried, scalars = one_layer(carried, weights, start)
+            return token_by_token(carried), scalars
 
-        def turn(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, Scalars]:
+        def turn(carried: Any, given: Any) -> tuple[Any, Scalars]:
             own, place = given
-            y_BTD, scalars = one_layer(x_BTD, weights if is_shared else own, start + place)
-            return token_by_token(y_BTD), scalars
+            carried, scalars = one_layer(carried, weights if is_shared else own, start + place)
+            return token_by_token(carried), scalars
 
         own = None if is_shared else weights
-        x_BTD, scalars = jax.lax.scan(turn, x_BTD, (own, jnp.arange(length)))
-        return x_BTD, jax.tree.map(jnp.sum, scalars)
+        carried, scalars = jax.lax.scan(turn, carried, (own, jnp.arange(length)))
+        return carried, jax.tree.map(jnp.sum, scalars)
 
-    def one_cycle(x_BTD: jax.Array, given: Any) -> tuple[jax.Array, list[Scalars]]:
+    def one_cycle(carried: Any, given: Any) -> tuple[Any, list[Scalars]]:
         weights, start = given
         scalars = []
         for run, length in enumerate(plan.runs):
-            x_BTD, found = one_run(x_BTD, weights, run, start)
+            carried, found = one_run(carried, weights, run, start)
             scalars.append(found)
             start = start + length
-        return x_BTD, scalars
+        return carried, scalars
 
     starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
     if is_shared:
-        x_BTD, scalars = jax.lax.scan(
-            lambda x, start: one_cycle(x, (weights, start)), x_BTD, starts
+        carried, scalars = jax.lax.scan(
+            lambda carried, start: one_cycle(carried, (weights, start)), carried, starts
         )
     else:
         by_cycle = jax.tree.map(
@@ -384,11 +382,11 @@ def scan_cycle(
         )
         if not in_layer:
             by_cycle = _by_run(blueprint, by_cycle)
-        x_BTD, scalars = jax.lax.scan(one_cycle, x_BTD, (by_cycle, starts))
+        carried, scalars = jax.lax.scan(one_cycle, carried, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
-    return x_BTD, totals
+    return carried, totals
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
@@ -494,12 +492,7 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
             leaf.delete()
         return [jax.tree.unflatten(structure, parts) for parts in rows]
 
-    num_layers = blueprint.plan.num_layers
-    if blueprint.is_stacked:
-        rows = cut(weights)
-        return tuple(rows[index % len(rows)] for index in range(num_layers))
-    cycles = {name: cut(stacked) for name, stacked in weights.get("cycle", {}).items()}
-    return tuple(blueprint.layer_of(weights, cycles, index) for index in range(num_layers))
+    return tuple(blueprint.layer_weights(weights, cut))
 
 
 def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
@@ -511,11 +504,9 @@ def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any
     if not in_turn:
         return held[index % len(held)], held, carried
     if not isinstance(held, list):
-        held, carried = _in_turn((held, carried))
-        weights, held = _cut(index, held)  # pyright: ignore
-        return weights, held, carried
+        return _in_turn(index, held, carried)  # pyright: ignore
     held, place = list(held), index % len(held)
-    held[place], carried = _in_turn((held[place], carried))
+    held[place], _, carried = _in_turn(None, held[place], carried)  # pyright: ignore
     return held[place], held, carried
 
 

@@ -49,7 +49,7 @@ class NewestInputs:
     ) -> tuple[jax.Array, "NewestInputs"]:
         """The sums of T new tokens, and what is kept after them."""
         x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
-        weights = _band(x_BTE.shape[1], x_BSE.shape[1], kernel, kernel)
+        weights = _band(x_BTE.shape[1], kernel)
         y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
         return y_BTE, NewestInputs(x_BSE[:, x_BSE.shape[1] - kernel :])
 
@@ -61,15 +61,6 @@ class SplitState:
 
     attention: Any
     sums: NewestInputs
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens that there is room for."""
-        return self.attention.capacity
-
-    def with_capacity(self, capacity: int) -> "SplitState":
-        """With room for more."""
-        return dataclasses.replace(self, attention=self.attention.with_capacity(capacity))
 
 
 @functools.cache
@@ -164,7 +155,7 @@ def static_sgu(
         starts = np.arange(num_blocks)[:, None] * rows + np.arange(kernel + rows)[None]
         return x[:, starts]
 
-    weights = jnp.asarray(_band(rows, kernel + rows, kernel, kernel))
+    weights = jnp.asarray(_band(rows, kernel))
     if segments_BT is not None:
         of_inputs = with_places_before(segments_BT)
         same = of_inputs[:, :, kernel:, None] == of_inputs[:, :, None, :]
@@ -186,8 +177,8 @@ def _product(weights: jax.Array, x: jax.Array, precision: str | None) -> jax.Arr
     )  # fmt: skip
 
 
-def _band(rows: int, columns: int, behind: int, kernel: int) -> np.ndarray:
-    """Float32 [rows, columns]: row t sums the columns up to its own, t + behind."""
-    distance = np.arange(rows)[:, None] + behind - np.arange(columns)[None]
+def _band(rows: int, kernel: int) -> np.ndarray:
+    """Float32 [rows, kernel + rows]: row t sums the columns up to its own, t + kernel."""
+    distance = np.arange(rows)[:, None] + kernel - np.arange(kernel + rows)[None]
     inside = (distance >= 0) & (distance <= kernel)
     return np.where(inside, 1.0 / (np.maximum(distance, 0) + 2.0), 0.0).astype(np.float32)

@@ -62,11 +62,6 @@ def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> j
     return jnp.zeros(shape, dtype)
 
 
-def ones(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
-    """For the scales of norms."""
-    return jnp.ones(shape, dtype)
-
-
 def constant(value: float | np.ndarray) -> Initializer:
     """The same numbers for every key: one, or an array that fits the shape."""
 
@@ -76,15 +71,33 @@ def constant(value: float | np.ndarray) -> Initializer:
     return initialize
 
 
-def _normal(std: float) -> Initializer:
+def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
+    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+
+
+def _normal(std: float | Callable[[int, int], float]) -> Initializer:
+    """Normal numbers of one deviation, or of one that depends on inputs and outputs."""
+
     def initialize(key, shape, num_in_dims, dtype):
-        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        scale = std(*_fans(shape, num_in_dims)) if callable(std) else std
+        return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return initialize
 
 
-def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
-    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+_normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
+
+
+def _glorot_variance(fan_in: int, fan_out: int) -> float:
+    return 2.0 / (fan_in + fan_out)  # Glorot and Bengio 2010, equation 16
+
+
+_xavier_normal = _normal(lambda *fans: math.sqrt(_glorot_variance(*fans)))
+
+
+def _xavier_uniform(key, shape, num_in_dims, dtype):
+    bound = math.sqrt(3 * _glorot_variance(*_fans(shape, num_in_dims)))
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
 def _truncated_fan_in(key, shape, num_in_dims, dtype):
@@ -92,11 +105,6 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
     # 0.8796 is the deviation of a unit normal cut at two sigma, so that the result has 1/fan_in.
     std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
-
-
-def _normal_fan_in(key, shape, num_in_dims, dtype):
-    fan_in, _ = _fans(shape, num_in_dims)
-    return _normal(1.0 / math.sqrt(fan_in))(key, shape, num_in_dims, dtype)
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -109,29 +117,12 @@ def orthogonal(scale: float) -> Initializer:
     return initialize
 
 
-def _times(factor: float, initializer: Initializer) -> Initializer:
+def _times(factor: Callable[[int], float], initializer: Initializer) -> Initializer:
+    """`initializer` times a factor of the number of inputs."""
+
     def initialize(key, shape, num_in_dims, dtype):
-        return factor * initializer(key, shape, num_in_dims, dtype)
-
-    return initialize
-
-
-def _over_root_of_inputs(initializer: Initializer) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
-        scale = _fans(shape, num_in_dims)[0] ** -0.5
-        return scale * initializer(key, shape, num_in_dims, dtype)
-
-    return initialize
-
-
-def _xavier(uniform: bool) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
-        fan_in, fan_out = _fans(shape, num_in_dims)
-        variance = 2.0 / (fan_in + fan_out)  # Glorot and Bengio 2010, equation 16
-        if uniform:
-            bound = math.sqrt(3 * variance)
-            return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
-        return (math.sqrt(variance) * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+        fan_in, _ = _fans(shape, num_in_dims)
+        return factor(fan_in) * initializer(key, shape, num_in_dims, dtype)
 
     return initialize
 
@@ -169,42 +160,33 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
     slots as outputs otherwise. gpt_neo: GPT-Neo's code, where the scale of attention is in the
     queries.
     """
-    depth, width = dimensions.num_layers, dimensions.emb_dim
-    if section.weight_init == "gpt2":
-        std = section.init_std
-        kernel, output, table = _normal(std), _normal(std / math.sqrt(2 * depth)), std
-    elif section.weight_init == "neox":
-        std = math.sqrt(2 / (5 * width))
-        kernel, output, table = _normal(std), _normal(2 / (depth * math.sqrt(width))), std
-    elif section.weight_init == "normal":
-        kernel = output = _normal(section.init_std)
-        table = section.init_std
-    elif section.weight_init == "wang":
-        kernel, output = _normal(section.init_std), _normal(2 / (depth * math.sqrt(width)))
-        table = section.init_std
-    elif section.weight_init in ("fan_in", "tokenformer"):
+    kind, depth, width = section.weight_init, dimensions.num_layers, dimensions.emb_dim
+    table = math.sqrt(2 / (5 * width)) if kind == "neox" else section.init_std
+    kernel = output = _normal(table)
+    if kind == "gpt2":
+        output = _normal(table / math.sqrt(2 * depth))
+    elif kind in ("neox", "wang"):
+        output = _normal(2 / (depth * math.sqrt(width)))
+    elif kind in ("fan_in", "tokenformer"):
         kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
-    elif section.weight_init == "gpt_neo":
-        kernel = output = _normal(section.init_std)
-        table = section.init_std
-    else:
-        kernel = output = _xavier(uniform=section.weight_init == "xavier_uniform")
+    elif kind.startswith("xavier"):
+        kernel = output = _xavier_uniform if kind == "xavier_uniform" else _xavier_normal
         table = 1.0
     if section.embedding_init_std is not None:
         table = section.embedding_init_std
     if section.init_scale_by_in:
-        kernel, output = _over_root_of_inputs(kernel), _over_root_of_inputs(output)
+        kernel, output = (_times(lambda fan_in: fan_in**-0.5, x) for x in (kernel, output))
     if section.init_scale_by_depth:
-        output = _times(depth**-0.5, output)
+        output = _times(lambda _: depth**-0.5, output)
     query = key_value = kernel
     attention_output, position = output, _normal(table)
-    if section.weight_init == "gpt_neo":
+    if kind == "gpt_neo":
         query = _normal((width * dimensions.head_dim) ** -0.5)
         key_value = _normal(width**-0.5)
         attention_output = _normal((dimensions.num_query_heads * dimensions.head_dim) ** -0.5)
         position = _normal(0.01)
     slots = in_attention = SlotInitializers(kernel, output)
-    if section.weight_init == "tokenformer":
+    if kind == "tokenformer":
         in_attention = SlotInitializers(_normal_fan_in, _normal_fan_in)
     return Initializers(
         kernel,

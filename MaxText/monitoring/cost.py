@@ -4,19 +4,18 @@ Legend: T tokens of a sequence, L layers, K key/value heads, H head_dim.
 """
 
 import dataclasses
+import functools
 import textwrap
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.registry import registrations
 from MaxText.layers.arrangements import mixer_of
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied, query_block
 from MaxText.layers.head import head_of
 from MaxText.layers.model import Model
-from MaxText.layers.part import Head, Mixer
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, ruled_table, share
 
@@ -47,51 +46,48 @@ class ModelCost:
         return sum(info.size * info.dtype.itemsize for info in self.model.parameters.values())
 
     @property
-    def gradient_bytes(self) -> int:
-        """Gradients: one for every parameter, in its format."""
-        return self.parameter_bytes
+    def training_bytes(self) -> int:
+        """Of parameters, gradients (one for every parameter, in its format) and optimizer state."""
+        return 2 * self.parameter_bytes + (self.optimizer_bytes or 0)
+
+    @functools.cached_property
+    def _states(self) -> list[tuple[int, int]]:
+        """Bytes that generation keeps in each layer, and last in the head: of a token, and of a
+        sequence however long (windows, sums, learned keys). Nothing where a model sees later
+        tokens: there, every new token changes the keys and values of all others.
+        """
+        section, length = self.model.section, self.count.sequence_length
+        if not section.attention.causal:
+            return [(0, 0)]
+        itemsize = jnp.dtype(section.numerics.dtype).itemsize
+        parts = [(mixer_of(layer), layer) for layer in section.layers]
+        return [
+            part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
+            if part is not None
+            else (0, 0)
+            for part, layer in [*parts, head_of(section)]
+        ]
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
         """What generation keeps of a token: keys and values of layers of global attention in
-        `dtype`, and what the head keeps; 0 for a model that sees later tokens.
-
-        There, every new token changes the keys and values of all others.
+        `dtype`, and what the head keeps.
         """
-        return self._state_bytes[0]
-
-    @property
-    def fixed_state_bytes(self) -> int:
-        """What generation keeps of a sequence however long: windows, sums, learned keys."""
-        return self._state_bytes[1]
-
-    @property
-    def _state_bytes(self) -> tuple[int, int]:
-        """Of decode states: for each token, and however long a sequence is."""
-        of_token = fixed = 0
-        section = self.model.section
-        if not section.attention.causal:
-            return 0, 0
-        mixers = [(mixer_of(layer), layer) for layer in section.layers]
-        for part, layer in [*mixers, head_of(section)]:
-            if part is not None:
-                found = self._bytes_of(part, layer)
-                of_token, fixed = of_token + found[0], fixed + found[1]
-        return of_token, fixed
-
-    def _bytes_of(self, part: type[Mixer] | type[Head], layer: Layer) -> tuple[int, int]:
-        length, itemsize = self.count.sequence_length, self._activation_bytes
-        return part.state_bytes(part.keys_of(layer), layer.dimensions, length, itemsize)
+        return sum(of_token for of_token, _ in self._states)
 
     @property
     def kv_cache_bytes(self) -> int:
         """What generation keeps of a whole sequence."""
-        return self.kv_cache_bytes_per_token * self.count.sequence_length + self.fixed_state_bytes
+        fixed = sum(fixed for _, fixed in self._states)
+        return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
 
     @property
-    def attention_rule(self) -> str:
-        """How many keys a query counts by the rule of MFU, in words."""
-        section, length = self.model.section.attention, self.count.sequence_length
+    def attention(self) -> tuple[str, str]:
+        """How many keys a query counts by the rule of MFU, and how many the backend multiplies it
+        with, in words.
+        """
+        model, length = self.model.section, self.count.sequence_length
+        section = model.attention
         if not section.causal:
             rule = f"not causal, a query counts all {length:,} keys"
         else:
@@ -99,29 +95,22 @@ class ModelCost:
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if section.num_mem_kv:
             rule += f", and {section.num_mem_kv} learned ones"
-        return "; ".join([rule, *(note for note, _ in self._notes if note)])
-
-    @property
-    def attention_computed(self) -> str:
-        """How many keys the backend multiplies a query with, in words."""
-        section, length = self.model.section.attention, self.count.sequence_length
-        multiplies = f"attention={section.attention} multiplies it with"
+        computed = f"attention={section.attention} multiplies it with"
         rows = query_block(section, length)
         if rows == length:
-            words = f"{multiplies} all {length:,}"
+            computed += f" all {length:,}"
         else:
             keys = keys_multiplied(section, length)
-            words = f"{multiplies} {keys:,.6g}, in blocks of {rows:,} query rows"
-        return "; ".join([words, *(note for _, note in self._notes if note)])
-
-    @property
-    def _notes(self) -> list[tuple[str, str]]:
-        """Of each mixer, those registered first before others."""
-        layers = {layer.section.block.mixer: layer for layer in self.model.section.layers}
+            computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
+        # Those of mixers registered first stand before others.
+        layers = {layer.section.block.mixer: layer for layer in model.layers}
         mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
         loaded = [(one.load(), layers[one.name]) for one in mixers]
-        length = self.count.sequence_length
-        return [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        notes = [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        of_rule, of_computed = zip(*notes, strict=True)
+        return "; ".join(filter(None, (rule, *of_rule))), "; ".join(
+            filter(None, (computed, *of_computed))
+        )
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, for the events of a run.
@@ -129,11 +118,11 @@ class ModelCost:
         `flops_per_token` is for training, by the rule of MFU; `executed_flops_per_token` is null
         where what rematerialisation computes again is not known.
         """
-        count = self.count
+        count, (rule, computed) = self.count, self.attention
         return {
             "mfu_rule": MFU_RULE,
-            "attention_rule": self.attention_rule,
-            "attention_computed": self.attention_computed,
+            "attention_rule": rule,
+            "attention_computed": computed,
             "sequence_length": count.sequence_length,
             "parts": [
                 {
@@ -151,16 +140,11 @@ class ModelCost:
             "bytes": {
                 "parameters": self.parameter_bytes,
                 "optimizer": self.optimizer_bytes,
-                "gradients": self.gradient_bytes,
+                "gradients": self.parameter_bytes,
             },
             "kv_cache_bytes_per_token": self.kv_cache_bytes_per_token,
             "kv_cache_bytes": self.kv_cache_bytes,
         }
-
-    @property
-    def training_bytes(self) -> int:
-        """Of parameters, gradients and optimizer state, each array once."""
-        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
 
     def describe(self) -> str:
         """The table as lines of at most 110 characters."""
@@ -191,7 +175,7 @@ class ModelCost:
             ],
             right=range(1, 6),
         )
-        notes = [f"attention: {self.attention_rule}; {self.attention_computed}.", MFU_RULE]
+        notes = [f"attention: {'; '.join(self.attention)}.", MFU_RULE]
         return "\n".join(
             [
                 table,
@@ -227,7 +211,7 @@ class ModelCost:
 
     def _memory(self) -> list[tuple[str, str, str, Any]]:
         """Rows of the memory of training and of the cache of generation."""
-        parts = {"parameters": self.parameter_bytes, "gradients": self.gradient_bytes}
+        parts = {"parameters": self.parameter_bytes, "gradients": self.parameter_bytes}
         if self.optimizer_bytes is not None:
             parts["optimizer state"] = self.optimizer_bytes
         rows = [
@@ -235,43 +219,38 @@ class ModelCost:
                 "memory of training, each array once, without activations",
                 " + ".join(parts),
                 " + ".join(f"{size:,}" for size in parts.values()),
-                byte_count(sum(parts.values())),
+                byte_count(self.training_bytes),
             )
         ]
         section, length = self.model.section, self.count.sequence_length
         if not section.attention.causal:
             return [*rows, ("KV cache", "", "", "none, attention is not causal")]
-        d, per_token, fixed = (
+        d, dtype, per_token = (
             section.shape.dimensions,
+            section.numerics.dtype,
             self.kv_cache_bytes_per_token,
-            self.fixed_state_bytes,
         )
-        growing = [
-            layer
-            for layer in section.layers
-            if (mixer := mixer_of(layer)) is not None and self._bytes_of(mixer, layer)[0]
-        ]
-        layers = "layers" if len(growing) == d.num_layers else "layers of global attention"
-        of_token = f"2 x {layers} x kv heads x head_dim x bytes of {section.numerics.dtype}"
-        numbers = f"2 x {len(growing)} x {d.num_kv_heads} x {d.head_dim} x {self._activation_bytes}"
-        if of_head := self._bytes_of(*head_of(section))[0]:
+        fixed = self.kv_cache_bytes - length * per_token
+        *of_layers, (of_head, _) = self._states
+        growing = sum(of_token > 0 for of_token, _ in of_layers)
+        layers = "layers" if growing == d.num_layers else "layers of global attention"
+        of_token = f"2 x {layers} x kv heads x head_dim x bytes of {dtype}"
+        itemsize = jnp.dtype(dtype).itemsize
+        numbers = f"2 x {growing} x {d.num_kv_heads} x {d.head_dim} x {itemsize}"
+        if of_head:
             of_token += f" + state of head {section.head.name}"
             numbers += f" + {of_head}"
-        of_sequence = "tokens x bytes of a token"
+        of_sequence = "tokens x bytes of a token" + (" + what does not grow" if fixed else "")
         return [
             *rows,
             ("KV cache of a token", of_token, numbers, f"{per_token:,} bytes"),
             (
                 "KV cache of a sequence",
-                f"{of_sequence} + what does not grow" if fixed else of_sequence,
+                of_sequence,
                 f"{length:,} x {per_token:,}" + (f" + {fixed:,}" if fixed else ""),
                 byte_count(self.kv_cache_bytes),
             ),
         ]
-
-    @property
-    def _activation_bytes(self) -> int:
-        return jnp.dtype(self.model.section.numerics.dtype).itemsize
 
 
 def model_cost(

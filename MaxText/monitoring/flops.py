@@ -66,7 +66,8 @@ F mlp_dim, V vocab_size.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from MaxText.configuration.model_sections import Layer
 from MaxText.configuration.model_sections import Model as ModelSection
@@ -197,36 +198,70 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     Args:
       sequence_length: tokens of a sequence.
     """
-    section = model.section
+    entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
-    products: collections.Counter[str] = collections.Counter()
-    executed: collections.Counter[str] = collections.Counter()
-    for name, info in model.parameters.items():
+    for info in model.parameters.values():
         held[info.row] += info.size
-        if info.num_in_dims:
-            by_rule, computed = _of_weights(model, name, info, sequence_length)
-            products[info.row] += by_rule  # type: ignore[assignment]
-            executed[info.row] += computed  # type: ignore[assignment]
-    table = _of_table(model)
-    products["head"] += table
-    executed["head"] += table
-    beside = _beside_weights(section, sequence_length)
-    rows = {name: one for of_owner in beside.values() for name, one in of_owner.items()}
+    found: dict[str, list[Flops]] = {}
+    for entry in entries:
+        found.setdefault(entry.row, []).append(entry.flops)
+    rows = [entry.row for entry in entries if entry.is_declared]
+    of_layers = [e.row for e in entries if e.is_declared and e.owner == "layers"]
     parts = []
-    for name in dict.fromkeys([*_BEGINNING, *beside["layers"], *_END, *rows, *held]):
-        if one := rows.get(name):
-            computed, is_between = one.executed or 0.0, name != _DEPTH_SUMS
-            parts.append(Part(name, 0, one.by_rule, computed, one.backward, is_between))
-        elif held[name] or products[name]:
-            parts.append(Part(name, held[name], products[name], executed[name]))
-    recomputed = _recomputed(model, beside, sequence_length)
-    return FlopCount(sequence_length, tuple(parts), recomputed)
+    for name in dict.fromkeys([*_BEGINNING, *of_layers, *_END, *rows, *held]):
+        flops = found.get(name, [])
+        if flops or held[name]:
+            by_rule, executed = sum(f.by_rule for f in flops), sum(f.executed or 0 for f in flops)
+            backward = flops[-1].backward if flops else 2
+            between = name in rows and name != _DEPTH_SUMS
+            parts.append(Part(name, held[name], by_rule, executed, backward, between))
+    return FlopCount(sequence_length, tuple(parts), _recomputed(model.section, entries))
 
 
-def _of_table(model: Model) -> int:
-    """Operations of a head that multiplies with the token table."""
-    head, layer = head_of(model.section)
-    return 2 * model.parameters[_TOKEN_TABLE].size * head.reads_table(head.keys_of(layer))
+class _Entry(NamedTuple):
+    """Forward operations on a token of one weight, or that a part declares."""
+
+    owner: str  # as in ParameterInfo
+    row: str  # of the table
+    flops: Flops  # `executed` is a number
+    is_declared: bool = True
+
+
+def _entries(model: Model, length: int) -> Iterator[_Entry]:
+    section = model.section
+    for name, info in model.parameters.items():
+        if info.num_in_dims:
+            by_rule, executed = _of_weights(model, name, info, length)
+            flops = Flops(by_rule, executed, kept=0 if info.is_recomputed else executed)
+            yield _Entry(info.owner, info.row, flops, is_declared=False)
+    head, whole = head_of(section)
+    if head.reads_table(head.keys_of(whole)):
+        table = 2 * model.parameters[_TOKEN_TABLE].size
+        yield _Entry("head", "head", Flops(table, table), is_declared=False)
+    for row in ("attention scores", "attention values"):
+        yield _Entry("layers", row, Flops(0.0, 0.0))
+    for layer in section.layers:
+        feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
+        for branch, part in (("self_attention", mixer_of(layer)), ("mlp", feed_forward)):
+            is_last = branch in block_of(layer).not_recomputed
+            for entry in _declared("layers", part, layer, length):
+                if is_last and not entry.flops.backward:
+                    # Nothing reads again what no gradient passes through.
+                    kept = entry.flops._replace(kept=entry.flops.executed or 0.0)
+                    entry = entry._replace(flops=kept)
+                yield entry
+    yield from _declared("connections", lookup("connection", section.connection), whole, length)
+    yield from _declared("head", head, whole, length)
+
+
+def _declared(
+    owner: str, part: type[LayerPart] | None, layer: Layer, length: int
+) -> Iterator[_Entry]:
+    if part is None:
+        return
+    for row, flops in part.flops(part.keys_of(layer), layer.dimensions, length).items():
+        executed = flops.by_rule if flops.executed is None else flops.executed
+        yield _Entry(owner, row, flops._replace(executed=executed))
 
 
 def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
@@ -245,66 +280,20 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
     return visited, whole * capacity / group
 
 
-def _beside_weights(section: ModelSection, length: int) -> dict[str, dict[str, Flops]]:
-    """Owner (ParameterInfo) -> row -> forward operations on a token besides those of weights."""
-    whole = Layer(section, section.shape.dimensions)
-
-    def declared(part: type[LayerPart], layer: Layer) -> dict[str, Flops]:
-        return part.flops(part.keys_of(layer), layer.dimensions, length)
-
-    of_layers = [{"attention scores": Flops(0.0), "attention values": Flops(0.0)}]
-    for layer in section.layers:
-        feed_forward = lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
-        for branch, part in (("self_attention", mixer_of(layer)), ("mlp", feed_forward)):
-            rows = {} if part is None else declared(part, layer)
-            if branch in block_of(layer).not_recomputed:
-                # Nothing reads again what no gradient passes through.
-                rows = {
-                    name: one if one.backward else one._replace(kept=_executed(one))
-                    for name, one in rows.items()
-                }
-            of_layers.append(rows)
-    return {
-        "layers": _summed(of_layers),
-        "connections": _summed([declared(lookup("connection", section.connection), whole)]),
-        "head": _summed([declared(head_of(section)[0], whole)]),
-    }
-
-
-def _executed(one: Flops) -> float:
-    return one.by_rule if one.executed is None else one.executed
-
-
-def _summed(rows: Iterable[dict[str, Flops]]) -> dict[str, Flops]:
-    found: dict[str, Flops] = {}
-    for name, more in (item for of_part in rows for item in of_part.items()):
-        one = found.get(name, Flops(0.0))
-        found[name] = Flops(
-            one.by_rule + more.by_rule,
-            (one.executed or 0.0) + _executed(more),
-            one.recomputed + more.recomputed,
-            more.backward,
-            one.kept + more.kept,
-        )
-    return found
-
-
-def _recomputed(model: Model, beside: dict[str, dict[str, Flops]], length: int) -> float | None:
+def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
     """What the backward pass executes again: the layers by policy, the head when it is in chunks.
 
     Chunks of the head keep no logits (training/objective.py).
     """
-    policy, chunks = model.section.memory.remat_policy, model.section.objective.num_vocab_tiling
+    policy = section.memory.remat_policy
     if policy not in ("none", "full"):
         return None
-    again = sum(one.recomputed for rows in beside.values() for one in rows.values())
     owners = ("layers", "connections") if policy == "full" else ()
-    if chunks > 1:
-        again += _of_table(model)
+    if section.objective.num_vocab_tiling > 1:
         owners += ("head",)
-    for name, info in model.parameters.items():
-        if info.owner in owners and info.num_in_dims and info.is_recomputed:
-            again += _of_weights(model, name, info, length)[1]
-    for one in (one for owner in owners for one in beside[owner].values()):
-        again += _executed(one) - one.kept
+    again = 0.0
+    for entry in entries:
+        again += entry.flops.recomputed
+        if entry.owner in owners:
+            again += (entry.flops.executed or 0.0) - entry.flops.kept
     return None if math.isnan(again) else again

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from MaxText.configuration.training_sections import Batch
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring.flops import FlopCount, count_flops
 from MaxText.monitoring.peak_flops import PeakFlops

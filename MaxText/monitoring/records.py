@@ -10,8 +10,8 @@ from etils import epath
 from MaxText.checkpointing.starting_point import Start
 from MaxText.configuration.saved import flat
 from MaxText.configuration.schema import Config
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.monitoring.cost import model_cost
 from MaxText.monitoring.event_stream import EventStream, open_stream
 from MaxText.monitoring.lineage import Lineage
@@ -74,10 +74,11 @@ class Records:
         """Notes reads that were tried again and records that were left out."""
         if batches is None:
             return
-        for message in batches.incidents.drain():
+        for message in batches.retry_log.drain():
             self.events.emit("retry", step=step, reason=message)
-        for message in batches.bad_records.drain():
-            self.events.emit("skip", step=step, what="record", reason=message, count=1)
+        while batches.skipped:
+            reason = batches.skipped.pop(0)
+            self.events.emit("skip", step=step, what="record", reason=reason, count=1)
 
 
 def open_records(

@@ -8,7 +8,7 @@ import jax
 
 from MaxText.checkpointing.growth.record import event_facts, sizes, smaller_model
 from MaxText.checkpointing.starting_point import Start
-from MaxText.input_pipeline.batch_iterators import BatchIterator
+from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.monitoring.cost import ModelCost
 from MaxText.monitoring.event_stream import EventStream
 from MaxText.monitoring.lineage import Lineage

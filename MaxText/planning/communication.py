@@ -27,6 +27,7 @@ import math
 import numpy as np
 
 from MaxText.configuration.axis_rules import MESH_AXES
+from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.mixture_of_experts import places
 from MaxText.planning.hardware import Hardware
 from MaxText.planning.program import Program
@@ -59,15 +60,10 @@ def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
     if not bytes_of:
         return []
     _add_weights(program, bytes_of)
-    amounts = (
-        ("tensor", _hidden_states(program)),
-        ("expert", _rows(program)),
-        ("context", _keys_and_values(program)),
-        ("stage", _handed_on(program)),
-    )
-    for axis, amount in amounts:
+    amounts = {"tensor": _hidden_states, "expert": _rows, "context": _keys_and_values}
+    for axis, amount in (amounts | {"stage": _handed_on}).items():
         if axis in bytes_of:
-            bytes_of[axis] += amount * program.num_microbatches
+            bytes_of[axis] += amount(program) * program.num_microbatches
     return [
         Exchange(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
         for axis, amount in bytes_of.items()
@@ -170,7 +166,7 @@ def _keys_and_values(program: Program) -> float:
     attention, d = section.attention, program.local_model.section.shape.dimensions
     width = np.dtype(section.numerics.dtype).itemsize
     part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(section.softmax_mixers)
+    layers = len(softmax_windows(section))
     others = program.layout.mesh.shape["context"] - 1
     forward = 2 if section.memory.remat_policy in _MADE_AGAIN else 1
     if attention.context_parallel_strategy == "ring":
@@ -186,8 +182,6 @@ def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
     themselves first need not be sent again: each sends its part.
     """
     chip = hardware.chip
-    if chip is None:
-        return math.inf
     place = MESH_AXES.index(axis)
     within, across = program.sizes.within[place], program.sizes.across[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.within, strict=True) if size > 1]

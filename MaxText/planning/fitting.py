@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from MaxText.configuration.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.configuration.catalogue import build
@@ -26,7 +26,7 @@ from MaxText.monitoring.peak_flops import PeakFlops
 from MaxText.planning.communication import exchanges
 from MaxText.planning.hardware import Hardware
 from MaxText.planning.memory import least_memory
-from MaxText.planning.planning import FULL, Plan, make_plan, program_on
+from MaxText.planning.planning import FULL, Plan, plan_of, program_on
 from MaxText.planning.program import Program, model_of
 from MaxText.planning.step_time import least_time
 from MaxText.training import backend_defaults
@@ -36,9 +36,6 @@ POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 MOST_PROPOSED = 8
 _BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 _RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
-
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +127,15 @@ class _Search:
         batches = self._small_enough(mesh)
 
         @functools.cache
-        def plan_of(policy: str, number: int) -> Plan | None:
-            return self._plan(mesh.keys | batches[number] | {"remat_policy": policy})
+        def plan_with(policy: str, number: int) -> Plan | None:
+            program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
+            return None if program is None else plan_of(program, self.hardware, self.peak)
 
         def fits(policy: str, number: int) -> bool:
-            plan = plan_of(policy, number)
+            plan = plan_with(policy, number)
             return plan is not None and plan.fits
 
-        closest = plan_of(POLICIES[-1], len(batches) - 1) if batches else None
+        closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
         found: list[Plan] = []
         if closest is None or not closest.fits:
             return found, closest
@@ -146,7 +144,7 @@ class _Search:
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)
                 larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
-                plan = plan_of(policy, larger)
+                plan = plan_with(policy, larger)
                 assert plan is not None, "it fits"
                 found.append(plan)
         return found, closest
@@ -164,24 +162,15 @@ class _Search:
                     left.append(batch)
         return left or last
 
-    def _config(self, changes: dict[str, Any]) -> Config | None:
-        """The configuration with other keys; None where a rule refuses them."""
+    def _program(self, changes: dict[str, Any]) -> Program | None:
+        """The program with other keys; None where they do not go together, or a rule refuses."""
         config = build(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
-        return None if any(rule.check(config) for rule in blamed) else config
-
-    def _program(self, changes: dict[str, Any]) -> Program | None:
-        return self._made(lambda config: program_on(config, self.hardware), changes)
-
-    def _plan(self, changes: dict[str, Any]) -> Plan | None:
-        return self._made(lambda config: make_plan(config, self.hardware, self.peak), changes)
-
-    def _made(self, make: Callable[[Config], _T], changes: dict[str, Any]) -> _T | None:
-        """What is made of the configuration with other keys; None where they do not go together."""
-        config = self._config(changes)
+        if any(rule.check(config) for rule in blamed):
+            return None
         try:
-            return None if config is None else make(config)
+            return program_on(config, self.hardware)
         except UserError:
             return None
 
@@ -296,7 +285,7 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     """Stages inside of a slice: several where weights do not fit into it otherwise."""
-    section, _ = backend_defaults.resolve(config.model, hardware.platform)
+    section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
     return _powers(MOST_STAGES if needed > hardware.memory else 1)
 

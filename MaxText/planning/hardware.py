@@ -6,23 +6,23 @@ operations stand in monitoring/peak_flops.py. Prices differ by region and contra
 """
 
 import dataclasses
+import math
 import os
 import re
 
 from MaxText.configuration.problems import nearest
 from MaxText.errors import UserError
-from MaxText.monitoring.peak_flops import PeakFlops, from_data_sheet
 
 GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator."""
+    """One kind of accelerator, or this machine's CPU."""
 
     name: str  # "v5p", "H100"
     device_kind: str  # of a jax device
-    platform: str  # "tpu" or "gpu"
+    platform: str  # as jax names it
     memory: float  # bytes that a program can use
     bandwidth: float  # bytes per second between memory and the cores
     links: float  # bytes per second that a chip sends to its neighbours over all links together
@@ -36,13 +36,6 @@ class Chip:
     # shares of the peak that products reach in whole train steps, least and most
     efficiency: tuple[float, float] = (0.4, 0.7)
     efficiency_source: str = "assumed: no published row"  # where these are from
-
-    @property
-    def peak(self) -> PeakFlops:
-        """Operations per second of one jax device."""
-        found = from_data_sheet(self.device_kind)
-        assert found is not None, self.device_kind
-        return found
 
 
 _ROWS = "docs/plan.md, published rows"
@@ -74,6 +67,10 @@ _GPUS = (
     Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB),
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
+# No data sheet: a server's memory bandwidth, and the shares of its measured peak that steps of
+# small models reached on two cores (docs/plan.md).
+CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+           30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8), "docs/plan.md")  # fmt: skip
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7x": "tpu7x"}
 
 
@@ -82,44 +79,23 @@ class Hardware:
     """Chips to train on."""
 
     name: str  # as the user wrote it
-    chip: Chip | None  # their kind; None for this machine's CPU
+    chip: Chip  # their kind
     num_chips: int  # of all slices or servers
     num_slices: int = 1  # parts that only a slow network connects
 
     @property
     def num_devices(self) -> int:
         """Jax devices."""
-        return self.num_chips * (self.chip.devices if self.chip else 1)
-
-    @property
-    def platform(self) -> str:
-        """As jax names it."""
-        return self.chip.platform if self.chip else "cpu"
-
-    @property
-    def device_kind(self) -> str:
-        """As jax names it."""
-        return self.chip.device_kind if self.chip else "cpu"
+        return self.num_chips * self.chip.devices
 
     @property
     def memory(self) -> float:
         """Bytes of a device; of a CPU, of the machine."""
-        if self.chip:
-            return self.chip.memory / self.chip.devices
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-    @property
-    def reach(self) -> int:
-        """Devices that fast links connect: of a slice of TPUs, or of a server of GPUs."""
-        if self.chip is None:
-            return 1
-        if self.chip.torus:
-            return self.num_devices // self.num_slices
-        return self.chip.neighbours
+        return self.chip.memory / self.chip.devices
 
     def describe(self) -> str:
         """In words."""
-        if self.chip is None:
+        if self.chip is CPU:
             return "this machine's CPU as one device"
         counted = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
@@ -135,7 +111,7 @@ def find(name: str) -> Hardware:
     """
     text = name.strip()
     if text.lower() == "cpu":
-        return Hardware(name, None, 1)
+        return Hardware(name, CPU, 1)
     match = re.fullmatch(r"(?:(\d+)x)?([A-Za-z][A-Za-z0-9]*(?:-40)?|7x)(?:-(\d+))?", text)
     if match is None:
         raise _unknown(name)

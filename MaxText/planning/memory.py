@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from MaxText.configuration.axis_rules import MESH_AXES
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.layers.batch import batch_shapes
-from MaxText.layers.model import Model
 from MaxText.parallelism.constraints import Rules, axis_rules
 from MaxText.parallelism.mesh import Layout
 from MaxText.planning.liveness import Need, memory_need
@@ -115,7 +114,8 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
 def trace(program: Program) -> Traced:
     """Loss and gradients of one microbatch, at the shapes of one device."""
     model = program.local_model
-    names = ["/".join(entry.key for entry in path) for path in _paths(model)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
+    names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
     batch = program.local_batch()
     size = batch.tokens_BT.shape
@@ -151,10 +151,6 @@ def _trace(
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
     others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
     return traced(closed.jaxpr, weights=weights + others, size_of=_size_of(platform))
-
-
-def _paths(model: Model) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(model.abstract)[0]]
 
 
 def _gathered(program: Program, name: str) -> float:

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
+
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.monitoring.peak_flops import PeakFlops, measured
+from MaxText.monitoring.peak_flops import PeakFlops, from_data_sheet, measured
 from MaxText.parallelism.mesh import check_sharding
 from MaxText.planning.communication import Exchange, exchanges
 from MaxText.planning.hardware import Hardware
@@ -44,8 +46,8 @@ def program_on(config: Config, hardware: Hardware) -> Program:
         program = make_program(
             config,
             hardware.num_devices,
-            hardware.platform,
-            hardware.device_kind,
+            hardware.chip.platform,
+            hardware.chip.device_kind,
             hardware.num_slices,
         )
         check_sharding(program.model.parameters, program.layout, config.mesh.sharding_tolerance)
@@ -67,7 +69,13 @@ def make_plan(
     Raises:
       UserError: mesh, batch or sharding do not fit the devices.
     """
-    program = program_on(config, hardware)
+    return plan_of(program_on(config, hardware), hardware, peak, fused_attention=fused_attention)
+
+
+def plan_of(
+    program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
+) -> Plan:
+    """The plan of a program, as make_plan."""
     memory = memory_of(program)
     exchanged = exchanges(program, hardware)
     time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)
@@ -76,8 +84,4 @@ def make_plan(
 
 def peak_of(hardware: Hardware) -> PeakFlops:
     """What a device can do: by the data sheet, or of this machine's CPU as measured."""
-    if hardware.chip is not None:
-        return hardware.chip.peak
-    import jax
-
-    return measured(jax.devices("cpu")[0])
+    return from_data_sheet(hardware.chip.device_kind) or measured(jax.devices("cpu")[0])

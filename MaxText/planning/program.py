@@ -20,7 +20,7 @@ from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
 from MaxText.configuration.schema import Config
 from MaxText.configuration.training_sections import Guard, Optimizer, Schedule
-from MaxText.input_pipeline.rows.batch_plan import plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes

@@ -96,28 +96,18 @@ def _largest(alive: Sequence) -> str:
 def _communication(plan: Plan) -> list[str]:
     if not plan.exchanged:
         return ["communication: none, one device"]
-    received = sum(one.num_bytes for one in plan.exchanged)
-
-    def row(axis: str, size: str, num_bytes: float, speed: str, seconds: float) -> list[str]:
-        return [axis, size, f"{num_bytes / _GB:.2f}", speed, f"{seconds:.3f}"]
-
-    return [
-        ruled_table(
-            ["communication per update", "devices", "GB received", "GB/s", "seconds"],
-            [
-                row(
-                    one.axis,
-                    str(one.size),
-                    one.num_bytes,
-                    f"{one.bandwidth / _GB:.0f}",
-                    one.seconds,
-                )
-                for one in plan.exchanged
-            ],
-            row("all, one after the other", "", received, "", plan.time.communicating),
-            right=(1, 2, 3, 4),
-        )
+    rows = [
+        (one.axis, str(one.size), one.num_bytes, f"{one.bandwidth / _GB:.0f}", one.seconds)
+        for one in plan.exchanged
     ]
+    received = sum(one.num_bytes for one in plan.exchanged)
+    rows.append(("all, one after the other", "", received, "", plan.time.communicating))
+    *cells, total = (
+        [axis, size, f"{num_bytes / _GB:.2f}", speed, f"{seconds:.3f}"]
+        for axis, size, num_bytes, speed, seconds in rows
+    )
+    header = ["communication per update", "devices", "GB received", "GB/s", "seconds"]
+    return [ruled_table(header, cells, total, right=(1, 2, 3, 4))]
 
 
 def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
@@ -136,7 +126,7 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
         right=range(1, 6),
     )
     low, high = time.computing
-    source = plan.hardware.chip.efficiency_source if plan.hardware.chip else "docs/plan.md"
+    source = plan.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
         f"run: {short_count(tokens)} tokens, {updates:,.0f} updates. Computing takes {low:.4g} to "

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from MaxText.layers.attention_core import softmax_windows
 from MaxText.layers.attention_flops import keys_multiplied
 from MaxText.layers.flash_attention import splash_operations
 from MaxText.monitoring.flops import FlopCount, count_flops
@@ -23,10 +24,6 @@ from MaxText.planning.traced import PRODUCTS, REDUCTIONS, Node, Traced
 
 # Share of the memory's bandwidth that a loop over an array reaches.
 BANDWIDTH_SHARE = 0.8
-# No data sheet: a server's memory, and the shares of its measured peak that steps of small models
-# reached on two cores (docs/plan.md).
-CPU_BANDWIDTH = 30e9
-CPU_EFFICIENCY = (0.3, 0.8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +68,9 @@ def least_time(
     """
     count = count_flops(program.model, program.length)
     executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
-    slow, fast = (executed / (share * peak.tflops) for share in _efficiency(hardware))
+    slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
     communicating = sum(exchange.seconds for exchange in exchanged)
     return math.sqrt(max(fast, communicating) * (slow + communicating))
-
-
-def _efficiency(hardware: Hardware) -> tuple[float, float]:
-    """Shares of the peak that products reach, least and most."""
-    return CPU_EFFICIENCY if hardware.chip is None else hardware.chip.efficiency
 
 
 def work_of(
@@ -91,21 +83,18 @@ def work_of(
       keys_of_kernel: that splash attention multiplies a query with, on average over all layers.
     """
     found = []
-    for node in program.nodes:
-        for body in node.bodies:
-            found += [
-                dataclasses.replace(work, times=work.times * node.times)
-                for work in work_of(
-                    body, fused_attention=fused_attention, keys_of_kernel=keys_of_kernel
-                )
-            ]
-        if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
-            roots = {root for value in node.reads for root in value.roots}
-            arrays = [*roots, *(value for value in node.makes if value.is_written)]
-            num_bytes = sum(
-                array.size for array in arrays if not (fused_attention and array.is_square)
-            )
-            found.append(Work(operations(node, keys_of_kernel), num_bytes, 1))
+
+    def add(program: Traced, times: int) -> None:
+        for node in program.nodes:
+            for body in node.bodies:
+                add(body, times * node.times)
+            if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
+                roots = {root for value in node.reads for root in value.roots}
+                arrays = [*roots, *(value for value in node.makes if value.is_written)]
+                unfused = [x.size for x in arrays if not (fused_attention and x.is_square)]
+                found.append(Work(operations(node, keys_of_kernel), sum(unfused), times))
+
+    add(program, 1)
     return found
 
 
@@ -131,7 +120,8 @@ def _keys_of_kernel(program: Program) -> float:
     """Keys of a query in the traced program, on average over layers with softmax attention."""
     section = program.local_model.section
     _, length = program.local_batch().tokens_BT.shape
-    keys = [keys_multiplied(section.attention, length, one) for one in section.softmax_mixers]
+    windows = softmax_windows(section)
+    keys = [keys_multiplied(section.attention, length, window) for window in windows]
     return sum(keys) / max(len(keys), 1)
 
 
@@ -151,13 +141,13 @@ def attention_to_other_parts(program: Program) -> float:
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
-    for mixer in section.softmax_mixers:
-        keys = keys_multiplied(attention, program.length, mixer)
+    for window in softmax_windows(section):
+        keys = keys_multiplied(attention, program.length, window)
         if not (ring or flash):
             keys = program.length  # all of them, masked afterwards, of windows as well
-        elif mixer == "attention" and attention.causal and not balanced:
+        elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
-        exceeding += max(keys - keys_multiplied(attention, traced_length, mixer), 0.0)
+        exceeding += max(keys - keys_multiplied(attention, traced_length, window), 0.0)
     # Forward, backward twice; and again what is not kept, the kernel's scores in any case.
     kept = section.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
@@ -180,9 +170,7 @@ def step_time(
         trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)
     )
     work.append(Work(attention_to_other_parts(program), 0, 1))
-    bandwidth = CPU_BANDWIDTH if chip is None else chip.bandwidth / chip.devices
-    efficiency = _efficiency(hardware)
-    bandwidth *= BANDWIDTH_SHARE
+    bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
     # Parameters and moments are read and written, gradients read.
     state = memory.parameters + memory.optimizer + memory.fetched
     update = (2 * state + memory.parameters) / bandwidth
@@ -195,7 +183,8 @@ def step_time(
         # Stages of a pipeline compute, or wait, in turns in which they have no rows, too.
         return once * program.num_microbatches / (1 - program.bubble) + update
 
-    computing = seconds(efficiency[1]), seconds(efficiency[0])
+    least, most = chip.efficiency
+    computing = seconds(most), seconds(least)
     communicating = sum(exchange.seconds for exchange in exchanged)
     return StepTime(
         fast=max(computing[0], communicating),

@@ -16,16 +16,15 @@ from MaxText.configuration.data_sections import Data
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.batch_iterators import EvalBatches
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.iterator import EvalBatches
 from MaxText.input_pipeline.loader import eval_loader
-from MaxText.input_pipeline.retrying import Incidents, Retrying
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.rows.mixture import Source
-from MaxText.input_pipeline.rows.row_batches import BadRecords, RowBatches
-from MaxText.input_pipeline.rows.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.rows.window_order import WindowOrder
-from MaxText.input_pipeline.rows.windows import Cutting
+from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.input_pipeline.sequences.order import OrderedWindows, WindowOrder
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.sequences.windows import Cutting
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
@@ -158,26 +157,23 @@ class _Scorer:
                 f"{name}: no document has two tokens, so there is nothing to predict within one. "
                 "Set attend_across_documents=true to score them as one text."
             )
-        rows = Source(windows, WindowOrder(len(windows), 0, False, 1), 0)
+        rows = OrderedWindows(windows, WindowOrder(len(windows), 0, False, 1), 0)
         limit = self._config.evaluation.eval_steps
         known = source.data.largest_id is not None
-        batches = RowBatches(
+        batches = GlobalBatch(
             rows,
             BatchPlan.constant(self._rows, length),
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             num_steps=sys.maxsize if limit == -1 else limit,
-            skip_bad=data.on_bad_record == "skip",
             largest_id=None if known else self._shape.vocab_size - 1,
         )
-        bad_records = BadRecords(data.max_bad_records, self._show)
         return EvalBatches(
             batches,
             windows.has_documents,
-            bad_records,
             [source],
-            Retrying.of(data),
-            Incidents(self._show),
+            RetryPolicy.of(data),
+            RetryLog(self._show),
         )
 
     def score(
@@ -218,7 +214,7 @@ class _Scorer:
             seconds=seconds,
             correct=sums.get("correct"),
             other_loss="" if is_in_nats(objective) else objective.loss_type,
-            facts=_facts(source, batches.bad_records.count),
+            facts=_facts(source, len(batches.skipped)),
         )
 
     def _placed_tables(self, of_ids: IdBytes | None) -> IdBytes:
@@ -256,8 +252,8 @@ def _facts(source: sources.OpenedSource | None, num_bad: int) -> dict[str, Any]:
         return {}
     data = source.data
     facts = {
-        "tokens_of_split": len(data.stream),
-        "documents_of_split": len(data.stream.document_offsets) - 1,
+        "tokens_of_split": len(data.store),
+        "documents_of_split": len(data.store.document_offsets) - 1,
         "data_set": data.fingerprint,
         "tokenizer_sha256": data.tokenizer_sha256,
     }

@@ -21,7 +21,7 @@ from MaxText.scoring.tasks import read_tasks, run_tasks
 from MaxText.scoring.text_bytes import TextBytes
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.sources import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenedSource
 
 
 def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _open_data_set(asked: request.Request, weights: str, show: Show) -> _DataSet
     Raises:
       UserError: data that are not there or do not fit; or tokenizer_path was typed and is none.
     """
-    from MaxText.input_pipeline import sources  # its order of windows imports jax
+    from MaxText.input_pipeline import data_sources as sources  # its order of windows imports jax
 
     config, tokenizer = asked.config, None
     preparation = config.preparation

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring.bytes_of_ids import IdBytes, NotExact, bytes_of_ids
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.sources import OpenedSource
+    from MaxText.input_pipeline.data_sources import OpenedSource
 
 # Of the ids of two tokenizers, how many may be spelled differently where both are the same one in
 # files of different kinds: a token of part of a character, or of a space, has no spelling alone.

@@ -5,17 +5,16 @@ import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import read_manifest
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.buckets.emulator import Fault
-from tests.input_pipeline.faults import opened, undisturbed, write
+from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
-# What is prepared lies on this disk once it is opened; of the others bytes are read there.
 KINDS = ("prepared_array_record", "prepared_bin", "megatron", "parquet", "tfrecord", "tar")
 
 
@@ -38,13 +37,14 @@ def test_the_same_batches_as_from_a_disk(kept, emulator):
     expected = undisturbed(folder, keys)
     lines = []
     assert_same(take(opened(url, keys, lines.append), 20), expected)
-    assert any("Copying" in line for line in lines) == kind.startswith("prepared")
-    # A second start copies nothing, and resumes anywhere.
+    in_place = kind in IN_PLACE
+    assert any("Importing" in line for line in lines) != in_place
+    # A second start imports nothing, and resumes anywhere.
     lines.clear()
     iterator = opened(url, keys, lines.append)
     iterator.seek(7)
     assert_same(take(iterator, 5), expected[7:12])
-    assert not any("Copying" in line for line in lines)
+    assert not any("Importing" in line for line in lines)
 
 
 def test_a_bucket_that_fails_for_a_while(kept, emulator):
@@ -55,17 +55,17 @@ def test_a_bucket_that_fails_for_a_while(kept, emulator):
     with emulator.failing(Fault(503, times=20)):
         iterator = opened(url, keys, lines.append)
     assert any("could not be opened" in line for line in lines)
-    if kind.startswith("prepared"):
+    if kind not in IN_PLACE:
         return
     lines.clear()
     first = [next(iterator)]
-    faults = Fault(503, "GET /download", times=40), Fault(0, "GET /download", times=10)
+    faults = Fault(503, "GET /download", times=15), Fault(0, "GET /download", times=10)
     with emulator.failing(*faults):
         assert_same(first + take(iterator, 19), expected)
 
 
 def test_a_bucket_that_fails_for_ever(tmp_path, bucket, emulator):
-    write("tfrecord", tmp_path / "set")
+    write("megatron", tmp_path / "set")
     upload(emulator, tmp_path / "set", f"{bucket}/set")
     keys = {"data_retry_seconds": 0.0, "data_cache_dir": str(tmp_path), "data_read_retries": 2}
     iterator = opened(f"{bucket}/set", keys)

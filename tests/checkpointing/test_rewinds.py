@@ -13,7 +13,7 @@ from MaxText.configuration.data_sections import Data
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 
 
 def batches(seed=0):

@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.configuration.loading import load
 from tests.input_pipeline.small_data import random_documents, write_data_set
-from tests.input_pipeline.streams.token_files import write_tfrecord
+from tests.input_pipeline.token_store.token_files import write_tfrecord
 from tests.programs import run as run_program
 
 VOCAB_SIZE = 300

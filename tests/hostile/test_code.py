@@ -18,7 +18,7 @@ from MaxText.conversion.fattorib_checkpoint import FattoribWeights
 from MaxText.conversion.hugging_face_folder import TensorFiles
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.formats.tar_tensors import TarTensors
+from MaxText.input_pipeline.document_sources.token_records import read_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.hostile.files import Touches, tar_archive, texts_of, torch_archive
@@ -42,8 +42,8 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
     pickled = pickle.dumps(Touches(marker), protocol)
     for content in (torch_archive(pickled), pickled):
         (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.pth": content}))
-        ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-        assert "mkdir" in reason or "torch.save" in reason
+        (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
+        assert "mkdir" in record.reason or "torch.save" in record.reason
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def npy(array: np.ndarray) -> bytes:
 def test_arrays_of_objects(tmp_path, marker):
     content = npy(np.array([Touches(marker)], object))
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
-    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert "Object arrays" in reason
+    (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
+    assert "Object arrays" in record.reason
 
 
 def _read_parameters(path: Path) -> None:
@@ -189,6 +189,7 @@ def test_names_that_lead_out_of_an_archive(tmp_path, name):
     before = _below(tmp_path)
     assert texts_of(folder / "a.tar") == ["some text"]
     (folder / "a.tar").write_bytes(tar_archive({name.replace(".txt", ".npy"): npy(np.arange(3))}))
-    assert TarTensors("").scan(str(folder / "a.tar")).num_tokens.tolist() == [3]
+    (record,) = read_ids(str(folder / "a.tar"), "webdataset")
+    assert record.ids.tolist() == [0, 1, 2]
     # Names are never paths: what a member holds is read, and nothing is written.
     assert _below(tmp_path) == before

@@ -13,11 +13,11 @@ import pytest
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import train_loader
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.streams.opening import open_token_data
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.token_store.opening import open_token_data
 from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline import small_data
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 VOCAB_SIZE = 3000
 SIZES = (40, 7, 19, 1, 64, 33, 12, 25, 50, 3)
@@ -64,7 +64,7 @@ _UNCHECKED = {
 
 
 def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None], str]:
-    """Documents, None for each that cannot be read, and what an error says."""
+    """Documents, None for each that cannot be read, and what an error or a note says."""
     bad = "skip" if skip else "fail"
     data = Data(dataset_path=str(folder), data_cache_dir=str(cache), on_bad_record=bad)
     found: list[np.ndarray | None] = []
@@ -73,15 +73,15 @@ def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None
             str(folder), key="dataset_path", data=data, preparation=Preparation(), split="train",
             for_training=True, show=lambda line: None,
         )  # fmt: skip
-        offsets = tokens.stream.document_offsets.tolist()
+        offsets = tokens.store.document_offsets
     except UserError as error:
         return [], str(error)
-    for place in itertools.pairwise(offsets):
+    for start, stop in itertools.pairwise(offsets):
         try:
-            found += tokens.stream.ranges([place])
+            found.append(tokens.store.read(np.array([start]), np.array([stop])))
         except UserError:
             found.append(None)
-    return found, ""
+    return found, "; ".join(tokens.skipped)
 
 
 def _damaged(tmp_path: Path, name: str, write: Callable[[Path, list[np.ndarray]], None]):

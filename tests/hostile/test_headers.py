@@ -15,11 +15,10 @@ from MaxText.conversion.hugging_face_folder import TensorFiles, read_json
 from MaxText.conversion.settings import family_of, to_keys
 from MaxText.errors import UserError
 from MaxText.inference import own_configuration
-from MaxText.input_pipeline.formats.array_record_ids import open_reader
-from MaxText.input_pipeline.formats.megatron_index import MAGIC, read_index
-from MaxText.input_pipeline.formats.table_ids import Table
-from MaxText.input_pipeline.formats.tar_tensors import TarTensors
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.document_sources.token_records import read_ids
+from MaxText.input_pipeline.storage import file_info
+from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring import lambada
 from tests.hostile.files import tar_archive, texts_of, torch_archive
@@ -76,8 +75,8 @@ def _npy(header: str) -> bytes:
 def test_arrays_whose_header_lies(tmp_path, header):
     content = _npy(header) if header else torch_archive(b"")  # a zip archive, as .npz is one
     (tmp_path / "a.tar").write_bytes(tar_archive({"0.input_id.npy": content}))
-    ((_, reason),) = TarTensors("").scan(str(tmp_path / "a.tar")).damaged
-    assert ".npy" in reason or not header
+    (record,) = read_ids(str(tmp_path / "a.tar"), "webdataset")
+    assert ".npy" in record.reason or not header
 
 
 def test_indices_whose_header_lies(tmp_path):
@@ -87,7 +86,7 @@ def test_indices_whose_header_lies(tmp_path):
         header = struct.pack("<9sQBQQ", MAGIC, 1, 4, sequences, documents)
         (tmp_path / "a.idx").write_bytes(header + bytes(64))
         with pytest.raises(UserError, match=r"a\.idx"):
-            read_index(str(tmp_path / "a.idx"))
+            read_header(tmp_path / "a.idx", file_info(str(tmp_path / "a.idx")))
 
 
 @pytest.mark.parametrize("length", [1, 1 << 20, (1 << 31) - 1, (1 << 32) - 1])
@@ -100,7 +99,7 @@ def test_tables_whose_header_lies(tmp_path, length):
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadRecord):
-            Table(str(tmp_path / name))
+            list(read_ids(str(tmp_path / name), name.rsplit(".")[1]))
         with pytest.raises(UserError, match=re.escape(name)):
             texts_of(tmp_path / name)
 
@@ -117,17 +116,19 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
         assert content.count(offsets) == 1
         wrong = content.replace(offsets, struct.pack("<3i", 0, 1 << 30, 1 << 30))
         (tmp_path / "a.arrow").write_bytes(wrong)
-        with pytest.raises(UserError, match=r"a\.arrow"):
-            texts_of(tmp_path / "a.arrow") if text else Table(str(tmp_path / "a.arrow")).lists(
-                0, "text"
-            )
+        if text:
+            with pytest.raises(UserError, match=r"a\.arrow"):
+                texts_of(tmp_path / "a.arrow")
+        else:
+            with pytest.raises(BadRecord, match=r"a\.arrow"):
+                list(read_ids(str(tmp_path / "a.arrow"), "arrow"))
 
 
 @pytest.mark.parametrize("content", [b"", bytes(1 << 16), b"\xff" * (1 << 16)])
 def test_array_records_of_nothing(tmp_path, content):
     (tmp_path / "a.array_record").write_bytes(content)
     with pytest.raises(BadRecord, match="ArrayRecord"):
-        open_reader(str(tmp_path / "a.array_record"))
+        list(read_ids(str(tmp_path / "a.array_record"), "arrayrecord"))
 
 
 @pytest.mark.parametrize(

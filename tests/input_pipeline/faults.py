@@ -3,23 +3,23 @@
 import contextlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from MaxText.input_pipeline.rows.row_batches import RowBatches
+from MaxText.input_pipeline.data_errors import UnreadableFile
+from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 from tests.input_pipeline.small_data import (
     data_keys,
-    fields,
     open_train,
     quiet,
     random_documents,
     take,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 DOCUMENTS = random_documents(3, 60, 40)
-KINDS = ("prepared_array_record", "prepared_bin", "megatron", "tfrecord", "array_record", "tar",
-         "parquet")  # fmt: skip
+# All that is read in place; other records are imported at the first use.
+IN_PLACE = ("prepared_bin", "megatron")
+KINDS = (*IN_PLACE, "prepared_array_record", "tfrecord", "array_record", "tar", "parquet")
 
 
 def write(kind: str, folder: Path) -> list[Path]:
@@ -71,34 +71,19 @@ def changed(files, change):
     return lambda: [file.write_bytes(content) for file, content in whole.items()]
 
 
-def broken(content: bytes) -> bytes:
-    ids = np.frombuffer(content, np.uint8).copy()
-    ids[len(ids) // 8 : -len(ids) // 4 : 16] ^= 1
-    return ids.tobytes()
-
-
 @contextlib.contextmanager
-def failing_reads(count: int, from_step: int = 0, then=lambda: None):
-    """The next reads of these steps call `then` and raise an I/O error."""
-    read, failures = RowBatches.__getitem__, iter([True] * count)
+def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str = ""):
+    """The next reads of these steps call `then` and raise an I/O error, of a file if named."""
+    read, failures = GlobalBatch.__getitem__, iter([True] * count)
 
     def fail(self, step):
         if step >= from_step and next(failures, False):
             then()
+            if path:
+                raise UnreadableFile(f"{path} cannot be read (Input/output error)", path)
             raise OSError(5, "Input/output error")
         return read(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowBatches, "__getitem__", fail)
+        patch.setattr(GlobalBatch, "__getitem__", fail)
         yield
-
-
-def assert_same_or_lost(batches, expected) -> int:
-    """Asserts that rows are those expected or have no weight; returns how many have none."""
-    lost = 0
-    for batch, reference in zip(batches, expected, strict=True):
-        counted = batch.weights_BT.any(axis=1)
-        lost += int((~counted).sum())
-        for name, rows in fields(batch).items():
-            np.testing.assert_array_equal(rows[counted], fields(reference)[name][counted])
-    return lost

@@ -9,15 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from MaxText.configuration.data_sections import Data
-from MaxText.input_pipeline.batch_iterators import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
-from MaxText.input_pipeline.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Manifest,
-    SourceEntry,
-    TokenizerEntry,
-)
 from MaxText.input_pipeline.preparation.part_files import PartWriter
 from MaxText.input_pipeline.preparation.token_writer import (
     FileFormat,
@@ -25,7 +18,14 @@ from MaxText.input_pipeline.preparation.token_writer import (
     narrowest_dtype,
     write_split,
 )
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Manifest,
+    SourceEntry,
+    TokenizerEntry,
+)
 from MaxText.layers.batch import Batch
 
 VOCAB_SIZE = 50_000
@@ -54,9 +54,9 @@ def write_data_set(
     vocab_size: int = VOCAB_SIZE,
     chunk_length: int = 64,
     records_per_file: int = 5,
-    file_format: FileFormat = "array_record",
+    file_format: FileFormat = "bin",
 ) -> Manifest:
-    """Writes documents as a data set whose small chunks and files make every boundary occur."""
+    """Writes documents as a data set whose small files make every boundary occur."""
     entries = {
         name: _write_split(
             folder / name, documents, vocab_size, chunk_length, records_per_file, file_format

@@ -7,8 +7,8 @@ import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
-from MaxText.input_pipeline.manifest import find_split
+from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.token_store.manifest import find_split
 from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
 from tests.refusals import refused
@@ -34,7 +34,7 @@ def test_valid_data(folder):
     ("damage", "arguments", "message"),
     [
         (lambda d: (d / "manifest.json").write_text("{"), [], r"manifest\.json.*damaged"),
-        (lambda d: next(d.rglob("*.array_record")).unlink(), [], r"array_record.* missing"),
+        (lambda d: next(d.rglob("*.bin")).unlink(), [], r"\.bin.* missing"),
         (None, ["vocab_size=10"], "vocab_size=10"),
         (None, ["eval_interval=5"], "validation"),
     ],
@@ -47,8 +47,8 @@ def test_invalid_data(folder, damage, arguments, message):
 
 def test_files_that_cannot_be_read_now(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", denying(os.stat, ".array_record"))
-        refused(r"\.array_record.*Permission denied", check, folder, "vocab_size=50000")
+        patch.setattr(os, "stat", denying(os.stat, ".bin"))
+        refused(r"\.bin.*Permission denied", check, folder, "vocab_size=50000")
     # What may pass is left to the loader.
     error = OSError(5, "Input/output error")
     monkeypatch.setattr(sources, "open_token_data", mock.Mock(side_effect=error))

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -49,7 +49,7 @@ def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
         # What is excluded stays so where the data are opened again.
         with failing_reads(0 if keys else 1, from_step=6):
             read.append(batches + take(run, 10))
-        assert bool(run.incidents.drain()) == (not keys)
+        assert bool(run.retry_log.drain()) == (not keys)
     assert_same(read[0], expected)
     assert_same([join(rows) for rows in zip(*read[1:], strict=True)], expected)
     assert (take(opened(folder, **keys), 16)[15].tokens_BT != expected[15].tokens_BT).any()

@@ -11,15 +11,13 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline import read_ahead
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.passing import may_pass
+from MaxText.input_pipeline import prefetch
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.transient import is_transient
 from tests.input_pipeline.faults import (
-    DOCUMENTS,
+    IN_PLACE,
     KINDS,
     Mend,
-    assert_same_or_lost,
-    broken,
     changed,
     failing_reads,
     kept_files,  # noqa: F401
@@ -27,8 +25,7 @@ from tests.input_pipeline.faults import (
     opened,
     undisturbed,
 )
-from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, take, write_data_set
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, take
 from tests.refusals import refused
 
 
@@ -36,7 +33,7 @@ def of_kind(*kinds):
     return pytest.mark.parametrize("kept", kinds, indirect=True)
 
 
-@of_kind(*KINDS)
+@of_kind(*IN_PLACE)
 @pytest.mark.parametrize("fault", ["missing", "cut"])
 def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     folder, files, keys = kept
@@ -46,15 +43,15 @@ def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     third = lambda content: content[: len(content) // 3]  # noqa: E731
     restore = moved(files) if fault == "missing" else changed(files, third)
     assert_same(take(iterator, 20), expected)
-    messages = iterator.incidents.drain()
+    messages = iterator.retry_log.drain()
     assert [line for line in show.lines if "Step 0" in line] == messages
     assert re.findall(r"[Tt]ry (\d)", "".join(messages)) == ["2", "3", "3"]
-    assert iterator.incidents.drain() == []
+    assert iterator.retry_log.drain() == []
 
 
-@of_kind("tfrecord")
+@of_kind("megatron")
 def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
-    monkeypatch.setattr(read_ahead, "_SECONDS_TO_CLOSE", 0.05)
+    monkeypatch.setattr(prefetch, "_SECONDS_TO_CLOSE", 0.05)
     folder, files, keys = kept
     expected = undisturbed(folder, keys)
     stuck = [folder.parent / f"{file.name}.stuck" for file in files]
@@ -70,12 +67,12 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
     for file in files:
         os.mkfifo(file)  # opening it waits for a writer
     assert_same(take(iterator, 20), expected)
-    assert "0.3 s" in iterator.incidents.drain()[0]
+    assert "0.3 s" in iterator.retry_log.drain()[0]
     for pipe in stuck:
         os.close(os.open(pipe, os.O_RDWR))
 
 
-@of_kind("prepared_array_record")
+@of_kind("prepared_bin")
 def test_evaluation_retries_too(kept):
     folder, files, keys = kept
     data = data_keys(folder, eval_split="train", **keys)
@@ -83,106 +80,37 @@ def test_evaluation_retries_too(kept):
     evaluation = open_eval(data, batch=4, show=Mend(lambda: restore()))
     restore = moved(files)
     assert_same(evaluation, expected)
-    assert "Step 0" in evaluation.incidents.drain()[0]
+    assert "Step 0" in evaluation.retry_log.drain()[0]
     assert_same(evaluation, expected)
-    assert evaluation.incidents.drain() == []
+    assert evaluation.retry_log.drain() == []
 
 
-@of_kind("tfrecord")
+@of_kind("megatron")
 def test_a_missing_file_ends_the_run_after_all_tries(kept):
     folder, files, keys = kept
     show = Mend(lambda: None)
     iterator = opened(folder, keys | {"data_read_retries": 3}, show)
     restore = moved(files)
-    refused(r"after 4 tries .*ids\d\.tfrecord", next, iterator)
+    refused(r"after 4 tries .*ids\.bin", next, iterator)
     assert sum(" Try " in line for line in show.lines) == 3
     # After the files are back the iterator goes on.
     restore()
     assert_same(take(iterator, 20), undisturbed(folder, keys))
 
 
-@of_kind("tfrecord")
-def test_a_damaged_record_is_read_once_more(kept):
+@of_kind("megatron", "prepared_bin")
+@pytest.mark.parametrize("longer", [False, True])
+def test_other_data_of_the_same_name_are_refused(kept, longer):
     folder, files, keys = kept
-    expected = undisturbed(folder, keys)
-    # Of a file that is being copied over while it is read.
-    iterator = opened(folder, keys, Mend(lambda: restore()))
-    restore = changed(files, broken)
-    assert_same(take(iterator, 20), expected)
-    assert len(iterator.incidents.drain()) == 2
-    # The same bytes again stay the same.
-    iterator = opened(folder, keys)
-    changed(files, broken)
-    refused(r"after 2 tries .*\.tfrecord at byte .*on_bad_record=skip", take, iterator, 20)
-
-
-SKIP = {"on_bad_record": "skip", "data_read_retries": 2, "max_bad_records": 1000}
-
-
-@of_kind("tfrecord", "prepared_array_record")
-def test_skipping_a_damaged_record_waits_for_nothing(kept):
-    folder, files, keys = kept
-    keys = keys | SKIP | {"data_retry_seconds": 1000.0}
-    expected = undisturbed(folder, keys)
-    iterator = opened(folder, keys)
-    changed(files[:1], broken)
-    batches = take(iterator, 20)
-    assert iterator.incidents.drain() == []
-    bad = iterator.bad_records.drain()
-    assert bad
-    assert all(files[0].name in message for message in bad)
-    assert 0 < assert_same_or_lost(batches, expected) < 40
-
-
-@of_kind("prepared_array_record", "prepared_bin", "tfrecord", "parquet")
-def test_skipping_a_file_that_is_missing(kept):
-    folder, files, keys = kept
-    expected = undisturbed(folder, keys | SKIP, 60)
-    iterator = opened(folder, keys | SKIP)
-    restore = moved(files[:1])
-    batches = list(itertools.islice(iterator, 40))
-    messages = iterator.incidents.drain()
-    # One step waits for the file; later ones do not, and read it again when it is back.
-    assert sum(" Try " in line for line in messages) == 2
-    assert len({line.split()[1] for line in messages}) == 1
-    assert all(files[0].name in message for message in iterator.bad_records.drain())
-    assert assert_same_or_lost(batches, expected[:40]) > 0
-    iterator.close()
-    restore()
-    assert_same(take(iterator, 20), expected[40:])
-    assert iterator.incidents.drain() == []
-
-
-@of_kind("tfrecord")
-def test_skipping_the_records_that_were_cut_off(kept):
-    folder, files, keys = kept
-    expected = undisturbed(folder, keys | SKIP, 60)
-    iterator = opened(folder, keys | SKIP)
-    changed(files[:2], lambda content: content[: len(content) // 2])
-    # Records before the cut are read: without the two files 80 rows would be lost.
-    assert 0 < assert_same_or_lost(take(iterator, 60), expected) < 60
-    # Each of the files made one step wait, with up to two further tries.
-    assert 2 <= len([line for line in iterator.incidents.drain() if " Try " in line]) <= 4
-
-
-@of_kind("tfrecord", "megatron", "prepared_array_record")
-def test_other_data_of_the_same_name_are_refused(kept):
-    folder, files, keys = kept
-    others = [document[::-1].copy() for document in DOCUMENTS]
 
     def replace():
-        if folder.joinpath("manifest.json").exists():
-            folder.rename(folder.parent / "old")
-            write_data_set(folder, {"train": others})
-        elif files[0].suffix == ".bin":
-            token_files.write_megatron(folder / "ids", others)  # of the same size
-        else:
-            for file in files:
-                token_files.write_tfrecord(file, [*others, *others])
+        for file in files:
+            content = file.read_bytes()
+            file.write_bytes(content[::-1] + b"more" * longer)
 
     iterator = opened(folder, keys | {"data_read_retries": 2})
     with (
-        failing_reads(1, from_step=4, then=replace),
+        failing_reads(1, from_step=4, then=replace, path=str(files[0])),
         pytest.raises(UserError, match=r"other data|another batch"),
     ):
         take(iterator, 20)
@@ -229,15 +157,16 @@ def test_any_failed_look_while_opening_is_retried(kept, monkeypatch):
         iterator = opened(folder, keys | cache, lines.append)
         position = position or (iterator.position, iterator.tokenizer_folder)
         assert (iterator.position, iterator.tokenizer_folder) == position
-        if messages := iterator.incidents.drain():
+        if messages := iterator.retry_log.drain():
             retried += 1
             assert [str(folder) in line for line in messages] == [True, True]
             assert "Try 2 of 6" in messages[0]
             assert [line for line in lines if line in messages] == messages
+        calls = storage.calls
         if failing % 8 == 0:
             storage.fail([])
             assert_same(take(iterator, 6), expected)
-        if failing >= storage.calls:
+        if failing >= calls:
             break
     assert retried > 3
 
@@ -293,22 +222,22 @@ def caused(error, cause):
     ],
 )  # fmt: skip
 def test_transient_errors(error, local, remote):
-    assert (may_pass(error, remote=False), may_pass(error, remote=True)) == (local, remote)
+    assert (is_transient(error, remote=False), is_transient(error, remote=True)) == (local, remote)
 
 
 @pytest.mark.slow
-@of_kind("prepared_array_record")
+@of_kind("prepared_bin")
 def test_reader_processes(kept):
     folder, files, keys = kept
     expected = undisturbed(folder, keys, 40)
     iterator = opened(folder, keys | {"grain_worker_count": 2}, Mend(lambda: restore()))
     restore = moved(files)
     batches = list(itertools.islice(iterator, 5))
-    assert "Step 0" in iterator.incidents.drain()[0]
+    assert "Step 0" in iterator.retry_log.drain()[0]
     for process in multiprocessing.active_children():
         process.kill()
     batches += itertools.islice(iterator, 20)
-    assert iterator.incidents.drain()
+    assert iterator.retry_log.drain()
     iterator.seek(30)
     batches[25:] = [*expected[25:30], *take(iterator, 10)]
     assert_same(batches, expected)

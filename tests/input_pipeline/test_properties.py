@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.configuration.data_sections import Masking
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -21,7 +21,7 @@ from tests.input_pipeline.small_data import (
     take,
     write_data_set,
 )
-from tests.input_pipeline.streams import token_files
+from tests.input_pipeline.token_store import token_files
 
 PACKING = (
     {}, {"packing": False}, {"packing": False, "use_truncation": True},
@@ -107,7 +107,7 @@ def test_position_gives_the_same_batches_on_any_hosts(
         failures = int("dataset_type" not in run[0])
         with failing_reads(failures, from_step=stop):
             parts.append(take(part, 3))
-        assert "".join(part.incidents.drain()).count("Input/output error") >= failures
+        assert "".join(part.retry_log.drain()).count("Input/output error") >= failures
     assert_same([join(rows) for rows in zip(*parts, strict=True)], whole[stop:])
 
 

@@ -1,16 +1,15 @@
 """Files found by every kind of name and read at any offset, local and remote."""
 
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import UnreadableFile
 from tests.input_pipeline.small_data import denying
 from tests.refusals import refused
 
@@ -28,8 +27,8 @@ def root(request, tmp_path):
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
-def below(files: list[str], root: str) -> list[str]:
-    return [file.partition(f"{root.removeprefix('memory://')}/")[2] for file in files]
+def below(files, root: str) -> list[str]:
+    return [file.path.partition(f"{root.removeprefix('memory://')}/")[2] for file in files]
 
 
 @pytest.mark.parametrize(
@@ -91,59 +90,78 @@ def test_nothing_found(tmp_path, monkeypatch, location, message):
     refused(message, storage.list_files, location, "dataset_path")
 
 
-def test_read_from_threads_and_after_pickling(root):
-    file = pickle.loads(pickle.dumps(storage.open_file(f"{root}/shard-10.tar")))
-    assert file.size == len("shard-10.tar")
-    assert file.read(6, 2) == b"10"
-    assert file.read_many([(0, 5), (11, 1), (3, 0)]) == [b"shard", b"r", b""]
+def read(*places):
+    """The bytes of (path, offset, length) each, by one call."""
+    arrays = [np.empty(length, np.uint8) for _, _, length in places]
+    storage.read_ranges([path for path, _, _ in places], [at for _, at, _ in places], arrays)
+    return [array.tobytes() for array in arrays]
+
+
+def test_ranges_of_several_files(root):
+    ten, two = f"{root}/shard-10.tar", f"{root}/shard-2.tar"
+    assert storage.file_info(ten).size == len("shard-10.tar")
+    assert read((ten, 6, 2), (two, 0, 7), (ten, 11, 1), (two, 3, 0)) == [
+        b"10", b"shard-2", b"r", b"",
+    ]  # fmt: skip
     with ThreadPoolExecutor(8) as threads:
-        read = list(threads.map(lambda at: file.read(at % 12, 1), range(200)))
-    assert b"".join(read[:12]) == b"shard-10.tar"
+        found = list(threads.map(lambda at: read((ten, at % 12, 1))[0], range(200)))
+    assert b"".join(found[:12]) == b"shard-10.tar"
+
+
+def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypatch):
+    system, folder = fsspec.filesystem("memory"), f"memory://{tmp_path}/many"
+    for number in range(30):
+        system.pipe(f"{folder}/{number:03d}", bytes([number]) * 4)
+    calls = []
+
+    def counted(name):
+        real = getattr(type(system), name)
+
+        def call(self, *arguments, **keys):
+            calls.append(name)
+            return real(self, *arguments, **keys)
+
+        monkeypatch.setattr(type(system), name, call)
+
+    for name in ("cat_ranges", "info", "ls"):
+        counted(name)
+    files = storage.list_files(f"{folder}/{{000..029}}", "dataset_path")
+    assert [file.size for file in files] == [4] * 30
+    assert calls.count("ls") == 1
+    assert "info" not in calls
+    calls.clear()
+    assert read(*((file.path, 1, 2) for file in files))[7] == b"\x07\x07"
+    assert calls.count("cat_ranges") == 1
+    system.rm(folder, recursive=True)
 
 
 def test_truncated_and_missing_files(root):
-    with pytest.raises(BadRecord, match="2 of 5 bytes") as caught:
-        storage.open_file(f"{root}/shard-2.tar").read(9, 5)
-    assert (caught.value.path, caught.value.offset) == (f"{root}/shard-2.tar", 9)
-    gone = storage.open_file(f"{root}/gone.tar")
-    with pytest.raises(BadRecord, match=r"gone\.tar") as caught:
-        gone.read(4, 1)
-    assert caught.value.offset == 4
-    with pytest.raises(UserError, match=r"gone\.tar"):
-        _ = gone.size
+    with pytest.raises(UnreadableFile, match="ends at byte 11, where 3 more") as caught:
+        read((f"{root}/shard-2.tar", 9, 5))
+    assert caught.value.path == f"{root}/shard-2.tar"
+    for call in (lambda name: read((name, 4, 1)), storage.file_info):
+        with pytest.raises(UnreadableFile, match=r"gone\.tar"):
+            call(f"{root}/gone.tar")
 
 
 def test_folders_and_denied_files(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(b"x")
-    refused("is a folder", storage.version, str(tmp_path))
-    with pytest.raises(BadRecord, match="directory"):
-        storage.open_file(str(tmp_path)).read(0, 1)
-
+    refused("is a folder", storage.file_info, str(tmp_path))
+    with pytest.raises(UnreadableFile, match="directory"):
+        read((str(tmp_path), 0, 1))
     monkeypatch.setattr(os, "open", denying(os.open, "secret"))
-    with pytest.raises(BadRecord, match=r"secret.*Permission denied"):
-        storage.open_file(str(tmp_path / "secret")).read(0, 1)
+    with pytest.raises(UnreadableFile, match=r"secret.*Permission denied"):
+        read((str(tmp_path / "secret"), 0, 1))
 
 
 def test_more_files_than_are_kept_open(tmp_path):
     for number in range(200):
         (tmp_path / f"{number}").write_bytes(bytes([number]))
-    files = [storage.open_file(f"{tmp_path}/{number}") for number in range(200)]
     with ThreadPoolExecutor(8) as threads:
         for _ in range(2):
-            read = list(threads.map(lambda file: file.read(0, 1), files))
-            assert read == [bytes([number]) for number in range(200)]
+            found = threads.map(lambda number: read((f"{tmp_path}/{number}", 0, 1))[0], range(200))
+            assert list(found) == [bytes([number]) for number in range(200)]
     descriptors = Path("/proc/self/fd")
     if descriptors.exists():
         links = [Path(os.readlink(p)) for p in descriptors.iterdir() if os.path.islink(p)]
         assert 0 < sum(link.parent == tmp_path for link in links) <= 128
-
-
-def test_blocks_slice_as_the_bytes_do(tmp_path):
-    size = 20 << 20  # of a few blocks
-    content = bytes(range(251)) * (size // 251)
-    (tmp_path / "x").write_bytes(content)
-    blocks = storage.Blocks(storage.open_file(str(tmp_path / "x")))
-    assert len(blocks) == len(content)
-    for place in (0, 1000, (8 << 20) - 1, 8 << 20, 5, (16 << 20) + 3, len(content) - 2, 99):
-        assert blocks[place : place + 4] == content[place : place + 4]
-    assert blocks[3 : 18 << 20] == content[3 : 18 << 20]

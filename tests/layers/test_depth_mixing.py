@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 from MaxText.layers import depth_mixing, mixing_kernel
 from MaxText.layers.depth_mixing import (
-    ALONE,
-    Chain,
     Norms,
     bytes_of_token,
     kernel_refused,
@@ -142,17 +140,19 @@ def test_gradients_are_added_in_the_memory_of_those_before():
 
 def two_sums(leaves, wraps, weights, factors, sources, scales):
     """A sum over all sources after one of the same without the last, whose gradients are left."""
-    earlier, later = (Chain(0, C), Chain(S - 1, 0)) if leaves else (ALONE, ALONE)
+    num_later_ways = C if leaves else 0
     options = {"form": "kernel", "norms": NORMS, "factors_MD": factors}
     if scales is not None:
         sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
 
     def first(weights, sources):
         rows = None if scales is None else scales[: S - 1]
-        return mix(weights[..., : S - 1], sources, scales_SD=rows, chain=earlier, **options)
+        return mix(
+            weights[..., : S - 1], sources, scales_SD=rows, num_later_ways=num_later_ways, **options
+        )
 
     def second(weights, sources, left):
-        return mix(weights, sources, scales_SD=scales, chain=later, left=left, **options)
+        return mix(weights, sources, scales_SD=scales, left=left, **options)
 
     before = wraps(first)(0.5 * weights, sources[: S - 1])
     after = wraps(second)(weights, [*before.sources, sources[-1]], before.left)
@@ -201,20 +201,22 @@ def test_kernels_lower():
     scales = shape((S, width), jnp.float32)
 
     def both(weights, states, scales, ways, old):
-        backward = functools.partial(mixing_kernel.backward, weights, states, ways)
-        norms: dict = {"norms": NORMS, "factors_MD": FACTORS}
-        full = [[x[:32] for x in some] for some in (states, ways, old)]
-        normalized = [
-            mixing_kernel.forward(weights[:32], full[0], "tpu", **norms),
-            mixing_kernel.backward(weights[:32], *full, "tpu", **norms),
-            mixing_kernel.backward(weights[:32], *full[:2], [], "tpu", **norms, num_left=S),
-        ]
-        sums = mixing_kernel.forward(weights, states, "tpu", scales_SD=scales)
-        first = backward(None, "tpu", scales_SD=scales)
-        after = mixing_kernel.Later(ways, weights)
-        left = backward(old[1:], "tpu", scales_SD=scales, num_left=1)
-        last = backward(old, "tpu", scales_SD=scales, later=after)
-        return sums, first, left, last, normalized
+        given: dict = {"weights": weights, "sources": states, "scales": scales}
+        of = given | {"of_sums": ways}
+        after = {"accumulated": old, "later_sums": ways, "later_weights": weights}
+        full: dict = {"weights": weights[:32], "sources": [x[:32] for x in states]}
+        full |= {"factors": FACTORS}
+        of_full = full | {"of_sums": [x[:32] for x in ways]}
+        before = [x[:32] for x in old]
+        return (
+            mixing_kernel.forward(given, "tpu"),
+            mixing_kernel.backward(of, "tpu"),
+            mixing_kernel.backward(of | {"accumulated": old[1:]}, "tpu", num_left=1),
+            mixing_kernel.backward(of | after, "tpu"),
+            mixing_kernel.forward(full, "tpu", NORMS),
+            mixing_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
+            mixing_kernel.backward(of_full, "tpu", NORMS, num_left=S),
+        )
 
     traced = jax.jit(both).trace(weights, states, scales, ways, states)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -16,7 +16,7 @@ from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.loading import load
 from MaxText.conversion.importing import FolderWeights
 from MaxText.layers.model import Model
-from MaxText.layers.pattention import theta
+from MaxText.layers.pattention import Theta
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -224,7 +224,7 @@ def test_score_normalizations(name):
 
     @jax.jit
     def normalized(scores):
-        return {what: theta(section, "qkv", 8)(scores) for what, section in recorded.items()}
+        return {what: Theta(section, "qkv", 8)(scores) for what, section in recorded.items()}
 
     for what, ours in normalized(scores).items():
         close(ours, arrays[f"norm_fn/{what}"], (0, 0, 1e-5), what)

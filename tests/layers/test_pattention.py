@@ -12,7 +12,7 @@ from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
 from MaxText.layers.part import Inputs
-from MaxText.layers.pattention import theta
+from MaxText.layers.pattention import Theta
 from tests.small_models import tiny_config
 
 KINDS = get_args(Pattention.model_fields["normalize_type"].annotation)
@@ -21,7 +21,7 @@ SIZES = {"base_num_kv_heads": 4, "slot_num": 12}
 
 
 def theta_of(kind, n=8, **keys):
-    return theta(Pattention(normalize_type=kind, slot_num=n, **keys), "qkv", 8)
+    return Theta(Pattention(normalize_type=kind, slot_num=n, **keys), "qkv", 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +130,7 @@ def test_slots_with_zero_keys_change_nothing_where_the_zoom_is_fixed(kind):
 
     def feed_forward(slots, keys, values):
         section = Pattention(normalize_type=kind, slot_num=slots, zoom_dim=12)
-        return theta(section, "qkv", 8)(x @ keys) @ values
+        return Theta(section, "qkv", 8)(x @ keys) @ values
 
     x, keys, values = (
         generator.normal(size=s).astype(np.float32) for s in ((5, 8), (8, 20), (20, 8))

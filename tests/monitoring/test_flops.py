@@ -238,29 +238,24 @@ def test_keys_by_rule():
 
 
 @pytest.mark.parametrize(
-    ("section", "length", "kind", "keys"),
+    ("section", "length", "window", "keys"),
     [
-        ({"attention": "dot_product"}, 256, "attention", 256),
-        ({"attention_block_size": 64}, 256, "attention", (64 + 128 + 192 + 256) / 4),
-        ({"attention_block_size": 5}, 13, "attention", (5 * 5 + 5 * 10 + 3 * 13) / 13),
+        ({"attention": "dot_product"}, 256, None, 256),
+        ({"attention_block_size": 64}, 256, None, (64 + 128 + 192 + 256) / 4),
+        ({"attention_block_size": 5}, 13, None, (5 * 5 + 5 * 10 + 3 * 13) / 13),
         # No more than 16 blocks: of 256 rows.
-        ({"attention_block_size": 128}, 4096, "attention", 256 * (16 + 1) / 2),
-        ({"causal": False}, 4096, "attention", 4096),
-        ({"attention": "flash"}, 2048, "attention", 512 * (1 + 2 + 3 + 4) / 4),
-        ({"attention": "flash"}, 100, "attention", 100),  # not what the kernel serves
-        ({"sliding_window_size": 4}, 12, "local_attention", 12),  # one block of all
-        (
-            {"sliding_window_size": 20},
-            90,
-            "local_attention",
-            5 * 20 * 40 / 90,
-        ),  # the last block filled up
-        ({"sliding_window_size": 20, "causal": False}, 100, "local_attention", 60),
-        ({"sliding_window_size": 4}, 64, "local_attention", 32),  # blocks of 16 rows at least
+        ({"attention_block_size": 128}, 4096, None, 256 * (16 + 1) / 2),
+        ({"causal": False}, 4096, None, 4096),
+        ({"attention": "flash"}, 2048, None, 512 * (1 + 2 + 3 + 4) / 4),
+        ({"attention": "flash"}, 100, None, 100),  # not what the kernel serves
+        ({}, 12, 4, 12),  # one block of all
+        ({}, 90, 20, 5 * 20 * 40 / 90),  # the last block filled up
+        ({"causal": False}, 100, 20, 60),
+        ({}, 64, 4, 32),  # blocks of 16 rows at least
     ],
 )
-def test_keys_multiplied(section, length, kind, keys):
-    assert keys_multiplied(Attention(**section), length, kind) == keys
+def test_keys_multiplied(section, length, window, keys):
+    assert keys_multiplied(Attention(**section), length, window) == keys
 
 
 def cost_of(**keys):

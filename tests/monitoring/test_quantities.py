@@ -3,7 +3,7 @@
 import pytest
 
 from MaxText.checkpointing.starting_point import Start
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan, Stage
 from MaxText.layers.model import Model
 from MaxText.monitoring import peak_flops as peaks
 from MaxText.monitoring.flops import count_flops

@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.configuration.training_sections import Guard
 from MaxText.errors import Diverged
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.model import Model
 from MaxText.monitoring import step_log
 from MaxText.monitoring.event_stream import EventStream

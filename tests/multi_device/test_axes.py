@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.configuration.layer_sections import Pattention
 from MaxText.configuration.training_sections import Batch
-from MaxText.layers.pattention import theta
+from MaxText.layers.pattention import Theta
 from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
 from tests.multi_device.same_results import (
     MIXED,
@@ -144,7 +144,7 @@ def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     mesh = make_mesh(
         tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
     )
-    ours = theta(Pattention(normalize_type=kind, slot_num=64), "qkv", 8)
+    ours = Theta(Pattention(normalize_type=kind, slot_num=64), "qkv", 8)
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
     split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
     compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()

@@ -8,7 +8,7 @@ from MaxText.configuration.loading import configure
 from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
-from MaxText.input_pipeline import sources
+from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_layout

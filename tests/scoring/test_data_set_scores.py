@@ -10,7 +10,7 @@ import pytest
 from MaxText.configuration.data_sections import Preparation
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
-from MaxText.input_pipeline import sources
+from MaxText.input_pipeline import data_sources as sources
 from MaxText.input_pipeline.loader import eval_loader
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.layers.entmax import entmax_loss
@@ -81,8 +81,10 @@ def batches_of(folder, masking=None):
 
 def documents_of(folder):
     (source,) = opened_at(configured(folder))
-    stream = source.data.stream
-    return [stream[a:b].tolist() for a, b in itertools.pairwise(stream.document_offsets.tolist())]
+    stream = source.data.store
+    ends = stream.document_offsets
+    ids = stream.read(ends[:1], ends[-1:])
+    return [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
 
 
 def begin_of_window(target, last, stride):

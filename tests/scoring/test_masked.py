@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.layers.batch import Batch
 from MaxText.scoring import lambada, masked_text, tasks, wikitext
 from MaxText.scoring.lambada import Passage

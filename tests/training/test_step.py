@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.compilation import known_memory
 from MaxText.errors import UserError
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh

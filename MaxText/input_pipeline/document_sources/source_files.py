@@ -141,7 +141,7 @@ def _is_folder(entry: str) -> bool:
 
 def _listed(entry: str) -> dict[str, str]:
     """Paths of files by their names below the folder that they share."""
-    paths = storage.list_files(entry, _KEY)
+    paths = [file.path for file in storage.list_files(entry, _KEY)]
     return dict(zip(storage.names_below(paths), paths, strict=True))
 
 

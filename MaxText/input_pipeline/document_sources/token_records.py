@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.arrow_tables import open_table
 from MaxText.input_pipeline.document_sources.compressed import (
     READ_ERRORS,
@@ -32,7 +33,6 @@ from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tar_archive import scan_members
 from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 # What the position of a document in a file counts.
 _UNITS = {
@@ -44,7 +44,7 @@ _UNITS = {
 }
 
 _RECORDS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
-_USUAL_FIELDS = ("input_ids", "text", "tokens")
+USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # A member of a webdataset archive like 000123.input_id.pth holds one tensor: of a sample the part
 # before the first dot, then the field and how it is stored.
@@ -89,6 +89,24 @@ def read_ids(
             yield document
 
 
+def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
+    """Reads the token file of a set that prepare_data.py wrote as ArrayRecord, chunk by chunk.
+
+    Raises:
+      BadRecord: as read_ids.
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+    with _read_errors_as_bad_record(path, "arrayrecord"):
+        for number, record in _scan_records(path, "arrayrecord"):
+            if isinstance(record, bytes) and len(record) % stored.itemsize:
+                problem = f"the record is damaged: it has {len(record)} bytes"
+                record = BadRecord(path, number, problem, "record")
+            if isinstance(record, BadRecord):
+                yield record
+            else:
+                yield TokenDocument(np.frombuffer(record, stored).astype(np.int32))
+
+
 def holds_text(
     files: Sequence[str], kind: str, fields: Sequence[str] = (), text_field: str = "text"
 ) -> bool:
@@ -103,7 +121,7 @@ def holds_text(
       BadRecord: a file is damaged at its beginning.
       UserError: they hold neither.
     """
-    fields = fields or _USUAL_FIELDS
+    fields = fields or USUAL_FIELDS
     if kind == "webdataset":
         return False
     if kind in ("parquet", "arrow"):
@@ -128,8 +146,7 @@ def _read_errors_as_bad_record(
         raise
     except READ_ERRORS as error:
         reason = f"from here on the file {describe_error(error)}"
-        may_heal = isinstance(error, OSError)
-        raise BadRecord(path, position(), reason, _UNITS[kind], may_heal) from error
+        raise BadRecord(path, position(), reason, _UNITS[kind]) from error
 
 
 def _documents(
@@ -138,13 +155,13 @@ def _documents(
     if kind in ("parquet", "arrow"):
         check_not_compressed(path, format_of(path))
         with open_table(path) as table:
-            column = id_column(table, path, fields or _USUAL_FIELDS)
+            column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
             yield from table_documents(table, path, column, shift_labels)
     elif kind == "webdataset":
         yield from _archive_documents(path, fields)
     else:
-        names = fields or _USUAL_FIELDS
+        names = fields or USUAL_FIELDS
         for position, record in _scan_records(path, kind):
             if isinstance(record, BadRecord):
                 yield position, record

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.arrow_tables import (
     Table,
     is_list,
     is_list_of_integers,
 )
 from MaxText.input_pipeline.formats.token_ids import as_ids
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""

@@ -9,8 +9,8 @@ from array_record.python import (
 )
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.storage import is_url, local_path, open_stream, version
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
+from MaxText.input_pipeline.storage import file_info, is_url, local_path, open_stream
 
 UNIT = "record"
 """What a BadRecord of such a file counts."""
@@ -38,7 +38,7 @@ def open_reader(path: str, copy: str = "") -> Any:
             f"{path}: ArrayRecord files are read from a local file system only. Copy them, or "
             "mount the bucket (gcsfuse), and give the local path."
         )
-    version(path)  # a missing file is named before the library looks for it
+    file_info(path)  # a missing file is named before the library looks for it
     try:
         open_stream(copy or path).close()
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import google_crc32c
 
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4

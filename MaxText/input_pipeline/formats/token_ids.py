@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.data_errors import BadRecord
 
 _LARGEST = np.iinfo(np.int32).max
 

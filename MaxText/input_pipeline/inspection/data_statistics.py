@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from MaxText.input_pipeline.rows.mixture import OnBad, Source, draws
-from MaxText.input_pipeline.streams.bad_record import BadRecord
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.sequences.order import OrderedWindows, random_words
+from MaxText.input_pipeline.token_store.store import TokenData
 
 # Tokens read at a time: a few times 8 MB in memory, and far more than a read costs to begin.
 BLOCK_TOKENS = 2**20
@@ -69,7 +68,7 @@ def _words(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
 
     Among n sequences two different ones look equal with a probability of n^2 / 2^65.
     """
-    return draws(0, (places.astype(np.uint64) << np.uint64(32)) + ids.astype(np.uint64))
+    return random_words(0, (places.astype(np.uint64) << np.uint64(32)) + ids.astype(np.uint64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,7 @@ class TokenStatistics:
     Attributes:
       num_tokens: in the split.
       num_read: of these, read.
-      smallest_id, largest_id: of what was read; -1 where nothing could be.
+      smallest_id, largest_id: of what was read.
       largest_document: the document where the largest id occurs first, and its token there.
       counts_V: int64, how often each id occurs; larger ids are in `num_uncounted`.
       num_uncounted: tokens with an id that is not in counts_V.
@@ -152,20 +151,19 @@ class TokenStatistics:
 
 
 def measure_tokens(
-    data: TokenData, most_tokens: int, on_bad: OnBad, progress: Callable[[int], None]
+    data: TokenData, most_tokens: int, progress: Callable[[int], None]
 ) -> TokenStatistics:
     """Reads the tokens of a split.
 
     Args:
       data: the split.
       most_tokens: where there are more, blocks of 2**20 tokens that are evenly spread are read.
-      on_bad: takes each document that cannot be read, which is then left out; None raises.
       progress: takes the tokens read since its last call.
 
     Raises:
-      BadRecord: a record cannot be read and `on_bad` is None.
+      UnreadableFile: a file cannot be read.
     """
-    offsets, num_tokens = data.stream.document_offsets, len(data.stream)
+    offsets, num_tokens = data.store.document_offsets, len(data.store)
     num_read = num_uncounted = 0
     smallest, largest, largest_place = -1, -1, 0
     counts_V = np.zeros(0, np.int64)
@@ -178,30 +176,24 @@ def measure_tokens(
         compared = begins[-1]
         if last > first:
             compared = min(compared, begins[-2] + COMPARED_TOKENS)
-        ids_N = _read_block(data, start, max(stop, int(compared)), on_bad)
-
-        inside = np.flatnonzero(ids_N[: stop - start] >= 0)
-        if inside.size:
-            readable = ids_N[inside]
-            num_read += inside.size
-            low, high = int(readable.min()), int(readable.max())
-            smallest = low if smallest < 0 else min(smallest, low)
-            if high > largest:
-                largest, largest_place = high, start + int(inside[readable.argmax()])
-            countable = readable[readable < _COUNTED_IDS]
-            num_uncounted += readable.size - countable.size
-            found = np.bincount(countable, minlength=counts_V.size)
-            found[: counts_V.size] += counts_V
-            counts_V = found
-
+        ids_N = data.store.read(np.array([start]), np.array([max(stop, int(compared))]))
+        inside = ids_N[: stop - start]
+        num_read += inside.size
+        low, high = int(inside.min()), int(inside.max())
+        smallest = low if smallest < 0 else min(smallest, low)
+        if high > largest:
+            largest, largest_place = high, start + int(inside.argmax())
+        countable = inside[inside < _COUNTED_IDS]
+        num_uncounted += inside.size - countable.size
+        found = np.bincount(countable, minlength=counts_V.size)
+        found[: counts_V.size] += counts_V
+        counts_V = found
         sizes = np.diff(begins)
         filled = np.flatnonzero(sizes)
         if filled.size:
-            found, complete = _document_hashes(
-                ids_N[: int(compared) - start], begins[filled] - start, sizes[filled]
-            )
-            hashes.append(found[complete])
-            documents.append(first + filled[complete])
+            ids_N = ids_N[: int(compared) - start]
+            hashes.append(_document_hashes(ids_N, begins[filled] - start, sizes[filled]))
+            documents.append(first + filled)
         progress(stop - start)
     document = int(np.searchsorted(offsets, largest_place, side="right")) - 1
     return TokenStatistics(
@@ -222,47 +214,20 @@ def spread(count: int, most: int) -> np.ndarray:
     return np.arange(count) if count <= most else np.arange(most) * count // most
 
 
-def _read_block(data: TokenData, start: int, stop: int, on_bad: OnBad) -> np.ndarray:
-    """int32 [stop - start]: the tokens of a part of the stream, -1 in unreadable documents."""
-    try:
-        return data.stream.ranges([(start, stop)])[0]
-    except BadRecord:
-        if on_bad is None:
-            raise
-    ids_N = np.full(stop - start, -1, np.int32)
-    offsets = data.stream.document_offsets
-    document = int(np.searchsorted(offsets, start, side="right")) - 1
-    at = start
-    while at < stop:
-        end = min(int(offsets[document + 1]), stop)
-        try:
-            ids_N[at - start : end - start] = data.stream.ranges([(at, end)])[0]
-        except BadRecord as problem:
-            on_bad(problem)
-        document, at = document + 1, end
-    return ids_N
-
-
-def _document_hashes(
-    ids_N: np.ndarray, begins_S: np.ndarray, sizes_S: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of documents that follow each other, and which of them could be read.
+def _document_hashes(ids_N: np.ndarray, begins_S: np.ndarray, sizes_S: np.ndarray) -> np.ndarray:
+    """Hashes (uint64 [S]) of documents that follow each other.
 
     Args:
-      ids_N: ids, -1 where they could not be read. The last document may continue beyond them.
+      ids_N: ids. The last document may continue beyond them.
       begins_S: int64, first token of each document.
       sizes_S: int64, its tokens, above 0.
-
-    Returns:
-      uint64 [S] and bool [S].
     """
     ids_N = ids_N[begins_S[0] :]
     begins_S = begins_S - begins_S[0]
     places_N = np.arange(ids_N.size) - np.repeat(begins_S, np.diff(np.append(begins_S, ids_N.size)))
-    words_N = _words(np.maximum(ids_N, 0), places_N)
+    words_N = _words(ids_N, places_N)
     words_N[places_N >= COMPARED_TOKENS] = 0
-    hashes_S = np.add.reduceat(words_N, begins_S) + draws(1, sizes_S)
-    return hashes_S, np.minimum.reduceat(ids_N, begins_S) >= 0
+    return np.add.reduceat(words_N, begins_S) + random_words(1, sizes_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,20 +252,20 @@ class RowStatistics:
 
 
 def measure_rows(
-    source: Source, most_tokens: int, on_bad: OnBad, progress: Callable[[int], None]
+    source: OrderedWindows, most_tokens: int, progress: Callable[[int], None]
 ) -> RowStatistics:
     """Reads the rows of an epoch, in the order of the stream.
 
     Args:
       source: the rows.
       most_tokens: where an epoch has more places, evenly spread groups of rows are read.
-      on_bad: takes each record that cannot be read; its row then has no target. None raises.
       progress: takes the places read since its last call.
 
     Raises:
-      BadRecord: a record cannot be read and `on_bad` is None.
+      UnreadableFile: a file cannot be read.
     """
     windows, length = source.windows, source.windows.length
+    in_order = source.in_order()
     rows_of_block = max(1, BLOCK_TOKENS // length)
     num_read = num_counted = 0
     largest_target = -1
@@ -310,7 +275,7 @@ def measure_rows(
     for block in spread(num_blocks, most_tokens // (rows_of_block * length)).tolist():
         first = block * rows_of_block
         rows_B = np.arange(first, min(first + rows_of_block, len(windows)))
-        rows = windows.read(rows_B, draws(source.seed, rows_B), on_bad)
+        rows = in_order.read(rows_B)
         counted_BT = rows["weights"] > 0
         counted_B = np.count_nonzero(counted_BT, axis=1)
         largest = rows["targets"].max(initial=-1, where=counted_BT)
@@ -329,13 +294,3 @@ def measure_rows(
         largest_target=largest_target,
         windows=find_repeats(np.concatenate(hashes), np.concatenate(numbers)),
     )
-
-
-def window_origin(source: Source, window: int) -> list[tuple[str, int, int]]:
-    """What a window holds: (document, first token of it in the row, number of tokens there)."""
-    (draw,) = draws(source.seed, np.array([window])).tolist()
-    name = source.windows.data.stream.document_name
-    return [
-        (name(document), first, count)
-        for document, first, count in source.windows.origin(window, draw)
-    ]

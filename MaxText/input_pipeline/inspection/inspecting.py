@@ -9,21 +9,19 @@ import numpy as np
 from MaxText.configuration.data_sections import Preparation
 from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.batch_iterators import BatchIterator
+from MaxText.input_pipeline.data_sources import ANY_ID, OpenedSource
 from MaxText.input_pipeline.inspection import report as inspection_report
 from MaxText.input_pipeline.inspection.data_statistics import (
     document_lengths,
     measure_rows,
     measure_tokens,
-    window_origin,
 )
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
+from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
-from MaxText.input_pipeline.rows.batch_plan import plan_batches
-from MaxText.input_pipeline.sources import ANY_ID, OpenedSource
+from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.storage import local_path
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
@@ -134,54 +132,34 @@ class Inspection:
         Raises:
           UserError: the data cannot be read, or has ids that the model has not.
         """
-        unreadable: dict[str, None] = {}
         largest_id = -1
         for number, source in enumerate(self._batches.opened, 1):
             self._show(f"\n{source.entry.location}")
             path = picture
             if path is not None and number > 1:
                 path = path.with_stem(f"{path.stem}_{number}")
-            found = self._show_source(source, most_tokens, path, unreadable)
-            largest_id = max(largest_id, found)
-        if unreadable:
-            self._show(f"\nRecords that cannot be read: {len(unreadable):,}")
-            self._lines([f"  {message}" for message in list(unreadable)[:_SHOWN_BAD_RECORDS]])
+            largest_id = max(largest_id, self._show_source(source, most_tokens, path))
+        if skipped := self._batches.skipped:
+            self._show(f"\nRecords that cannot be read: {len(skipped):,}")
+            self._lines([f"  {message}" for message in skipped[:_SHOWN_BAD_RECORDS]])
         self._check_ids(largest_id)
 
-    def _show_source(
-        self,
-        source: OpenedSource,
-        most_tokens: int,
-        picture: Path | None,
-        unreadable: dict[str, None],
-    ) -> int:
-        """Shows one data set, adds the messages of bad records; returns the largest id."""
+    def _show_source(self, source: OpenedSource, most_tokens: int, picture: Path | None) -> int:
+        """Shows one data set; returns the largest id."""
         data, windows = source.data, source.rows.windows
-
-        def note(problem: BadRecord) -> None:
-            # Read again, a record is still one.
-            unreadable[str(problem)] = None
-
-        on_bad = note if self._config.data.on_bad_record == "skip" else None
-        num_bytes = _ID_BYTES * min(most_tokens, len(data.stream))
+        num_bytes = _ID_BYTES * min(most_tokens, len(data.store))
         with show_progress("Reading tokens", num_bytes, self._show) as progress:
-            tokens = measure_tokens(
-                data, most_tokens, on_bad, lambda done: progress(_ID_BYTES * done)
-            )
+            tokens = measure_tokens(data, most_tokens, lambda done: progress(_ID_BYTES * done))
         self._lines(inspection_report.token_lines(data, tokens, self._tokenizer, self._vocab_size))
-        lengths = document_lengths(data.stream.document_offsets)
+        lengths = document_lengths(data.store.document_offsets)
         self._lines(
-            inspection_report.document_lines(lengths, tokens.documents, data.stream.document_name)
+            inspection_report.document_lines(lengths, tokens.documents, data.store.document_name)
         )
         num_bytes = _ID_BYTES * min(most_tokens, len(windows) * windows.length)
         with show_progress("Reading rows", num_bytes, self._show) as progress:
-            rows = measure_rows(
-                source.rows, most_tokens, on_bad, lambda done: progress(_ID_BYTES * done)
-            )
+            rows = measure_rows(source.rows, most_tokens, lambda done: progress(_ID_BYTES * done))
         self._lines(
-            inspection_report.row_lines(
-                rows, windows.length, lambda window: window_origin(source.rows, window)
-            )
+            inspection_report.row_lines(rows, windows.length, source.rows.in_order().origin)
         )
         if data.labels is not None:
             self._show(f"  labels that count: ids up to {rows.largest_target}")

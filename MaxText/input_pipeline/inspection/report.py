@@ -15,7 +15,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
     RowStatistics,
     TokenStatistics,
 )
-from MaxText.input_pipeline.streams.token_data import TokenData
+from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 
 # Characters of a text that are shown at each end, and ids where there is no tokenizer.
@@ -106,7 +106,7 @@ def _fit(data: TokenData, statistics: TokenStatistics, limit: int) -> str:
     document, place = statistics.largest_document
     return (
         f"{statistics.num_from(limit):,} tokens are beyond, the largest at token {place} of "
-        f"{data.stream.document_name(document)}"
+        f"{data.store.document_name(document)}"
     )
 
 

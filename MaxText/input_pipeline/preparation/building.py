@@ -20,14 +20,6 @@ from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.documents import too_many_error
-from MaxText.input_pipeline.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    Manifest,
-    SourceEntry,
-    Split,
-    TokenizerEntry,
-)
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, unit_of
 from MaxText.input_pipeline.preparation.progress import show_progress
@@ -51,6 +43,14 @@ from MaxText.input_pipeline.preparation.unit_encoding import (
     finished_unit,
 )
 from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Manifest,
+    SourceEntry,
+    Split,
+    TokenizerEntry,
+)
 
 Show = Callable[[str], None]
 

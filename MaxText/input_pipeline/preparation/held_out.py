@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from MaxText.input_pipeline.splitmix import INCREMENT, scatter
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, scatter
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 """Names of splits; a corpus without splits of its own is divided into the first two."""

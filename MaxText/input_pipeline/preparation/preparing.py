@@ -17,11 +17,6 @@ from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
-from MaxText.input_pipeline.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    read_manifest,
-)
 from MaxText.input_pipeline.preparation import building_lock, work_processes
 from MaxText.input_pipeline.preparation.building import (
     BYTES_READ_WORTH_A_PROCESS,
@@ -44,6 +39,11 @@ from MaxText.input_pipeline.preparation.unit_encoding import Recipe
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.storage import is_url, local_path
 from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+)
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
 

@@ -22,7 +22,6 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.counting import counted
 from MaxText.errors import UserError
 from MaxText.input_pipeline.cores import num_cores
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.preparation.record_shards import (
     RecordShape,
@@ -33,8 +32,9 @@ from MaxText.input_pipeline.preparation.record_shards import (
     write_shard,
 )
 from MaxText.input_pipeline.preparation.work_processes import Advance
-from MaxText.input_pipeline.streams.token_stream import TokenStream
 from MaxText.input_pipeline.sync import WRITING_SUFFIX, publish, write_whole, writing_name
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from MaxText.input_pipeline.token_store.store import open_flat
 
 LEDGER_NAME = "records.json"
 _LEDGER_SCHEMA = 1
@@ -178,7 +178,7 @@ def _plan(
             num_shards = max(min(wanted, total), 1)
             bounds = [total * shard // num_shards for shard in range(num_shards + 1)]
         else:
-            stream = TokenStream(str(prepared), manifest, split)
+            stream = open_flat(prepared, manifest, split)
             num_shards = max(min(wanted, entry.num_documents), 1)
             bounds = _even_bounds(np.asarray(stream.document_offsets), num_shards).tolist()
         jobs += [

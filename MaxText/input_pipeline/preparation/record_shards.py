@@ -17,10 +17,10 @@ import pydantic
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.strided_windows import rows_of_windows, strided_windows
-from MaxText.input_pipeline.streams.token_stream import TokenStream
 from MaxText.input_pipeline.sync import publish, sync_file, writing_name
+from MaxText.input_pipeline.token_store.manifest import read_manifest
+from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 
 # Tokens read, encoded and handed to the writer at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000
@@ -122,7 +122,7 @@ class _Places(NamedTuple):
     dropped_tokens: int = 0
 
 
-def _places(job: ShardJob, stream: TokenStream) -> _Places:
+def _places(job: ShardJob, stream: TokenStore) -> _Places:
     shape = job.shape
     if shape.kind == "chunks":
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
@@ -133,7 +133,7 @@ def _places(job: ShardJob, stream: TokenStream) -> _Places:
     return _Places(*strided_windows(offsets, shape.min_length, shape.max_length, shape.stride))
 
 
-def _batches(places: _Places, stream: TokenStream) -> Iterator[list[np.ndarray]]:
+def _batches(places: _Places, stream: TokenStore) -> Iterator[list[np.ndarray]]:
     """The pieces of the stream in order, about _BATCH_TOKENS tokens at a time."""
     first, num_records = 0, places.starts.size
     ends = np.cumsum(places.stops - places.starts)
@@ -141,8 +141,9 @@ def _batches(places: _Places, stream: TokenStream) -> Iterator[list[np.ndarray]]
         done = int(ends[first - 1]) if first else 0
         stop = int(np.searchsorted(ends, done + _BATCH_TOKENS, side="right"))
         stop = max(stop, first + 1)
-        starts, stops = places.starts[first:stop].tolist(), places.stops[first:stop].tolist()
-        yield stream.ranges(list(zip(starts, stops, strict=True)))
+        starts, stops = places.starts[first:stop], places.stops[first:stop]
+        ids = stream.read(starts, stops)
+        yield np.split(ids, np.cumsum(stops - starts)[:-1])
         first = stop
 
 
@@ -154,7 +155,7 @@ def write_shard(job: ShardJob) -> ShardEntry:
         missing.
     """
     manifest = read_manifest(str(job.prepared))
-    stream = TokenStream(str(job.prepared), manifest, job.split)
+    stream = open_flat(job.prepared, manifest, job.split)
     places = _places(job, stream)
     path = job.folder / job.file_name(places.starts.size)
     writing = writing_name(path)

@@ -17,8 +17,8 @@ from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.shards import cut_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
-from MaxText.input_pipeline.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.preparation.preparing import make_once
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
 
@@ -67,7 +67,9 @@ def open_text(
     )
     tokenizer = load_tokenizer(tokenizer_path, tokenizer_type)
     decisive = {
-        "files": [[storage.absolute(file), *storage.version(file)] for file in files],
+        "files": [
+            [storage.absolute(path), size, tag] for path, size, tag in storage.file_infos(files)
+        ],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
         "text_field": text_field,

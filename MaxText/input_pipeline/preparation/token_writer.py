@@ -14,7 +14,10 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from MaxText.input_pipeline.manifest import (
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
+from MaxText.input_pipeline.preparation.part_files import Part
+from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
+from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
     SOURCE_FILES_NAME,
@@ -22,9 +25,6 @@ from MaxText.input_pipeline.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.part_files import Part
-from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
 
 FileFormat = Literal["array_record", "bin"]
 

@@ -21,7 +21,6 @@ import pydantic
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.documents import Document, Skipped
 from MaxText.input_pipeline.document_sources.shards import Shard
-from MaxText.input_pipeline.manifest import SCHEMA_VERSION
 from MaxText.input_pipeline.preparation.cleaning import text_cleaner
 from MaxText.input_pipeline.preparation.held_out import (
     TRAIN,
@@ -35,6 +34,7 @@ from MaxText.input_pipeline.preparation.survey import SurveyJob, SurveySettings,
 from MaxText.input_pipeline.preparation.survey import survey_unit as read_unit
 from MaxText.input_pipeline.preparation.token_writer import narrowest_dtype
 from MaxText.input_pipeline.sync import write_whole
+from MaxText.input_pipeline.token_store.manifest import SCHEMA_VERSION
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer
 
 # Text encoded at a time: enough for several threads, little enough to hold in memory (the

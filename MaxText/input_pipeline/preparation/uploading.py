@@ -10,10 +10,10 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.manifest import Manifest
 from MaxText.input_pipeline.preparation import building_lock
 from MaxText.input_pipeline.preparation.preparing import keep, manifest_name_of, prepare
-from MaxText.input_pipeline.storage import file_system, is_there
+from MaxText.input_pipeline.storage import file_system, path_type
+from MaxText.input_pipeline.token_store.manifest import Manifest
 
 
 def prepare_in_bucket(
@@ -50,8 +50,8 @@ def prepare_in_bucket(
         )
     place = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
     with _held(place, cache_dir, show):
-        if is_there(f"{url}/{name}"):
-            kept = copied_folder(url, cache_dir, show)
+        if path_type(f"{url}/{name}"):
+            kept = copied_folder(url, cache_dir)
             assert kept is not None, url
             source, field = preparation.prepare_source, preparation.text_field
             corpus = open_corpus(source, field, max_bad_records=max_bad_records)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.tokenizer_files import write_files
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fastokens
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME, TokenizerEntry
-from MaxText.input_pipeline.tokenization.byte_pair_encoding import fast_encoder
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME, TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
@@ -24,9 +24,21 @@ from MaxText.input_pipeline.tokenization.interface import (
 )
 from MaxText.input_pipeline.tokenization.tokenizer_files import read_json, write_files
 
+# Added tokens that are looked at in a text, of the thousands that some files reserve.
+_CHECKED_TOKENS = 64
+# What text goes through that engines may read in different ways: contractions, white space, digits,
+# normal forms, scripts, symbols, control characters.
+_CHECKED_TEXT = (
+    "It's 1,234.5 o'clock; I'LL  they've\tDON'T\n\n  x = y[i]**2  # ok?\r\n   \u00a0end \n"
+    "na\u00efve nai\u0308ve \u1e69 s\u0323\u0307 \uac00 \u1100\u1161 \ufb01 \u2460 \u00bd "
+    "\u01c5\u02b0 \u4e2d\u6587 \u0939\u093f\u0928\u094d \u0627\u0644 \u0e44\u0e17 \u0663 "
+    "\U0001f642\U0001f469\u200d\U0001f680\u20ac\u2028\u0000\x1b\ue000\ufeff\u200b "
+    "<a>[B]{c}</s> \u2581x ##y"
+)
+
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """A tokenizer.json; encodes through tiktoken where that provably gives the same ids.
+    """A tokenizer.json; encodes through fastokens where that gives the same ids as tokenizers.
 
     Attributes:
       file_text: contents of its tokenizer.json.
@@ -56,14 +68,18 @@ class HuggingFaceTokenizer(TextTokenizer):
             pad_id=ids["pad"],
         )
         super().__init__(entry, "tokenizers", ids["mask"], num_threads)
-        self._fast = None
+        self._fast: fastokens.Tokenizer | None = None
         self._refuse_forgery(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
             f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
         )
-        self._fast = fast_encoder(self._tokenizer)
+        self._fast = _fast_engine(file_text)
         if self._fast:
-            self.engine = "tiktoken"
+            self.engine = "fastokens"
+            decoder = self._tokenizer.get_added_tokens_decoder()
+            added = [str(token.content) for token in decoder.values()]
+            beside = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
+            self.check_engine([_CHECKED_TEXT, *beside])
 
     def _control_id(self, name: str) -> int | None:
         for candidate in control_token_candidates(name, self._settings):
@@ -74,23 +90,24 @@ class HuggingFaceTokenizer(TextTokenizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's own pickle forgets that control tokens in a text are text.
-        state = dict(vars(self))
-        del state["_tokenizer"]
-        return state
+        return {n: value for n, value in vars(self).items() if n not in ("_tokenizer", "_fast")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self._tokenizer = _parse(self.file_text, self.entry.origin)
+        is_fast = self.engine != self._definition
+        self._fast = _fast_engine(self.file_text) if is_fast else None
 
     def _ids(self, text: str) -> np.ndarray:
-        if self._fast:
-            try:
-                return self._fast.encode(text)
-            except ValueError:
-                # tiktoken's word finder gives up on a hundred thousand white spaces in a row.
-                pass
-        return self._ids_by_definition(text)
+        if self._fast is None:
+            return self._ids_by_definition(text)
+        try:
+            # Of one text at a time it works in this thread; `encode` has threads of its own.
+            ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
+        except ValueError:  # a regular expression that backtracks for too long
+            return self._ids_by_definition(text)
+        return np.frombuffer(ids, np.uint32)
 
     def _ids_by_definition(self, text: str) -> np.ndarray:
         # The call for batches is the one that leaves out character offsets, which cost time.
@@ -120,6 +137,17 @@ class HuggingFaceTokenizer(TextTokenizer):
     def save(self, folder: Path) -> list[Path]:
         """See TextTokenizer."""
         return write_files(folder, {TOKENIZER_NAME: self.file_text.encode()}, self._settings)
+
+
+def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
+    """The faster engine, None where it does not read the file: it knows byte-level BPE only."""
+    try:
+        engine = fastokens.Tokenizer.from_json_str(file_text)
+    except Exception:  # what it raises is ValueError, or a panic of Rust
+        return None
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
 
 
 def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.byte_tokenizer import BYTE_NAMES, ByteTokenizer
 from MaxText.input_pipeline.tokenization.hugging_face import (
     HuggingFaceTokenizer,

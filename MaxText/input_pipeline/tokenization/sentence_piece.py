@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,

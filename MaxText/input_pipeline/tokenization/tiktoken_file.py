@@ -24,7 +24,7 @@ import numpy as np
 import tiktoken
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import TokenizerEntry
+from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
@@ -32,16 +32,36 @@ from MaxText.input_pipeline.tokenization.interface import (
     control_token_settings,
 )
 from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, write_files
-from MaxText.input_pipeline.tokenization.word_patterns import (
-    BYTES_OF_UTF8,
-    CL100K_WORDS,
-    GPT2_WORDS,
-    LLAMA3_WORDS,
-    O200K_WORDS,
-    UNUSED_TOKEN,
-)
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
+
+# The regular expressions of published vocabularies. GPT-2's and GPT-4's are in the form that
+# tiktoken has, without backtracking where that is possible. GPT-2's cuts as its original does;
+# GPT-4's keeps white space that ends a text in one word, where the original cuts it at line ends.
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The bytes that occur in UTF-8 at all; a vocabulary need not have the others.
+BYTES_OF_UTF8 = tuple(byte for byte in range(256) if byte not in (0xC0, 0xC1, *range(0xF5, 256)))
+
+# tiktoken looks for its special tokens in every text, and where it has none for the empty text: at
+# every character. With one that hardly occurs (it is not allowed, so it would be text) the search
+# is free; without, encoding takes half as long again.
+UNUSED_TOKEN = "\x00unused\x00"
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 

@@ -15,14 +15,14 @@ from hypothesis import strategies
 from pyarrow import parquet
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.document_sources.token_records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 from tests.hostile.files import damaged, tar_archive, torch_file
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS
-from tests.input_pipeline.streams import token_files
-from tests.input_pipeline.streams.token_files import write_records
+from tests.input_pipeline.token_store import token_files
+from tests.input_pipeline.token_store.token_files import write_records
 from tests.refusals import refused
 
 

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.documents import Document
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from tests.input_pipeline.streams.token_files import write_records
+from tests.input_pipeline.token_store.token_files import write_records
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": functools.partial(gzip.compress, mtime=0),  # or names of tests would hold the time

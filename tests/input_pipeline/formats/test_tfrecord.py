@@ -5,8 +5,8 @@ import io
 
 import pytest
 
+from MaxText.input_pipeline.data_errors import BadRecord
 from MaxText.input_pipeline.formats import tfrecord
-from MaxText.input_pipeline.streams.bad_record import BadRecord
 
 RECORDS = [b"", b"a", b"\x00" * 5, bytes(range(256))]
 # What tensorflow 2.21.0 writes for the first three of them.

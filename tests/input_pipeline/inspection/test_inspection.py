@@ -19,8 +19,7 @@ from MaxText.input_pipeline.inspection.data_statistics import (
 from MaxText.input_pipeline.inspection.inspecting import Inspection
 from MaxText.input_pipeline.inspection.length_picture import draw_lengths
 from MaxText.input_pipeline.inspection.report import batch_lines, document_lines, show_row, visible
-from MaxText.input_pipeline.rows.batch_plan import BatchPlan
-from MaxText.input_pipeline.streams.bad_record import BadRecord
+from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.input_pipeline.small_data import (
     EOS,
@@ -30,7 +29,7 @@ from tests.input_pipeline.small_data import (
     random_documents,
     write_data_set,
 )
-from tests.input_pipeline.streams.token_files import open_data, write, write_tfrecord
+from tests.input_pipeline.token_store.token_files import open_data, write, write_tfrecord
 from tests.programs import run
 from tests.refusals import refused
 
@@ -66,7 +65,7 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     write(kind, tmp_path / "set", [documents[:50], documents[50:]])
     monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
     seen: list[int] = []
-    found = measure_tokens(open_data(tmp_path / "set", tmp_path / "cache"), ALL, None, seen.append)
+    found = measure_tokens(open_data(tmp_path / "set", tmp_path / "cache"), ALL, seen.append)
     stream = np.concatenate(documents)
     assert found.num_tokens == found.num_read == sum(seen) == stream.size
     assert (found.smallest_id, found.largest_id) == (stream.min(), stream.max())
@@ -85,40 +84,14 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     write_data_set(tmp_path / "set", {"train": np.split(stream, 20)})
     monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", 100)
     data = open_data(tmp_path / "set", tmp_path)
-    found = measure_tokens(data, 350, None, quiet)
+    found = measure_tokens(data, 350, quiet)
     assert spread(10, 3).tolist() == [0, 3, 6]
     assert (found.num_tokens, found.num_read) == (1000, 300)
     expected = np.concatenate([stream[0:100], stream[300:400], stream[600:700]])
     np.testing.assert_array_equal(np.flatnonzero(found.counts_V), expected)
     assert found.documents.num_sequences == 6
     # Less than a block is asked for: one is read.
-    assert measure_tokens(data, 1, None, quiet).num_read == 100
-
-
-@pytest.mark.parametrize("block", [6, 10**6])
-def test_unreadable_records_are_left_out_or_an_error(tmp_path, monkeypatch, block):
-    path = tmp_path / "a.tfrecord"
-    write_tfrecord(path, [np.arange(10, 20), np.arange(20, 30), np.arange(30, 40)])
-    data = open_data(path, tmp_path / "cache")
-    rows = rows_of(path, 9, packing=False, data_cache_dir=str(tmp_path / "cache"))
-    # Damaged after it was opened, as the first opening reads every record.
-    contents = bytearray(path.read_bytes())
-    contents[contents.index(bytes(range(20, 30)))] = 21
-    path.write_bytes(contents)
-    monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
-    with pytest.raises(BadRecord, match=r"a\.tfrecord at byte"):
-        measure_tokens(data, ALL, None, quiet)
-    bad: set[str] = set()
-    found = measure_tokens(data, ALL, lambda problem: bad.add(str(problem)), quiet)
-    assert (found.num_read, found.smallest_id, found.largest_id) == (20, 10, 39)
-    assert found.counts_V[20:30].sum() == 0
-    assert found.documents.num_sequences == 2
-    with pytest.raises(BadRecord):
-        measure_rows(rows, ALL, None, quiet)
-    measured = measure_rows(rows, ALL, lambda problem: bad.add(str(problem)), quiet)
-    assert (measured.num_read, measured.num_places, measured.num_counted) == (3, 27, 18)
-    assert measured.windows.num_sequences == 2
-    assert len(bad) == 1
+    assert measure_tokens(data, 1, quiet).num_read == 100
 
 
 @pytest.mark.parametrize(
@@ -129,7 +102,7 @@ def test_rows_are_those_of_an_epoch(tmp_path, documents, monkeypatch, keys, bloc
     write_data_set(tmp_path / "set", {"train": documents})
     monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
     source = rows_of(tmp_path / "set", 16, **keys)
-    found = measure_rows(source, ALL, None, quiet)
+    found = measure_rows(source, ALL, quiet)
     count = len(source.windows)
     epoch = source.read(np.arange(count))
     assert (found.num_windows, found.num_read) == (count, count)

@@ -8,9 +8,9 @@ import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.manifest import Manifest, read_manifest
 from MaxText.input_pipeline.preparation import preparing
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.manifest import Manifest, read_manifest
+from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 
 
 def write_texts(folder: Path, count: int = 30) -> list[str]:
@@ -53,6 +53,6 @@ def documents(folder: Path, split: str) -> list[list[int]]:
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return []
-    stream = TokenStream(str(folder), manifest, split)
-    tokens, ends = stream[:], stream.document_offsets
+    data = open_data(folder, folder.parent / "cache", split=split, for_training=False)
+    tokens, ends = np.array(tokens_of(data)), data.store.document_offsets
     return [tokens[ends[i] : ends[i + 1]].tolist() for i in range(len(ends) - 1)]

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation import building, preparing, text_export
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
-from MaxText.input_pipeline.streams.token_stream import TokenStream
+from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.input_pipeline.small_data import contents
+from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 from tests.refusals import refused
 
 from .small_corpus import byte_options, documents, made, options, split_small, write_texts
@@ -65,7 +65,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     assert (manifest.dtype, manifest.chunk_length) == ("uint16", 8192)
     assert "prepare_num_workers" not in manifest.options
     split = manifest.splits["train"]
-    tokens = TokenStream(str(folder), manifest, "train")[:]
+    tokens = np.array(tokens_of(open_data(folder, tmp_path)))
     shares = np.unique(tokens, return_counts=True)[1] / tokens.size
     assert split.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-5)
     assert split.largest_id == tokens.max()

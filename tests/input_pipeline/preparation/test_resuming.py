@@ -11,9 +11,9 @@ from subprocess import PIPE
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation import building, unit_encoding
 from MaxText.input_pipeline.sync import publish, writing_name
+from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from MaxText.input_pipeline.manifest import read_manifest
 from MaxText.input_pipeline.preparation.text_cache import open_text
+from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.refusals import refused
 
 from .small_corpus import documents

@@ -132,7 +132,7 @@ def test_loaded_from_folder_file_or_hub(trained, tmp_path, monkeypatch):
     assert by_folder.entry == by_file.entry
     assert by_folder.entry.origin == "file tokenizer.json"
     assert by_folder.entry.sha256 == trained.entry.sha256
-    assert by_folder.engine == "tiktoken"
+    assert by_folder.engine == "fastokens"
     np.testing.assert_array_equal(by_folder.encode(SAMPLE[:1])[0], trained.encode(SAMPLE[:1])[0])
 
     def snapshot_download(name, allow_patterns):

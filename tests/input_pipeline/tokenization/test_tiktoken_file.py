@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from tiktoken_ext import openai_public
 
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
-from MaxText.input_pipeline.tokenization.word_patterns import LLAMA3_WORDS
+from MaxText.input_pipeline.tokenization.tiktoken_file import LLAMA3_WORDS
 from tests.input_pipeline.tokenization.small_tokenizers import SAMPLE, texts
 from tests.refusals import refused
 

@@ -1,0 +1,424 @@
+"""Which data sets a run reads, how each is cut into rows, and in which order they are visited.
+
+Imports no jax.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from MaxText.configuration.data_sections import SAMPLINGS, Data, Preparation, mix_part
+from MaxText.configuration.schema import Config
+from MaxText.errors import UserError
+from MaxText.input_pipeline.retry import RetryLog, RetryPolicy, open_with_retries
+from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows, document_range
+from MaxText.input_pipeline.sequences.order import (
+    Concatenation,
+    Mixture,
+    OrderedWindows,
+    Rows,
+    WindowOrder,
+)
+from MaxText.input_pipeline.sequences.packing import PackedDocuments
+from MaxText.input_pipeline.sequences.windows import (
+    Cutting,
+    DocumentWindows,
+    PackedWindows,
+    StitchedWindows,
+    Windows,
+)
+from MaxText.input_pipeline.storage import is_url
+from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.transient import is_transient
+
+_Value = TypeVar("_Value")
+
+ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
+# Ids of the model to those of the tokenizer; tables are padded by less.
+_MOST_UNUSED = 1.25
+
+CHUNKS = SAMPLINGS[0]
+_WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One data set of a run.
+
+    Attributes:
+      location: what dataset_path may be.
+      key: configuration key that named it.
+      weight: its share in a mixture, before mixture_temperature.
+      sampling: chunks, or GPT-Neo's documents_random or documents_fixed.
+      stitch: documents joined for a window by the latter two.
+    """
+
+    location: str
+    key: str
+    weight: float = 1.0
+    sampling: str = CHUNKS
+    stitch: int = 1
+
+
+def train_entries(data: Data) -> list[Entry]:
+    """The data sets to train on.
+
+    Raises:
+      UserError: a weight that is no number above 0.
+    """
+    if data.dataset_mix:
+        parts = map(mix_part, data.dataset_mix)
+        return [
+            Entry(location, "dataset_mix", weight, sampling, stitch)
+            for location, stitch, sampling, weight in parts
+        ]
+    if data.grain_train_files:
+        return _weighted(data.grain_train_files, "grain_train_files")
+    return _weighted(data.dataset_path, "dataset_path")
+
+
+def eval_entries(data: Data) -> list[Entry]:
+    """The data sets to evaluate on: grain_eval_files, else the eval_split of what is trained on.
+
+    Raises:
+      UserError: as train_entries.
+    """
+    if data.grain_eval_files:
+        return _weighted(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_path:
+        return _weighted(data.dataset_path, "dataset_path")
+    return train_entries(data)
+
+
+def _weighted(text: str, key: str) -> list[Entry]:
+    entries = []
+    # A name may itself hold a semicolon or end like a weight.
+    parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(";")
+    for part in filter(None, map(str.strip, parts)):
+        exists = os.path.exists(os.path.expanduser(part))
+        match = None if exists else _WEIGHTED.fullmatch(part)
+        try:
+            weight = float(match["weight"]) if match else 1.0
+        except ValueError as error:
+            raise UserError(
+                f"{key}: {part!r} does not end with a number after the comma."
+            ) from error
+        if not 0 < weight < math.inf:
+            raise UserError(f"{key}: the weight of {part!r} must be above 0 and finite.")
+        entries.append(Entry(match["location"] if match else part, key, weight))
+    if not entries:
+        raise UserError(
+            f"{key} is not set, and dataset_type=grain reads a data set. Make one with: python "
+            "MaxText/prepare_data.py prepare_source=<files, folders or python_stdlib> "
+            "dataset_path=<folder>, name token records that are there (dataset_path or "
+            "grain_train_files), or train on random tokens with dataset_type=synthetic."
+        )
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedSource:
+    """A data set of a run, opened.
+
+    Attributes:
+      entry: what named it.
+      data: its tokens.
+      rows: its rows in the order they are visited.
+    """
+
+    entry: Entry
+    data: TokenData
+    rows: OrderedWindows
+
+
+def prepare_sources(config: Config) -> None:
+    """Prepares the data set that `prepare_source` describes, if any, and checks all local data.
+
+    Raises:
+      UserError: as `check_sources`, or the text cannot be prepared.
+    """
+    data = config.data
+    if data.dataset_type == "grain" and config.preparation.prepare_source:
+        from MaxText.input_pipeline.preparation.preparing import prepare
+
+        prepare(
+            config.preparation,
+            data.dataset_path,
+            cache_dir=data.data_cache_dir,
+            max_bad_records=data.max_bad_records,
+        )
+    check_sources(config)
+
+
+def check_sources(config: Config) -> None:
+    """Opens what the run reads from local files, before devices are looked for, and forgets it.
+
+    Raises:
+      UserError: it is missing or damaged, has no tokenizer, or ids that the model lacks.
+    """
+    data, vocab_size = config.data, config.model.shape.vocab_size
+    if data.dataset_type == "synthetic":
+        return
+    opened = [(train_entries(data), data.train_split, True)]
+    if config.evaluation.eval_interval > 0:
+        opened.append((eval_entries(data), data.eval_split, False))
+    for entries, split, for_training in opened:
+        for entry in entries:
+            if is_url(entry.location):
+                continue  # slow, and what fails may be the network
+            try:
+                tokens = open_token_data(
+                    entry.location,
+                    key=entry.key,
+                    data=data,
+                    preparation=config.preparation,
+                    split=split,
+                    for_training=for_training,
+                    show=print,
+                )
+            except Exception as error:
+                if is_transient(error, False):
+                    continue  # the loader tries again
+                raise
+            _check_ids(tokens, entry, vocab_size)
+
+
+def _check_ids(tokens: TokenData, entry: Entry, vocab_size: int) -> None:
+    if tokens.largest_id is not None and tokens.largest_id >= vocab_size:
+        raise UserError(
+            f"vocab_size={vocab_size} is too small: the largest token id in {entry.location} "
+            f"is {tokens.largest_id}. Set vocab_size to {tokens.largest_id + 1} or more"
+            + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
+            + " Trained weights need data of their own tokenizer."
+        )
+
+
+def open_sources(
+    data: Data,
+    preparation: Preparation,
+    entries: list[Entry],
+    split: str,
+    *,
+    length: int,
+    vocab_size: int,
+    num_samples: int | None,
+    for_training: bool,
+    show: Callable[[str], None],
+    log: RetryLog | None = None,
+) -> list[OpenedSource]:
+    """Opens data sets for reading.
+
+    Args:
+      data: the keys about data.
+      preparation: the keys about tokenising text while reading.
+      entries: what to open.
+      split: the split's name.
+      length: T, tokens of a row.
+      vocab_size: ids the model knows.
+      num_samples: rows of the whole run, None where it has no end.
+      for_training: shuffled and repeated as `data` says; otherwise in order, once.
+      show: takes lines about what is done.
+      log: takes what is tried again because storage fails; None for one try.
+
+    Raises:
+      UserError: a data set is missing, damaged, does not fit vocab_size or has nothing to predict.
+    """
+
+    cutting = Cutting(
+        length,
+        data.attend_across_documents,
+        data.zero_loss,
+        data.use_truncation and not data.packing,
+    )
+
+    def open_and_cut(entry: Entry) -> tuple[TokenData, Windows]:
+        tokens = open_token_data(
+            entry.location,
+            key=entry.key,
+            data=data,
+            preparation=preparation,
+            split=split,
+            for_training=for_training,
+            show=show,
+        )
+        _check_ids(tokens, entry, vocab_size)
+        if tokens.filler_id >= vocab_size:
+            # The id of padding may lie outside the model's table; it counts nowhere.
+            tokens = dataclasses.replace(tokens, filler_id=0)
+        if data.megatron_order == "gpt_neox":
+            return tokens, _in_sample_order(data, entry, tokens, cutting, for_training, num_samples)
+        return tokens, _cut(data, entry, tokens, cutting)
+
+    opened = []
+    for number, entry in enumerate(entries):
+        open_once = functools.partial(open_and_cut, entry)
+        if log is None:
+            tokens, windows = open_once()
+        else:
+            policy = RetryPolicy.of(data)
+            tokens, windows = open_with_retries(entry.location, open_once, policy, log)
+        used = tokens.vocab_size or vocab_size
+        if for_training and ANY_ID > vocab_size > _MOST_UNUSED * used:
+            show(
+                f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
+                f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
+            )
+        num_tokens = len(tokens.store)
+        if len(windows) == 0:
+            raise UserError(
+                f"{entry.key}={entry.location} has {num_tokens} tokens in "
+                f"{len(tokens.store.document_offsets) - 1} documents of split {split}: nothing to "
+                "predict. Prepare more text."
+            )
+        if for_training and isinstance(windows, PackedWindows) and num_tokens <= length:
+            raise UserError(
+                f"Split {split} of {entry.location} has {num_tokens} tokens, and one "
+                f"window needs max_target_length + 1 = {length + 1}. Lower max_target_length or "
+                "prepare more text."
+            )
+        # Data sets of a mixture that are alike must not be visited in the same order.
+        seed = data.data_shuffle_seed + 1_000_003 * number
+        # All passes of an order of its own are in that order.
+        ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
+        order = WindowOrder(
+            len(windows),
+            seed,
+            data.enable_data_shuffling and for_training and not windows.has_own_order,
+            1 if ends else data.num_epoch,
+            _file_groups(data, tokens, windows),
+        )
+        opened.append(OpenedSource(entry, tokens, OrderedWindows(windows, order, seed)))
+    return opened
+
+
+def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windows:
+    cache_dir = Path(data.data_cache_dir).expanduser()
+    if entry.sampling != CHUNKS:
+        _check_no_labels(entry, tokens)
+        return StitchedWindows(tokens, cutting, entry.stitch, entry.sampling == "documents_random")
+    if not data.packing or tokens.labels is not None or _are_sequences(tokens, cutting.length):
+        return DocumentWindows(tokens, cutting, cache_dir)
+    if data.grain_packing_type == "concat_then_split":
+        return PackedWindows(tokens, cutting)
+    return PackedDocuments(tokens, cutting, data.grain_packing_type == "best_fit", cache_dir)
+
+
+def _are_sequences(tokens: TokenData, length: int) -> bool:
+    """Whether records are training sequences that another program cut for this length.
+
+    Records of another length are documents, or packing would leave a part of each row empty.
+    """
+    size = tokens.record_length
+    return size is not None and size >= length and (size - 1) % length in (0, length - 1)
+
+
+def _check_no_labels(entry: Entry, tokens: TokenData) -> None:
+    if tokens.labels is not None:
+        raise UserError(
+            f"{entry.key}={entry.location} has labels, whose rows are read as they are. Leave "
+            "megatron_order=stored and the sampling chunks."
+        )
+
+
+def _in_sample_order(
+    data: Data,
+    entry: Entry,
+    tokens: TokenData,
+    cutting: Cutting,
+    for_training: bool,
+    num_samples: int | None,
+) -> SampleWindows:
+    _check_no_labels(entry, tokens)
+    offsets = tokens.store.document_offsets
+    documents = 0, len(offsets) - 1
+    if data.megatron_split:
+        documents = document_range(data.megatron_split, 0 if for_training else 1, documents[1])
+    samples = num_samples if for_training else None
+    if for_training and data.num_epoch > 0:
+        num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
+        of_passes = (data.num_epoch * num_tokens - 1) // cutting.length
+        samples = of_passes if samples is None else min(samples, of_passes)
+    cache_dir = Path(data.data_cache_dir).expanduser()
+    return SampleWindows(tokens, cutting, data.data_shuffle_seed, cache_dir, samples, documents)
+
+
+def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
+    """First window of each group of iter_file_nums files, and the end."""
+    files = tokens.store.file_of_document if data.iter_file_nums else None
+    if files is None or len(files) <= 2:
+        return None
+    firsts = files[:-1][:: data.iter_file_nums]
+    return np.unique(np.append(windows.first_window(firsts), len(windows)))
+
+
+def combine(data: Data, opened: list[OpenedSource]) -> Rows:
+    """The rows to train on: of the only source, or a mixture.
+
+    Raises:
+      UserError: a mixture with num_epoch.
+    """
+    if len(opened) == 1:
+        return opened[0].rows
+    if data.num_epoch != -1:
+        raise UserError(
+            f"num_epoch={data.num_epoch}: the sources of a mixture end at different times, so it "
+            "repeats each of them without end. Leave num_epoch=-1 and set steps; the passes over "
+            "each source are printed."
+        )
+    return Mixture([source.rows for source in opened], weights(data, opened))
+
+
+def chain(opened: list[OpenedSource]) -> Rows:
+    """The rows to evaluate on: all sources, one after the other."""
+    return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
+
+
+def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
+    """Share of each source in the rows of the mixture, before scaling to 1."""
+    shares = []
+    for source in opened:
+        weight = source.entry.weight
+        if data.mixture_temperature:
+            weight *= len(source.data.store) ** (1 / data.mixture_temperature)
+        shares.append(weight)
+    return shares
+
+
+def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
+    """Lines about the sources: what each is, its share and its passes over `num_rows` rows."""
+    lines = []
+    for source in opened:
+        lines += [source.data.description, *_padding(data, source)]
+    if len(opened) > 1:
+        shares = weights(data, opened)
+        for source, share in zip(opened, shares, strict=True):
+            part = share / sum(shares)
+            line = f"  {part:.2%} of the rows from {source.entry.location}"
+            if num_rows is not None:
+                passes = num_rows * part / len(source.rows.windows)
+                line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _padding(data: Data, source: OpenedSource) -> list[str]:
+    """A line where more than 1 % of the positions are padding."""
+    windows = source.rows.windows
+    if windows.padding_share <= 0.01:
+        return []
+    line = f"padding: {windows.padding_share:.1%} of the positions of {source.entry.location}"
+    if source.data.labels is None:
+        return [line if data.packing else f"{line}; packing=true packs documents"]
+    return [
+        f"warning: {line}: records with labels are sequences of their own and are not packed, "
+        f"whatever packing says. Set max_target_length (now {windows.length}) to the length of a "
+        "record, or a divisor of it."
+    ]

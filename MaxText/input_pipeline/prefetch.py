@@ -1,0 +1,272 @@
+"""Keeps the next batches ready, read by a thread of this process or by Grain's reader processes.
+
+The thread that waits for them is ours and a daemon: Grain's own iterators wait without limit, and
+its pool of threads keeps a process from ending as long as one read hangs.
+"""
+
+import contextlib
+import functools
+import math
+import pickle
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import grain
+import numpy as np
+from absl import flags
+
+from MaxText.errors import StopWaiting, UserError
+
+# An element is a whole batch: few are kept ready.
+BATCHES_READY = 4
+# Of each reader process, on their way to this one.
+_BATCHES_SENT = 2
+# How long closing waits for a read that is under way; one that hangs is left behind.
+_SECONDS_TO_CLOSE = 2.0
+# Of one who waits, whether that should end.
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+_Value = TypeVar("_Value")
+
+
+def never() -> bool:
+    """Nobody says that waiting should end."""
+    return False
+
+
+class StepDataset(Protocol):
+    """Batches by step; pickled to reader processes."""
+
+    def __len__(self) -> int:
+        """Steps."""
+        ...
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        """The batch of a step."""
+        ...
+
+
+class ReadTimeout(TimeoutError):
+    """No batch came in time."""
+
+
+class WorkerDiedError(OSError):
+    """A reader process has ended without being asked to."""
+
+
+class _Failure:
+    """Stands for a batch that could not be read."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+
+class _StepsFrom:
+    """A source whose element 0 is step `first`: how a reader starts in the middle for free.
+
+    Errors are elements, so that they arrive from another process as what they are.
+    """
+
+    def __init__(self, source: StepDataset, first: int):
+        self._source = source
+        self._first = first
+
+    def __len__(self) -> int:
+        return max(0, len(self._source) - self._first)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            return self._source[self._first + index]
+        except Exception as error:
+            return {"failure": _Failure(_picklable(error))}
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error, or its text, with the traceback of a bug in a note."""
+    if not isinstance(error, (UserError, OSError)):
+        error.add_note(f"In the reader:\n{traceback.format_exc()}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class Prefetcher:
+    """The batches of a source from a step on, in order, the next ones made while one is used."""
+
+    def __init__(self, source: StepDataset, first: int, num_processes: int):
+        """Starts reading.
+
+        Args:
+          source: the batches.
+          first: step of the first one.
+          num_processes: reader processes, 0 for none.
+        """
+        self._stopped = threading.Event()
+        # Queues without Python code of their own: a batch costs microseconds to hand over.
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(BATCHES_READY):
+            self._wanted.put(None)
+        self._batches = _grain_iterator(source, first, num_processes)
+        # The thread holds no reference to this object: without its user it ends.
+        copies = num_processes > 0
+        work = functools.partial(
+            _produce, self._batches, self._ready, self._wanted, self._stopped, copies
+        )
+        self._thread = _start(work)
+        weakref.finalize(self, _stop, self._stopped, self._wanted)
+
+    def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
+        """The next batch; there must be one.
+
+        Args:
+          timeout: seconds to wait, None for ever.
+          stopping: ends the wait when it becomes true.
+
+        Raises:
+          ReadTimeout: it did not come in time.
+          StopWaiting: nobody shall wait for it any more.
+          WorkerDiedError: a reader process died.
+          Exception: whatever reading it raised.
+        """
+        result = _get(self._ready, timeout, stopping, "no batch came")
+        self._wanted.put(None)
+        if isinstance(result, _Failure):
+            raise result.error
+        return result
+
+    def close(self) -> None:
+        """Stops reading; a read that hangs is left to itself."""
+        _stop(self._stopped, self._wanted)
+        self._thread.join(_SECONDS_TO_CLOSE)
+        # Waits for its processes, one that hangs included, before it ends them.
+        _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
+
+
+def _grain_iterator(source: StepDataset, first: int, num_processes: int) -> Any:
+    """Grain's iterator over the steps of `source` from the first on."""
+    dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
+        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    )
+    if num_processes:
+        # Grain reads absl flags in the processes it starts; programs without absl's main never
+        # parse any, so their defaults are declared final here.
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        dataset = dataset.mp_prefetch(
+            grain.MultiprocessingOptions(
+                num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
+            )
+        )
+    return iter(dataset)
+
+
+def _produce(
+    batches: Iterator[Any],
+    ready: "queue.SimpleQueue[Any]",
+    wanted: "queue.SimpleQueue[None]",
+    stopped: threading.Event,
+    copies: bool,
+) -> None:
+    """What the thread does until nothing is left, or a failure: who takes that begins anew."""
+    result: Any = None
+    while not isinstance(result, _Failure):
+        wanted.get()
+        if stopped.is_set():
+            return
+        try:
+            result = next(batches)
+            result = result.get("failure", result)
+            if copies and isinstance(result, dict):
+                # Out of the memory shared with a reader process, which is free for the next one.
+                result = {name: np.array(value) for name, value in result.items()}
+        except StopIteration:
+            return
+        except Exception as error:
+            if stopped.is_set():
+                return
+            result = _Failure(WorkerDiedError(f"a reader process ended: {error}"))
+        ready.put(result)
+
+
+def _stop(stopped: threading.Event, wanted: "queue.SimpleQueue[None]") -> None:
+    stopped.set()
+    wanted.put(None)
+
+
+def _end(batches: Any) -> None:
+    # Of a process that hangs, a thread still waits in the iterator: it is taken apart under both,
+    # and what they then raise says nothing.
+    with contextlib.suppress(Exception):
+        batches.close()
+
+
+def _start(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    return thread
+
+
+def _get(
+    ready: "queue.SimpleQueue[Any]",
+    timeout: float | None,
+    stopping: Callable[[], bool],
+    problem: str,
+) -> Any:
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(queue.Empty):
+            left = until - time.monotonic()
+            return ready.get(timeout=max(0.0, min(left, _SECONDS_BETWEEN_LOOKS)))
+        if stopping():
+            raise StopWaiting
+        if time.monotonic() >= until:
+            raise ReadTimeout(f"{problem} within {timeout:g} s")
+
+
+def call_with_timeout(
+    call: Callable[[], _Value], timeout: float | None, stopping: Callable[[], bool] = never
+) -> _Value:
+    """What `call` returns; one that hangs is left to itself.
+
+    Raises:
+      ReadTimeout: it did not return in time.
+      StopWaiting: nobody shall wait for it any more.
+      Exception: what `call` raises.
+    """
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            ready.put(call())
+        except Exception as error:
+            ready.put(_Failure(error))
+
+    _start(work)
+    result = _get(ready, timeout, stopping, "storage did not answer")
+    if isinstance(result, _Failure):
+        raise result.error
+    return result
+
+
+def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
+    """Sleeps.
+
+    Raises:
+      StopWaiting: `stopping` is or becomes true.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        if stopping():
+            raise StopWaiting
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))

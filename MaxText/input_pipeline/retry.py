@@ -1,0 +1,313 @@
+"""What storage fails to give is tried again, a limited number of times: opening data, and batches.
+
+Imports no jax.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import tenacity
+
+from MaxText.configuration.data_sections import Data
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.data_errors import UnreadableFile
+from MaxText.input_pipeline.prefetch import (
+    Prefetcher,
+    ReadTimeout,
+    WorkerDiedError,
+    call_with_timeout,
+    interruptible_sleep,
+    never,
+)
+from MaxText.input_pipeline.storage import is_url
+from MaxText.input_pipeline.transient import is_transient
+
+if TYPE_CHECKING:
+    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+
+_Value = TypeVar("_Value")
+
+_MAX_WAIT_SECONDS = 60.0
+
+
+class RetryLog:
+    """What went wrong and was mended, or is being tried again."""
+
+    def __init__(self, show: Callable[[str], None]):
+        """Args: `show`: takes each message at once."""
+        self._show = show
+        self._news: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Notes and shows a message."""
+        self._news.append(message)
+        self._show(message)
+
+    def drain(self) -> list[str]:
+        """Messages since the last call."""
+        news, self._news = self._news, []
+        return news
+
+
+@dataclasses.dataclass(frozen=True)
+class RetryPolicy:
+    """How often and how long a failed read is tried again.
+
+    Attributes:
+      retries: further tries at most.
+      seconds: wait before the first of them; each later one waits twice as long.
+      timeout: seconds without a batch that count as a failed read; 0 waits for ever.
+    """
+
+    retries: int = 0
+    seconds: float = 0.0
+    timeout: float = 0.0
+
+    @classmethod
+    def of(cls, data: Data) -> "RetryPolicy":
+        """As the keys say."""
+        return cls(data.data_read_retries, data.data_retry_seconds, data.data_read_timeout)
+
+    def call(
+        self,
+        what: str,
+        attempt: Callable[[int], _Value],
+        *,
+        is_worth_it: Callable[[BaseException], bool],
+        hint: Callable[[BaseException], str],
+        log: RetryLog,
+        stopping: Callable[[], bool] = never,
+    ) -> _Value:
+        """What `attempt` returns at the first try that does not fail.
+
+        Args:
+          what: is tried, as a message begins: "DATA could not be opened".
+          attempt: takes the number of the try, from 1.
+          is_worth_it: whether a failure may be gone at the next try; others are raised at once.
+          hint: what to do about the last failure.
+          log: takes what is tried again.
+          stopping: ends a wait when it becomes true.
+
+        Raises:
+          UserError: all tries failed.
+          StopWaiting: nobody shall wait any more.
+          Exception: what `attempt` raises and is not worth another try.
+        """
+        began = time.monotonic()
+        try:  # nothing else costs time while all is well
+            return attempt(1)
+        except Exception as error:
+            if not is_worth_it(error):
+                raise
+            first = error
+
+        def told(state: tenacity.RetryCallState) -> None:
+            failure = _failure(state)
+            log.add(
+                f"{what}: {_sentence(failure)} Try {state.attempt_number + 1} of "
+                f"{self.retries + 1} in {state.upcoming_sleep:g} s."
+            )
+
+        def given_up(state: tenacity.RetryCallState) -> Any:
+            failure = _failure(state)
+            tries = "1 try" if state.attempt_number == 1 else f"{state.attempt_number} tries"
+            raise UserError(
+                f"{what} after {tries} in {time.monotonic() - began:,.1f} s: {_sentence(failure)} "
+                f"{hint(failure)}"
+            ) from failure
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_worth_it),
+            stop=tenacity.stop_after_attempt(self.retries + 1),
+            wait=tenacity.wait_exponential(multiplier=self.seconds, max=_MAX_WAIT_SECONDS),
+            sleep=lambda seconds: interruptible_sleep(seconds, stopping),
+            before_sleep=told,
+            retry_error_callback=given_up,
+        )
+        number = 0
+
+        def counted() -> _Value:
+            nonlocal number
+            number += 1
+            if number == 1:
+                raise first
+            return attempt(number)
+
+        result = retrying(counted)
+        done = what.replace("could not be", "was")
+        log.add(f"{done} at try {number}, after {time.monotonic() - began:,.1f} s.")
+        return result
+
+
+def _failure(state: tenacity.RetryCallState) -> BaseException:
+    assert state.outcome is not None
+    failure = state.outcome.exception()
+    assert failure is not None
+    return failure
+
+
+def _sentence(problem: BaseException) -> str:
+    text = str(problem) or type(problem).__name__
+    return text if text.endswith(".") else f"{text}."
+
+
+def open_with_retries(
+    location: str, open_once: Callable[[], _Value], policy: RetryPolicy, log: RetryLog
+) -> _Value:
+    """What `open_once` returns, as often as failed reads are tried again in mid-run.
+
+    Raises:
+      UserError: storage has failed at every try.
+      Exception: what `open_once` raises and no further try can mend, at once.
+    """
+    remote = is_url(location) or location.startswith("@")
+    return policy.call(
+        f"{location} could not be opened",
+        lambda _: open_once(),
+        is_worth_it=lambda error: is_transient(error, remote),
+        hint=lambda _: "Look at its storage, and start again.",
+        log=log,
+    )
+
+
+class RetryingReader:
+    """The batches of a source in order, made ahead, from any step.
+
+    A failed read is tried again: what reads is given up, the file that failed is opened anew and
+    looked at, and reading begins at exactly the step that failed. Not for several threads at once.
+
+    Attributes:
+      source: the batches by step.
+      stopping: whether nobody shall wait any more; looked at while waiting, and at each step.
+    """
+
+    def __init__(
+        self,
+        source: "GlobalBatch",
+        opened: "list[OpenedSource]",
+        *,
+        what: str,
+        log: RetryLog,
+        policy: RetryPolicy,
+        num_processes: int = 0,
+    ):
+        """Reads nothing.
+
+        Args:
+          source: the batches by step.
+          opened: the data sets behind it, none for random tokens.
+          what: is read, in words for messages.
+          log: takes what was tried again.
+          policy: limits.
+          num_processes: reader processes, 0 for a thread of this one.
+        """
+        self.source = source
+        self.stopping: Callable[[], bool] = never
+        self._opened = opened
+        self._what = what
+        self._log = log
+        self._policy = policy
+        self._num_processes = num_processes
+        self._prefetcher: Prefetcher | None = None
+        self._newest: tuple[int, dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        """Stops reading; the next `read` may be of any step."""
+        self._newest = None
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+    def read(self, step: int) -> dict[str, Any]:
+        """The arrays of a step: the one after the last call's, or any after `close`.
+
+        Raises:
+          UserError: it cannot be read, after all tries; or the data do not fit the model.
+          StopWaiting: nobody shall wait any more.
+        """
+        interruptible_sleep(0.0, self.stopping)
+        failed_path: str | None = None
+
+        def attempt(number: int) -> dict[str, Any]:
+            nonlocal failed_path
+            try:
+                if number > 1:
+                    try:
+                        self._look_again(failed_path)
+                    except UserError as error:  # of files that may be put back
+                        raise UnreadableFile(str(error), failed_path or "") from error
+                if self._prefetcher is None:
+                    self._prefetcher = Prefetcher(self.source, step, self._num_processes)
+                return self._prefetcher.next(self._policy.timeout or None, self.stopping)
+            except Exception as error:
+                self._stop()
+                failed_path = getattr(error, "path", None) or failed_path
+                raise
+
+        arrays = self._policy.call(
+            f"Step {step} of the {self._what} could not be read",
+            attempt,
+            is_worth_it=lambda error: isinstance(error, (UnreadableFile, OSError)),
+            hint=self._hint,
+            log=self._log,
+            stopping=self.stopping,
+        )
+        self._newest = step, arrays
+        return arrays
+
+    def _hint(self, problem: BaseException) -> str:
+        where = ", ".join(source.entry.location for source in self._opened)
+        if isinstance(problem, ReadTimeout):
+            hint = f"Look at the storage of {where}, or raise data_read_timeout."
+        elif isinstance(problem, WorkerDiedError):
+            hint = "Look above for what ended it (often memory: lower grain_worker_count)."
+        elif isinstance(problem, OSError):
+            hint = f"Look at the storage of {where}."
+        else:
+            hint = ""  # the message has one
+        return f"{hint} The same command then goes on from the last checkpoint.".lstrip()
+
+    def _look_again(self, path: str | None) -> None:
+        """Closes the file that failed, and proves that the data are the same.
+
+        Raises:
+          UnreadableFile: it is still gone, or was cut short.
+          UserError: it holds other data.
+          ReadTimeout: looking at it hangs.
+        """
+        newest = self._newest
+
+        def look() -> None:
+            for one in self._opened:
+                for store in (one.data.store, one.data.labels):
+                    if store is not None:
+                        store.check([path] if path else [])
+                        storage.forget(store.files if path is None else [])
+            if newest is not None:
+                self._compare(*newest)
+
+        call_with_timeout(look, self._policy.timeout or None, self.stopping)
+
+    def _compare(self, step: int, arrays: dict[str, Any]) -> None:
+        """Proof that sizes cannot give: the last batch, read again, is the same."""
+        try:
+            again = self.source[step]
+            if all(np.array_equal(again[name], arrays[name]) for name in arrays):
+                return
+        except UnreadableFile:
+            raise
+        except UserError:  # ids that the model lacks
+            pass
+        raise UserError(
+            f"The files hold other data than before: step {step}, read again, is another batch. "
+            "Put the files back that the run was started with, or begin a new run (another "
+            "run_name)."
+        )

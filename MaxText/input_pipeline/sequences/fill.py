@@ -1,0 +1,190 @@
+"""Fills the rows of a batch with tokens, targets, weights and documents: `fill_rows`.
+
+All data sets of a batch are filled together, by array operations over the whole batch.
+
+Legend: B rows, T tokens of a window, P spans, Q beginnings of documents.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from MaxText.input_pipeline.sequences.windows import Spans, Windows
+
+
+class Piecewise(NamedTuple):
+    """What some rows of a batch are made of.
+
+    Attributes:
+      windows: of the data set that they belong to.
+      rows: int64, which rows of the batch they are.
+      spans: their pieces, whose `row_P` counts within `rows`.
+      without_weight: see Windows.without_weight.
+    """
+
+    windows: Windows
+    rows: np.ndarray
+    spans: Spans
+    without_weight: np.ndarray | None = None
+
+
+def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
+    """The rows of a batch.
+
+    Args:
+      parts: together all rows of it, each once.
+      has_documents: whether rows carry positions and segments.
+
+    Returns:
+      Arrays [B, T] by the names of Batch without its suffix: int32 `tokens` and `targets`, float32
+      `weights`, and with `has_documents` int32 `positions` and `segments`.
+
+      A position counts from the first token of its document that is in the row, so it is below T. A
+      weight is 0 where there is no target, and with `has_documents` also where the target begins
+      another document.
+
+    Raises:
+      UnreadableFile: a file cannot be read.
+    """
+    alike: dict[tuple[bool, bool], list[Piecewise]] = {}
+    for part in parts:
+        key = (part.windows.joined, part.windows.data.labels is not None)
+        alike.setdefault(key, []).append(part)
+    filled = [_fill(group, has_documents) for group in alike.values()]
+    rows = np.concatenate([part.rows for group in alike.values() for part in group])
+    if np.all(rows[1:] > rows[:-1]) and len(filled) == 1:
+        return filled[0]
+    order = np.argsort(rows)
+    return {name: np.concatenate([one[name] for one in filled])[order] for name in filled[0]}
+
+
+def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
+    """Rows of data sets that are filled in the same way, in the order of the parts."""
+    first = parts[0].windows
+    length, num_rows = first.length, sum(len(part.rows) for part in parts)
+    before = np.cumsum([0, *(len(part.rows) for part in parts)])
+    row_P = np.concatenate([p.spans.row_P + n for p, n in zip(parts, before, strict=False)])
+    place_P = np.concatenate([part.spans.place_P for part in parts])
+    sizes_P = np.concatenate([part.spans.stop_P - part.spans.start_P for part in parts])
+    ids = _concatenated(
+        [part.windows.data.store.read(part.spans.start_P, part.spans.stop_P) for part in parts]
+    )
+    arrays: dict[str, np.ndarray] = {}
+    whole = len(ids) == num_rows * (length + 1)
+    if whole and first.joined and first.data.labels is None:  # as nearly always
+        rows = ids.reshape(num_rows, length + 1)
+        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        arrays["weights"] = np.ones((num_rows, length), np.float32)
+        return _finished(arrays, parts, before, None, has_documents)
+    filler_B = np.repeat([p.windows.data.filler_id for p in parts], [len(p.rows) for p in parts])
+    used_B = np.zeros(num_rows, np.int64)
+    if first.data.labels is not None:
+        labels = _concatenated(
+            [
+                part.windows.data.labels.read(part.spans.start_P, part.spans.stop_P)
+                for part in parts
+                if part.windows.data.labels is not None
+            ]
+        )
+        used_B[row_P] = sizes_P
+        arrays["tokens"] = _spread(ids, used_B, filler_B, length)
+        arrays["targets"] = _spread(np.maximum(labels, 0), used_B, filler_B, length)
+        arrays["weights"] = _spread(
+            (labels >= 0).astype(np.float32), used_B, np.zeros(num_rows), length
+        )
+    elif first.joined:
+        # The first token of a joined piece is the target of the token before it.
+        np.maximum.at(used_B, row_P, place_P + sizes_P)
+        rows = _spread(ids, used_B, filler_B, length + 1)
+        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        arrays["weights"] = _ones(used_B - 1, length)
+    else:
+        # A piece of n tokens fills n - 1 places.
+        np.maximum.at(used_B, row_P, place_P + sizes_P - 1)
+        ends_P = np.cumsum(sizes_P)
+        is_input, is_target = np.ones(len(ids), bool), np.ones(len(ids), bool)
+        is_input[ends_P - 1] = False
+        is_target[ends_P - sizes_P] = False
+        arrays["tokens"] = _spread(ids[is_input], used_B, filler_B, length)
+        arrays["targets"] = _spread(ids[is_target], used_B, filler_B, length)
+        arrays["weights"] = _ones(used_B, length)
+    return _finished(arrays, parts, before, np.minimum(used_B, length), has_documents)
+
+
+def _finished(
+    arrays: dict[str, np.ndarray],
+    parts: Sequence[Piecewise],
+    before: np.ndarray,
+    used_B: np.ndarray | None,
+    has_documents: bool,
+) -> dict[str, np.ndarray]:
+    """Takes the weight from targets that do not count, and adds documents."""
+    for part, first_row in zip(parts, before.tolist(), strict=False):
+        if part.without_weight is not None:
+            counts = part.without_weight.tolist()
+            spans = part.spans
+            for row, place, count in zip(spans.row_P, spans.place_P, counts, strict=True):
+                arrays["weights"][first_row + row, place : place + count] = 0
+    if has_documents:
+        _add_documents(arrays, parts, before, used_B)
+    if not parts[0].windows.cutting.zero_loss:
+        arrays["weights"] *= arrays["targets"] != 0
+    return arrays
+
+
+def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
+    """float32 [B, width]: 1 in the first `used_B` places of each row, 0 elsewhere."""
+    return (np.arange(width) < used_B[:, None]).astype(np.float32)
+
+
+def _spread(values: np.ndarray, used_B: np.ndarray, filler_B: np.ndarray, width: int) -> np.ndarray:
+    """[B, width] of the values in the first `used_B` places of each row, and a filler elsewhere."""
+    spread = np.empty((len(used_B), width), values.dtype)
+    spread[:] = filler_B[:, None]
+    at = 0
+    for row, used in zip(spread, used_B.tolist(), strict=True):
+        row[:used] = values[at : at + used]
+        at += used
+    return spread
+
+
+def _add_documents(
+    arrays: dict[str, np.ndarray],
+    parts: Sequence[Piecewise],
+    before: np.ndarray,
+    used_B: np.ndarray | None,
+) -> None:
+    """Adds positions and segments, and takes the weight from targets in another document.
+
+    `used_B` is how many places of each row are filled, None where all are.
+    """
+    num_rows, length = arrays["tokens"].shape
+    begins = [part.windows.beginnings(part.spans) for part in parts]
+    row_Q = np.concatenate([rows + n for (rows, _), n in zip(begins, before, strict=False)])
+    place_Q = np.concatenate([places for _, places in begins])
+    if parts[0].windows.joined:
+        # The target before it is of another document.
+        later = place_Q > 0
+        arrays["weights"][row_Q[later], place_Q[later] - 1] = 0
+    here = place_Q < length
+    row_Q, place_Q = row_Q[here], place_Q[here]
+    segments = np.zeros((num_rows, length), np.int32)
+    segments[row_Q, place_Q] = 1
+    np.cumsum(segments, axis=1, out=segments)
+    # A sum of steps of 1, which falls back to 0 where a document begins.
+    positions = np.ones((num_rows, length), np.int32)
+    before_Q = np.zeros_like(place_Q)
+    before_Q[1:] = np.where(row_Q[1:] == row_Q[:-1], place_Q[:-1], 0)
+    positions[row_Q, place_Q] = 1 - (place_Q - before_Q)
+    positions[:, 0] = 0
+    np.cumsum(positions, axis=1, out=positions)
+    if used_B is not None:
+        beyond = np.arange(length) >= used_B[:, None]
+        segments[beyond] = 0
+        positions[beyond] = 0
+    arrays["positions"], arrays["segments"] = positions, segments

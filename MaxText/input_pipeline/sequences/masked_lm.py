@@ -1,0 +1,197 @@
+"""Masked language modelling (BERT, arXiv 1810.04805): hides some tokens of each row to predict.
+
+What is hidden in a row is a pure function of (seed, number of the row in the whole run): the same
+on any number of hosts and after any resume, and another choice each time a window comes again.
+Imports no jax.
+
+Legend: B rows, T tokens of a row, V ids, S hidden places of a batch.
+"""
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from MaxText.configuration.data_sections import Masking
+from MaxText.errors import UserError
+from MaxText.input_pipeline.sequences.splitmix import INCREMENT, mix
+
+_LARGEST_WORD = 2**64 - 1
+
+
+def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
+    """Random uint64 [B, T]; row b depends on `seed` and `run_rows_B[b]` only."""
+    start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
+    rows_B = mix(start + run_rows_B.astype(np.uint64))
+    places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
+    return mix(rows_B[:, None] + places_T)
+
+
+class MaskedLanguageModel:
+    """Makes rows for masked language modelling out of rows for next-token prediction.
+
+    Each token that may be hidden is chosen with probability `mlm_mask_prob`, independently. Of the
+    chosen ones a share `mlm_same_token_prob` stays as it is, `mlm_random_token_prob` becomes a
+    random id, and the rest becomes the mask. Exactly the chosen places are predicted.
+
+    Never hidden are filling, CLS, mask, the other special ids and `mlm_mask_ignore_ids`; a random
+    id is none of these ids either. By chance a short row may have nothing chosen: it then has no
+    weight, rather than a place that was chosen with another probability.
+    """
+
+    def __init__(
+        self,
+        masking: Masking,
+        vocab_size: int,
+        tokenizer_mask_id: int | None = None,
+        special_ids: Collection[int] = (),
+    ):
+        """Checks the keys.
+
+        Args:
+          masking: the mlm_* keys.
+          vocab_size: V; ids of rows are in [0, V), and random ids are drawn from there.
+          tokenizer_mask_id: the tokenizer's mask, taken where mlm_mask_id is -1; None without.
+          special_ids: ids besides CLS and mask that are never hidden: bos, eos, pad.
+
+        Raises:
+          UserError: no mask id, an id outside the vocabulary, shares above 1, or no id left to
+            draw from.
+        """
+        mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else tokenizer_mask_id
+        if mask_id is None:
+            raise UserError(
+                "mlm_mask_id=-1 takes the mask of the tokenizer, and it has none ([MASK] or "
+                "<mask>). Set mlm_mask_id to an id below vocab_size that no text contains."
+            )
+        kept = masking.mlm_same_token_prob
+        drawn = masking.mlm_random_token_prob
+        if kept + drawn > 1 + 1e-9:
+            raise UserError(
+                f"mlm_same_token_prob={kept} and mlm_random_token_prob={drawn} are shares of the "
+                f"predicted tokens and sum to {kept + drawn:g}. Lower one so that they sum to at "
+                "most 1."
+            )
+        named = [("mlm_mask_id", mask_id), ("mlm_cls_token_id", masking.mlm_cls_token_id)]
+        named += [("mlm_mask_ignore_ids", token) for token in masking.mlm_mask_ignore_ids]
+        for key, token in named:
+            if token >= vocab_size or (token < 0 and key != "mlm_cls_token_id"):
+                raise UserError(
+                    f"{key} names id {token}, and ids are 0 to {vocab_size - 1}. Change it or "
+                    "vocab_size."
+                )
+        self._maskable_V = np.ones(vocab_size, bool)
+        # A pad id may lie outside the table (GPT-Neo's did): then no row contains it.
+        excluded = [*(token for _, token in named), *special_ids]
+        self._maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
+        self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
+        if drawn > 0 and self._drawable.size == 0:
+            raise UserError(
+                f"mlm_random_token_prob={drawn} needs ids to draw from, and all {vocab_size} ids "
+                "are special or in mlm_mask_ignore_ids. Set it to 0 or shorten that list."
+            )
+        self._mask_id = mask_id
+        self._cls_id = masking.mlm_cls_token_id
+        # A word is chosen when it is at most this one, so that a probability of 1 chooses all.
+        self._last_chosen = np.uint64(
+            min(max(int(masking.mlm_mask_prob * 2**64) - 1, 0), _LARGEST_WORD)
+        )
+        self._end_of_kept = round(kept * 2**32)
+        self._end_of_drawn = min(round((kept + drawn) * 2**32), 2**32)
+
+    @property
+    def num_added_tokens(self) -> int:
+        """Places of a row that CLS takes, 0 or 1.
+
+        Windows that are this much shorter than `length` of `apply` lose no token to it.
+        """
+        return int(self._cls_id >= 0)
+
+    def apply(
+        self,
+        rows: Mapping[str, np.ndarray],
+        run_rows_B: np.ndarray,
+        seed: int,
+        length: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Hides tokens of rows.
+
+        Args:
+          rows: arrays [B, T] of windows: int32 `tokens`, float32 `weights` of next-token
+            prediction, and where documents are kept apart int32 `positions` and `segments` (0 is
+            filling). Without segments a token is filling where it neither has a weight nor is the
+            target of one. `targets` are not read.
+          run_rows_B: int64 [B], number of each row in the whole run, which fixes what is hidden.
+          seed: any int.
+          length: T of the result; None for that of `rows`. With CLS, rows of T tokens lose their
+            last one and rows of T - 1 none.
+
+        Returns:
+          New arrays [B, T]: `tokens` with hidden places, `targets` the ids as they were, `weights`
+          1 at the chosen places and 0 elsewhere; `positions` and `segments` where `rows` has them.
+          CLS is the first place of its row, belongs to the segment of the token after it and has
+          position 0; the tokens of that segment move up by one position, further documents of the
+          row still count from 0.
+        """
+        tokens_BT = rows["tokens"]
+        result = {name: rows[name] for name in ("positions", "segments") if name in rows}
+        if "segments" in rows:
+            real_BT = rows["segments"] > 0
+        else:
+            real_BT = rows["weights"] > 0
+            real_BT[:, 1:] |= rows["weights"][:, :-1] > 0
+        if self.num_added_tokens:
+            tokens_BT, real_BT, result = self._put_cls(tokens_BT, real_BT, result, length)
+        assert length is None or tokens_BT.shape[1] == length, (tokens_BT.shape, length)
+        assert run_rows_B.shape == tokens_BT.shape[:1], (run_rows_B.shape, tokens_BT.shape)
+
+        words_BT = _random_words(seed, run_rows_B, tokens_BT.shape[1])
+        chosen_BT = words_BT <= self._last_chosen
+        chosen_BT &= real_BT
+        chosen_BT &= self._maskable_V.take(tokens_BT)
+        chosen_S = np.flatnonzero(chosen_BT)
+        hidden_BT = tokens_BT.copy()
+        hidden_BT.reshape(-1)[chosen_S] = self._replacements(
+            tokens_BT.reshape(-1)[chosen_S], words_BT.reshape(-1)[chosen_S]
+        )
+        return {
+            "tokens": hidden_BT,
+            "targets": tokens_BT.copy(),
+            "weights": chosen_BT.astype(np.float32),
+            **{name: array.copy() for name, array in result.items()},
+        }
+
+    def _put_cls(
+        self,
+        tokens_BT: np.ndarray,
+        real_BT: np.ndarray,
+        rest: Mapping[str, np.ndarray],
+        length: int | None,
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Moves every row to the right by one place, as far as `length` goes, and puts CLS."""
+        num_moved = (length or tokens_BT.shape[1]) - 1
+
+        def moved(array_BT: np.ndarray) -> np.ndarray:
+            return np.concatenate([array_BT[:, :1], array_BT[:, :num_moved]], axis=1)
+
+        tokens_BT = moved(tokens_BT)
+        # CLS is no token of the text, and a row without text gets none.
+        tokens_BT[real_BT[:, 0], 0] = self._cls_id
+        result = {name: moved(array) for name, array in rest.items()}
+        if "positions" in result:
+            positions_BT, segments_BT = result["positions"], result["segments"]
+            positions_BT[:, 1:] += (segments_BT[:, 1:] == segments_BT[:, :1]) & (
+                segments_BT[:, 1:] > 0
+            )
+        return tokens_BT, moved(real_BT), result
+
+    def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
+        """What stands at the chosen places: the token itself, a random id or the mask."""
+        # The word that chose a place is small; mixed once more, all of its bits are free again.
+        words_S = mix(words_S + np.uint64(INCREMENT))
+        kind_S = words_S & 0xFFFFFFFF
+        hidden_S = np.where(kind_S < self._end_of_kept, tokens_S, np.int32(self._mask_id))
+        drawn = np.flatnonzero((kind_S >= self._end_of_kept) & (kind_S < self._end_of_drawn))
+        # The upper half of the word as a fraction of the drawable ids.
+        place = ((words_S[drawn] >> 32) * self._drawable.size) >> 32
+        hidden_S[drawn] = self._drawable[place]
+        return hidden_S

@@ -1,0 +1,160 @@
+"""Packs documents whole into rows: first fit and best fit, planned from their lengths alone.
+
+Legend: T tokens of a window, I items, R rows, G groups.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.token_store.store import TokenData
+
+# Documents are packed in groups of this many that follow each other, so that a row's documents lie
+# near each other in the files, all groups are planned at once by array operations, and few rows
+# (the last of each group) stay partly empty.
+GROUP = 1024
+
+# Documents planned at a time, in whole groups: bounds the memory to some 200 MB.
+_BLOCK = 1024 * GROUP
+
+
+def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
+    """Puts the items of each group into rows, in order.
+
+    First fit takes the first row of the group with enough free places, best fit the fullest such
+    row (the first of equals); a new row is begun where no other fits.
+
+    Args:
+      sizes_GI: places each item needs, 0 < size <= length; 0 where there is no item.
+      length: T, places of a row.
+
+    Returns:
+      int32 like `sizes_GI`: the row within the group.
+    """
+    num_groups, num_items = sizes_GI.shape
+    # Of two rows in a row at least one is more than half full.
+    most_rows = min(num_items, int(2 * (sizes_GI.sum(axis=1).max(initial=0) // length) + 2))
+    free_GR = np.full((num_groups, most_rows), length, np.int32)
+    rows_GI = np.zeros(sizes_GI.shape, np.int32)
+    groups = np.arange(num_groups)
+    for item in range(num_items):
+        sizes_G = sizes_GI[:, item, None]
+        if best_fit:
+            chosen_G = np.where(free_GR >= sizes_G, free_GR, length + 1).argmin(axis=1)
+        else:
+            chosen_G = (free_GR >= sizes_G).argmax(axis=1)
+        rows_GI[:, item] = chosen_G
+        free_GR[groups, chosen_G] -= sizes_GI[:, item]
+    return rows_GI
+
+
+class PackedDocuments(Windows):
+    """Rows of several whole documents; those longer than T give full windows and a last piece.
+
+    A piece of n tokens fills n - 1 places and predicts in each, so that every token but the first
+    of its document is a target exactly once per epoch, and no place is spent on a last token.
+    """
+
+    joined = False
+
+    def __init__(self, data: TokenData, cutting: Cutting, best_fit: bool, cache_dir: Path):
+        super().__init__(data, cutting)
+        self._best_fit = best_fit
+        offsets = data.store.document_offsets
+        self._plan = cached_arrays(
+            cache_dir,
+            "packing2",
+            f"{data.fingerprint} {self.length} {best_fit} {GROUP}",
+            lambda: plan_rows(offsets, self.length, best_fit),
+        )
+
+    @property
+    def _starts_I(self) -> np.ndarray:
+        return self._plan["starts"]
+
+    @property
+    def _first_item_R(self) -> np.ndarray:
+        return self._plan["first_item"]
+
+    @property
+    def description(self) -> str:
+        return f"whole documents by {'best' if self._best_fit else 'first'} fit"
+
+    def __len__(self) -> int:
+        return len(self._first_item_R) - 1
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        rows = np.flatnonzero(windows != EMPTY)
+        first, last = self._first_item_R[windows[rows]], self._first_item_R[windows[rows] + 1]
+        counts = last - first
+        row_P = np.repeat(rows, counts)
+        begin_P = np.cumsum(counts) - counts
+        items_P = np.arange(len(row_P)) + np.repeat(first - begin_P, counts)
+        starts_P = np.asarray(self._starts_I[items_P])
+        offsets = self.data.store.document_offsets
+        documents_P = np.searchsorted(offsets, starts_P, side="right")
+        stops_P = np.minimum(starts_P + self.length + 1, offsets[documents_P])
+        filled_P = np.cumsum(stops_P - starts_P - 1)
+        before = np.concatenate([[0], filled_P])[begin_P]
+        places_P = filled_P - (stops_P - starts_P - 1) - np.repeat(before, counts)
+        return Spans(row_P, places_P, starts_P, stops_P)
+
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        # Groups cross files; a row belongs to the file of its first item.
+        starts_R = np.asarray(self._starts_I[self._first_item_R[:-1]])
+        return np.searchsorted(
+            np.maximum.accumulate(starts_R), self.data.store.document_offsets[documents]
+        )
+
+
+def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Blocks of `starts`, first token of each item by row, and `first_item` of each row, and end.
+
+    Args:
+      offsets: int64 [D + 1], first token of each document, then the end.
+      length: T.
+      best_fit: best fit, or first fit.
+    """
+    begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
+    for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
+        block = np.asarray(offsets[first : first + _BLOCK + 1])
+        new = np.diff(block) - 1
+        begins = np.concatenate([begins, block[:-1][new > 0]])
+        sizes = np.concatenate([sizes, new[new > 0]])
+        is_last = first + _BLOCK >= len(offsets) - 1
+        count = len(sizes) if is_last else len(sizes) // GROUP * GROUP
+        starts, first_item = _plan_groups(begins[:count], sizes[:count], length, best_fit)
+        yield {"starts": starts, "first_item": first_item + num_items}
+        num_items += len(starts)
+        begins, sizes = begins[count:], sizes[count:]
+    yield {"starts": np.empty(0, np.int64), "first_item": np.array([num_items])}
+
+
+def _plan_groups(
+    begins_D: np.ndarray, sizes_D: np.ndarray, length: int, best_fit: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The items of whole groups of documents by row, and the first item of each row."""
+    full_D = sizes_D // length
+    rest_D = sizes_D - full_D * length
+    num_groups = -(-len(sizes_D) // GROUP)
+    rest_GI = np.zeros((num_groups, GROUP), np.int32)
+    rest_GI.reshape(-1)[: len(rest_D)] = rest_D
+    row_D = pack_group_rows(rest_GI, length, best_fit).reshape(-1)
+    short = np.flatnonzero(rest_D)
+    # Order: by group, first the packed rows, then the full windows of its documents.
+    full = np.repeat(np.arange(len(sizes_D)), full_D)
+    number = np.arange(len(full)) - np.repeat(np.cumsum(full_D) - full_D, full_D)
+    starts = np.concatenate(
+        [begins_D[short] + full_D[short] * length, begins_D[full] + number * length]
+    )
+    # Packed rows have numbers below GROUP within their group, full windows come after them.
+    group = np.concatenate([short // GROUP, full // GROUP])
+    row = np.concatenate([row_D[short], GROUP + np.arange(len(full))])
+    order = np.lexsort((row, group))
+    group, row, starts = group[order], row[order], starts[order]
+    new_row = np.ones(len(starts), bool)
+    new_row[1:] = (row[1:] != row[:-1]) | (group[1:] != group[:-1])
+    return starts, np.flatnonzero(new_row)

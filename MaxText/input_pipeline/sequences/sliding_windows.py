@@ -1,0 +1,106 @@
+"""Windows that overlap, so that each target is predicted from much of what stands before it.
+
+Windows side by side give the first target of a window no context at all. Here a window moves on
+by `stride` targets: its last `stride` targets count, and what stands before them is context. Each
+target counts exactly once.
+
+Legend: T tokens of a window, S stride, I windows, P pieces of some rows, R rows.
+"""
+
+import numpy as np
+
+from MaxText.input_pipeline.sequences.windows import EMPTY, Cutting, Spans, Windows
+from MaxText.input_pipeline.token_store.store import TokenData
+
+
+class SlidingWindows(Windows):
+    """Windows over each document, or over the whole stream where documents attend to each other.
+
+    The n tokens of a document have n - 1 targets. Its first window has the first T of them, and
+    all count. Each further window ends S targets later (the last one at the end of the document),
+    begins T targets before its end, and the targets that earlier windows had do not count. So a
+    target has between T - S + 1 and T tokens before it, or all there are of its document.
+
+    Windows of short documents share a row, in order, each a segment of its own. Keeps 20 bytes
+    per window in memory.
+    """
+
+    joined = False
+
+    def __init__(self, data: TokenData, cutting: Cutting, stride: int):
+        """Args: `stride`: S, from 1 to T. The data must not have labels."""
+        assert 1 <= stride <= cutting.length
+        assert data.labels is None
+        super().__init__(data, cutting)
+        self._stride = stride
+        offsets = np.asarray(data.store.document_offsets)
+        if cutting.attend_across_documents:
+            offsets = offsets[[0, -1]]
+        self._start_I, self._stop_I, self._context_I = _windows(offsets, cutting.length, stride)
+        self._first_R = _rows(self._stop_I - self._start_I - 1, cutting.length)
+
+    @property
+    def description(self) -> str:
+        return f"windows that move on by {self._stride} targets"
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of all windows, each counted once."""
+        return int(np.sum(self._stop_I - self._start_I - 1 - self._context_I))
+
+    def __len__(self) -> int:
+        return len(self._first_R) - 1
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        rows_P, pieces_P = self._pieces(windows)
+        starts_P, stops_P = self._start_I[pieces_P], self._stop_I[pieces_P]
+        filled_P = np.cumsum(stops_P - starts_P - 1) - (stops_P - starts_P - 1)
+        # Of each row's first piece, for all pieces of the row.
+        before_P = filled_P[np.searchsorted(rows_P, rows_P)]
+        return Spans(rows_P, filled_P - before_P, starts_P, stops_P)
+
+    def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
+        """See Windows: targets that another window counts."""
+        return self._context_I[self._pieces(windows)[1]]
+
+    def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [P] each: the row of the batch that a piece belongs to, and which window it is."""
+        rows = np.flatnonzero(windows != EMPTY)
+        first, end = self._first_R[windows[rows]], self._first_R[windows[rows] + 1]
+        counts = end - first
+        before = np.cumsum(counts) - counts
+        pieces_P = np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+        return np.repeat(rows, counts), pieces_P
+
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        offsets = np.asarray(self.data.store.document_offsets[documents])
+        begins_R = self._start_I[self._first_R[:-1]]
+        inside = np.searchsorted(begins_R, offsets, side="right") - 1
+        return np.where(offsets >= len(self.data.store), len(self), np.maximum(inside, 0))
+
+
+def _windows(
+    offsets: np.ndarray, length: int, stride: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First token (int64 [I]) and end of tokens of each window, and its targets of weight 0."""
+    targets_D = np.maximum(np.diff(offsets) - 1, 0)
+    further_D = np.maximum(-(-(targets_D - length) // stride), 0)
+    counts_D = (targets_D > 0) + further_D
+    document_I = np.repeat(np.arange(len(targets_D)), counts_D)
+    number_I = np.arange(len(document_I)) - np.repeat(np.cumsum(counts_D) - counts_D, counts_D)
+    end_I = np.minimum(length + number_I * stride, targets_D[document_I])
+    counted_before_I = np.where(number_I > 0, length + (number_I - 1) * stride, 0)
+    begin_I = np.maximum(end_I - length, 0)
+    first_I = offsets[document_I]
+    context_I = (counted_before_I - begin_I).astype(np.int32)
+    return first_I + begin_I, first_I + end_I + 1, context_I
+
+
+def _rows(sizes_I: np.ndarray, length: int) -> np.ndarray:
+    """int64 [R + 1]: first window of each row, and the end. A row takes what follows and fits."""
+    ends_I = np.cumsum(sizes_I)
+    first = [0]
+    while first[-1] < len(sizes_I):
+        filled = ends_I[first[-1]] - sizes_I[first[-1]]
+        first.append(int(np.searchsorted(ends_I, filled + length, side="right")))
+    return np.array(first, np.int64)

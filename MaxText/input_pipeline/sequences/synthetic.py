@@ -1,0 +1,54 @@
+"""Random tokens, for measuring speed and for tests without data.
+
+Legend: B rows, T tokens of a window.
+"""
+
+import sys
+
+import numpy as np
+
+# Keeps evaluation's tokens apart from those of training with the same seed.
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+
+
+class SyntheticRows:
+    """Rows of uniformly random ids, each a pure function of (seed, row), see order.Rows.
+
+    Every place counts, and rows are single documents: no positions, no segments.
+    """
+
+    num_rows = sys.maxsize
+    has_documents = False
+
+    def __init__(self, length: int, vocab_size: int, seed: int, stream: int = TRAIN_STREAM):
+        """Fixes shape and seed.
+
+        Args:
+          length: T, tokens of a window.
+          vocab_size: ids are in [0, vocab_size).
+          seed: any int >= 0.
+          stream: one seed gives independent tokens for each number.
+        """
+        self._length = length
+        self._vocab_size = vocab_size
+        self._seed = seed % 2**64
+        self._stream = stream
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays [B, T]: int32 `tokens` and `targets`, float32 `weights` of ones."""
+        ids = np.empty((len(rows), self._length + 1), np.int32)
+        for index, row in enumerate(rows.tolist()):
+            # A generator per row, so that rows do not depend on how hosts share them.
+            bits = np.random.Philox(key=[self._seed, self._stream], counter=[0, 0, 0, row])
+            ids[index] = np.random.Generator(bits).integers(
+                self._vocab_size, size=self._length + 1, dtype=np.int32
+            )
+        return {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "weights": np.ones((len(rows), self._length), np.float32),
+        }
+
+    def origin(self, row: int) -> list[tuple[str, int, int]]:
+        """What a row holds."""
+        return [(f"random tokens {row}", 0, self._length)]

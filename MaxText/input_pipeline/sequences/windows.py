@@ -1,0 +1,289 @@
+"""Cuts a token store into rows of a fixed length, each with targets, weights and segments.
+
+Everything is computed when a row is read, from the document offsets: no index is stored (but for
+documents that are packed whole, see packing.py), and any window can be read without the others.
+
+Legend: B rows, T tokens of a window, P spans, D documents, Q beginnings of documents.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.token_store.store import TokenData
+
+# Documents that are looked at at a time.
+_BLOCK = 2**20
+
+# Index that stands for "no window": a row whose weights and segments are all 0.
+EMPTY = -1
+
+
+class Spans(NamedTuple):
+    """Pieces of the stream that make up rows, ordered by row and place.
+
+    Attributes:
+      row_P: int64, the row that a piece belongs to.
+      place_P: int64, where in the row its first token stands.
+      start_P: int64, its first token in the stream.
+      stop_P: int64, the end of its tokens, targets included.
+    """
+
+    row_P: np.ndarray
+    place_P: np.ndarray
+    start_P: np.ndarray
+    stop_P: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting:
+    """How rows are cut.
+
+    Attributes:
+      length: T, tokens of a window.
+      attend_across_documents: whether documents of one row are one sequence.
+      zero_loss: whether targets with id 0 count.
+      truncate: whether a document's tokens beyond one window are dropped.
+    """
+
+    length: int
+    attend_across_documents: bool = False
+    zero_loss: bool = True
+    truncate: bool = False
+
+
+class Windows(abc.ABC):
+    """What all ways of cutting share: rows filled from pieces of the token store.
+
+    Attributes:
+      data: the tokens.
+      cutting: see Cutting.
+      joined: True when the pieces of a row follow each other as one sequence, in which the first
+        token of a piece is the target of the token before it. False when each piece of n tokens
+        fills n - 1 places on its own.
+      has_documents: whether rows carry positions and segments.
+      has_own_order: whether windows come in an order that shuffling must not change.
+      padding_share: of the positions of all windows, those without a target because nothing is
+        packed; 0 where documents are.
+    """
+
+    joined = True
+    has_own_order = False
+    padding_share = 0.0
+
+    def __init__(self, data: TokenData, cutting: Cutting):
+        self.data = data
+        self.cutting = cutting
+        self.length = cutting.length
+        self.has_documents = not (cutting.attend_across_documents or self._single_documents())
+
+    def _single_documents(self) -> bool:
+        """Whether no row ever holds two documents."""
+        return False
+
+    @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """How rows are cut, in words that differ where rows would."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of windows."""
+
+    @abc.abstractmethod
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        """The pieces of rows; none for a row that is EMPTY.
+
+        Args:
+          windows: int64 [B], indices in [0, len) or EMPTY.
+          draws: uint64 [B], a random number for each row.
+        """
+
+    @abc.abstractmethod
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        """First window of each of `documents` (int64); len(self) for the number of documents."""
+
+    def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
+        """Of each span, how many of its first targets do not count (int64 [P]); None for none."""
+        return None
+
+    def beginnings(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin in rows, in order: (row, place), int64 [Q] each.
+
+        Where documents attend to each other a row is one: segments then only show its filling.
+        """
+        if self.cutting.attend_across_documents:
+            first_P = spans.place_P == 0
+            return spans.row_P[first_P], spans.place_P[first_P]
+        # At pieces, and inside them.
+        span_Q, inside_Q = _boundaries(self.data.store.document_offsets, spans)
+        row_Q = np.concatenate([spans.row_P, spans.row_P[span_Q]])
+        place_Q = np.concatenate([spans.place_P, spans.place_P[span_Q] + inside_Q])
+        order = np.lexsort((place_Q, row_Q))
+        row_Q, place_Q = row_Q[order], place_Q[order]
+        # Empty documents begin where the one after them does.
+        new_Q = np.ones(row_Q.size, bool)
+        new_Q[1:] = (np.diff(row_Q) != 0) | (np.diff(place_Q) != 0)
+        return row_Q[new_Q], place_Q[new_Q]
+
+    def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
+        """What a row holds: (document, first token of it in the row, number of tokens there)."""
+        spans = self.spans(np.array([window]), np.array([draw], np.uint64))
+        store = self.data.store
+        offsets = store.document_offsets
+        found = []
+        for start, stop in zip(spans.start_P.tolist(), spans.stop_P.tolist(), strict=True):
+            at = start
+            while at < stop:
+                document = int(np.searchsorted(offsets, at, side="right")) - 1
+                end = min(stop, int(offsets[document + 1]))
+                name = store.document_name(document)
+                found.append((name, at - int(offsets[document]), end - at))
+                at = end
+        return found
+
+
+def _boundaries(offsets: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents begin strictly inside pieces: (index of the piece, place in the piece)."""
+    first = np.searchsorted(offsets, spans.start_P, side="right")
+    last = np.searchsorted(offsets, spans.stop_P, side="left")
+    counts = last - first
+    span_P = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(span_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+    inside = np.asarray(offsets[first[span_P] + number]) - spans.start_P[span_P]
+    return span_P, inside
+
+
+def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Spans:
+    """Spans of rows that are one piece each."""
+    return Spans(rows, np.zeros(len(rows), np.int64), starts, stops)
+
+
+class PackedWindows(Windows):
+    """Documents laid end to end, cut every T tokens.
+
+    Window i reads tokens [i T, i T + T) and predicts [i T + 1, i T + T + 1), so each token of
+    the stream but the first is a target once. The last window is filled up, not dropped.
+    """
+
+    @property
+    def description(self) -> str:
+        return "documents end to end"
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.data.store) - 1) // self.length))
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        rows = np.flatnonzero(windows != EMPTY)
+        starts = windows[rows] * self.length
+        stops = np.minimum(starts + self.length + 1, len(self.data.store))
+        return one_per_row(rows, starts, stops)
+
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        offsets = np.asarray(self.data.store.document_offsets[documents])
+        return np.where(offsets >= len(self.data.store), len(self), offsets // self.length)
+
+
+class DocumentWindows(Windows):
+    """Each document (or record) begins a window of its own; long ones continue in further ones.
+
+    A document of n tokens makes ceil((n - 1) / T) windows: one of a single token, which predicts
+    nothing, makes none. With `truncate` it makes one at most. Maps 8 bytes per document.
+    """
+
+    def __init__(self, data: TokenData, cutting: Cutting, cache_dir: Path):
+        super().__init__(data, cutting)
+        # Records with labels have a target at each token.
+        self._ahead = 0 if data.labels is not None else 1
+        self._arrays = cached_arrays(
+            cache_dir,
+            "windows1",
+            f"{data.fingerprint} {self.length} {cutting.truncate} {self._ahead}",
+            self._plan,
+        )
+        num_places = max(len(self) * self.length, 1)
+        self.padding_share = 1 - float(self._arrays["num_targets"][0]) / num_places
+
+    def _plan(self) -> Iterator[dict[str, np.ndarray]]:
+        offsets, total, num_targets = self.data.store.document_offsets, 0, 0
+        for first in range(0, len(offsets) - 1, _BLOCK):
+            sizes = np.diff(offsets[first : first + _BLOCK + 1]) - self._ahead
+            counts = np.maximum(-(-sizes // self.length), 0)
+            if self.cutting.truncate:
+                counts = np.minimum(counts, 1)
+            num_targets += int(np.minimum(np.maximum(sizes, 0), counts * self.length).sum())
+            ends = np.cumsum(counts)
+            yield {"first_window": total + ends - counts, "num_targets": np.empty(0, np.int64)}
+            total += int(ends[-1])
+        yield {"first_window": np.array([total]), "num_targets": np.array([num_targets])}
+
+    @property
+    def _first_window(self) -> np.ndarray:
+        return self._arrays["first_window"]
+
+    def _single_documents(self) -> bool:
+        return True
+
+    @property
+    def description(self) -> str:
+        kind = "one document per row"
+        return f"{kind}, cut off" if self.cutting.truncate else f"{kind}, continued"
+
+    def __len__(self) -> int:
+        return int(self._first_window[-1])
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        rows = np.flatnonzero(windows != EMPTY)
+        windows = windows[rows]
+        documents = np.searchsorted(self._first_window, windows, side="right") - 1
+        offsets = self.data.store.document_offsets
+        starts = offsets[documents] + (windows - self._first_window[documents]) * self.length
+        stops = np.minimum(starts + self.length + self._ahead, offsets[documents + 1])
+        return one_per_row(rows, starts, stops)
+
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        return self._first_window[documents]
+
+
+class StitchedWindows(Windows):
+    """One window out of `stitch` documents that follow each other (GPT-Neo's documents_* modes).
+
+    Legend: s tokens of the stitched documents. `random` begins the window at a place drawn evenly
+    from 0..s - (T + 1), otherwise it begins at 0. Where s is less than T + 1, all is read and
+    the row is filled up. What lies outside the window is not seen in that epoch.
+    """
+
+    def __init__(self, data: TokenData, cutting: Cutting, stitch: int, random: bool):
+        super().__init__(data, cutting)
+        self._stitch = stitch
+        self._random = random
+
+    @property
+    def description(self) -> str:
+        place = "a random place" if self._random else "the beginning"
+        return f"a window from {place} of {self._stitch} documents"
+
+    def __len__(self) -> int:
+        return -(-(len(self.data.store.document_offsets) - 1) // self._stitch)
+
+    def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
+        rows = np.flatnonzero(windows != EMPTY)
+        offsets = self.data.store.document_offsets
+        first = windows[rows] * self._stitch
+        last = np.minimum(first + self._stitch, len(offsets) - 1)
+        starts, ends = np.asarray(offsets[first]), np.asarray(offsets[last])
+        if self._random:
+            places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
+            starts = starts + (draws[rows] % places).astype(np.int64)
+        stops = np.minimum(starts + self.length + 1, ends)
+        # Empty documents make a row that counts nowhere.
+        filled = stops > starts
+        return one_per_row(rows[filled], starts[filled], stops[filled])
+
+    def first_window(self, documents: np.ndarray) -> np.ndarray:
+        return -(-documents // self._stitch)

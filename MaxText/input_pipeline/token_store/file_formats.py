@@ -1,0 +1,170 @@
+"""Which format files have, told by their names and first bytes, and which split they belong to."""
+
+import re
+from pathlib import Path
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.formats import tfrecord
+from MaxText.input_pipeline.storage import FileInfo, names_below, open_stream
+
+ACCEPTED = (
+    "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
+    "token ids or text; webdataset .tar archives of tensors; Megatron's .bin with .idx; .txt or "
+    ".jsonl text"
+)
+
+_BY_NAME = {
+    "tfrecord": re.compile(r"\.tfrecords?(?![a-z])|tfrecord-\d"),
+    "arrayrecord": re.compile(r"\.array_?records?(?![a-z])"),
+    "parquet": re.compile(r"\.parquet(?![a-z])"),
+    "arrow": re.compile(r"\.arrow(?![a-z])"),
+    "megatron": re.compile(r"\.(bin|idx)$"),
+    "webdataset": re.compile(r"\.(tar|tar\.gz|tgz)$"),
+}
+_TEXT = re.compile(r"\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$")
+# What lies beside records in their folders.
+_BESIDE = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
+
+_MAGIC = {
+    "parquet": b"PAR1",
+    "arrow": b"ARROW1",
+    "arrayrecord": bytes.fromhex("83af70d10d884a3f"),
+}
+
+
+def choose_format(
+    files: list[FileInfo], kind: str, key: str, location: str
+) -> tuple[str, list[FileInfo]]:
+    """The format of the files of a location, and those of them that have it.
+
+    Args:
+      files: all of them.
+      kind: grain_file_type.
+      key: configuration key that named the location.
+      location: it, for messages.
+
+    Returns:
+      One of tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text, and its files.
+
+    Raises:
+      UserError: none is known, several are there, or `kind` is not that of the first file.
+    """
+    if kind != "auto":
+        named = [file for file in files if _kind_by_name(file.path) == kind]
+        _check_said(kind, (named or files)[0].path, key, location)
+        return kind, named or files
+    by_kind: dict[str, list[FileInfo]] = {}
+    for file in files:
+        by_kind.setdefault(_kind_by_name(file.path), []).append(file)
+    beside, nameless = by_kind.pop("beside", []), by_kind.pop("", [])
+    # Some programs write records without an ending.
+    for file in nameless or ([] if by_kind else beside):
+        by_kind.setdefault(_kind_by_content(file.path), []).append(file)
+    by_kind.pop("", None)
+    if len(by_kind) > 1:
+        by_kind.pop("text", None)  # a README.txt beside records
+    if len(by_kind) == 1:
+        return by_kind.popitem()
+    found = ", ".join(
+        f"{len(members)} {kind} ({Path(members[0].path).name})" for kind, members in by_kind.items()
+    )
+    if by_kind:
+        raise UserError(
+            f"{key}={location} holds files of several formats: {found}. Set "
+            "grain_file_type to the one to read, or give a pattern that matches only these."
+        )
+    raise UserError(
+        f"{key}={location}: {files[0].path} is of no known format. Accepted: "
+        f"{ACCEPTED}. If its name hides what it is, set grain_file_type."
+    )
+
+
+def _check_said(kind: str, file: str, key: str, location: str) -> None:
+    """Looks whether a file is of the format that grain_file_type says."""
+    # Text and the ids of Megatron begin with any bytes, and compressed files with those of gzip.
+    if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
+        return
+    found = _kind_by_content(file)
+    # Tables of either kind are read where the other is said. What is not known may be damaged,
+    # which its reader says better, but parquet's would take it for an Arrow file.
+    is_table = {found, kind} <= {"parquet", "arrow"}
+    if found == kind or is_table or (not found and kind != "parquet"):
+        return
+    what = f"is {found} by its first bytes" if found else "does not begin as one"
+    raise UserError(
+        f"{key}={location}: grain_file_type={kind} is set, and {file} {what}. Set "
+        f"grain_file_type={found or 'auto'}, or name other files."
+    )
+
+
+def _kind_by_name(file: str) -> str:
+    name = file.rsplit("/", 1)[-1]
+    for kind, pattern in _BY_NAME.items():
+        if pattern.search(name):
+            return kind
+    if _TEXT.search(name) and not name.lower().startswith("readme"):
+        return "text"
+    return "beside" if _BESIDE.search(name) and not re.search(r"\d+-of-\d+$", name) else ""
+
+
+def _kind_by_content(file: str) -> str:
+    start = _first_bytes(file)
+    for kind, magic in _MAGIC.items():
+        if start.startswith(magic):
+            return kind
+    if start[257:262] == b"ustar":
+        return "webdataset"
+    if start[:4] == b"\xff\xff\xff\xff":
+        return "arrow"
+    header = start[: tfrecord.HEADER_BYTES]
+    if len(header) == tfrecord.HEADER_BYTES:
+        length_crc = int.from_bytes(header[8:], "little")
+        if tfrecord.masked_crc32c(header[:8]) == length_crc:
+            return "tfrecord"
+    return ""
+
+
+def _first_bytes(file: str) -> bytes:
+    try:
+        with open_stream(file) as stream:
+            return stream.read(512)
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read ({error.strerror or error}). Check that you may read it."
+        ) from error
+
+
+def choose_split(
+    files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
+) -> list[FileInfo]:
+    """The files to train or to evaluate on, by their names below the folder they share.
+
+    Args:
+      files: all of them.
+      evaluation: what the names of those for evaluation contain.
+      for_training: whether to return the others.
+      key: configuration key that named the location.
+      location: it, for messages.
+
+    Raises:
+      UserError: none is left.
+    """
+    names = names_below([file.path for file in files])
+    named = [file for file, name in zip(files, names, strict=True) if evaluation in name]
+    if for_training:
+        left = [file for file in files if file not in set(named)]
+        if not left:
+            raise UserError(
+                f"{key}={location}: the name of every file contains eval_split="
+                f"{evaluation}, so none is left to train on. Set eval_split to what only files for "
+                "evaluation have in their names."
+            )
+        return left
+    if not named:
+        raise UserError(
+            f"{key}={location}: no file has eval_split={evaluation} in its name "
+            f"(for example {Path(files[0].path).name}), so there is none to evaluate on. Name "
+            "files in grain_eval_files, set eval_split, or, where train.py is to evaluate, switch "
+            "that off (eval_interval=-1)."
+        )
+    return named

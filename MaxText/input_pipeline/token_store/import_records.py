@@ -1,0 +1,346 @@
+"""Imports records of other programs into the token store, at their first use: `import_records`.
+
+    <cache_dir>/imported/<digest of names, sizes, times and format>/
+      tokens-00000.bin       ids of a source file: uint16, or uint32 where one is larger
+      labels-00000.bin       int32, of files with labels
+      file-00000.json        what a source file held; written last, so that a killed import goes on
+      document_offsets.npy   int64 [records + 1]: first token of each record, then the end
+      source_files.json      [[first record, name of its file], ...]
+      import.json            all of it; a folder with this file is complete
+
+Reading and checking every byte of such files once is needed anyway; after it batches are read from
+flat files, whatever the format was. Imports no jax.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from MaxText.counting import counted
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
+from MaxText.input_pipeline.cores import num_cores
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
+from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
+from MaxText.input_pipeline.preparation import building_lock, work_processes
+from MaxText.input_pipeline.storage import FileInfo
+from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
+from MaxText.input_pipeline.transient import is_transient
+
+_LAYOUT = 1
+_HEADER_NAME = "import.json"
+_BUFFER_TOKENS = 1 << 20
+# Less than this is imported faster than processes start.
+_MIN_BYTES_FOR_PROCESSES = 1 << 26
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """An import on disk.
+
+    Attributes:
+      folder: of it.
+      dtype: type of a stored id.
+      num_tokens: ids of each file.
+      has_labels: whether there are files of labels.
+      largest_id: that occurs; -1 without any.
+      skipped: records that were left out, in words.
+    """
+
+    folder: Path
+    dtype: np.dtype
+    num_tokens: tuple[int, ...]
+    has_labels: bool
+    largest_id: int
+    skipped: tuple[str, ...]
+
+    def files(self, kind: str = "tokens") -> list[str]:
+        """The files of ids, or of `labels`."""
+        return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
+
+
+Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
+"""Reads a file in order, as read_ids; sent to other processes."""
+
+
+class _Job(NamedTuple):
+    """What all files of an import share."""
+
+    folder: Path
+    files: tuple[FileInfo, ...]
+    read: Read
+    eos_id: int
+    skip: bool
+    max_bad_records: int
+
+
+def import_records(
+    files: Sequence[FileInfo],
+    read: Read,
+    *,
+    identity: str,
+    eos_id: int,
+    cache_dir: Path,
+    skip: bool,
+    max_bad_records: int,
+    show: Callable[[str], None],
+) -> Imported:
+    """The import of `files`, made on the first call and whenever one of them has changed.
+
+    Several processes may ask at once: one works, the others wait.
+
+    Args:
+      files: in the order of their records.
+      read: reads one of them.
+      identity: everything that decides what `read` gives, besides the file.
+      eos_id: put at the end of every record; below 0 none is.
+      cache_dir: folder of imports; created.
+      skip: whether bad records are left out.
+      max_bad_records: as many end the import all the same.
+      show: takes lines about progress.
+
+    Raises:
+      BadRecord: a record is damaged, or the rest of a file cannot be found, and `skip` is false.
+      UnreadableFile: a file cannot be read.
+      UserError: too many bad records, or `cache_dir` cannot be written.
+    """
+    found = [(storage.absolute(file.path), file.size, file.tag) for file in files]
+    name = json.dumps([_LAYOUT, identity, eos_id, skip, found])
+    folder = cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
+    job = _Job(folder, tuple(files), read, eos_id, skip, max_bad_records)
+    imported = _load(folder)
+    if imported is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with building_lock.hold(folder.parent / f".{folder.name}.lock", show):
+                imported = _load(folder)
+                if imported is None:
+                    delete_unused(folder.parent)
+                    _import(job, show)
+                    imported = _load(folder)
+                    assert imported is not None, folder
+        except UserError:
+            raise
+        except OSError as error:
+            if is_transient(error, remote=any(storage.is_url(file.path) for file in files)):
+                raise
+            raise unwritable(cache_dir, error) from error
+    os.utime(folder)  # see delete_unused
+    for message in imported.skipped:
+        show(message)
+    return imported
+
+
+def _load(folder: Path) -> Imported | None:
+    """The import in a folder; None where there is none. What is left of a damaged one is deleted.
+
+    Raises:
+      OSError: storage fails.
+    """
+    if not (folder / _HEADER_NAME).exists():
+        return None
+    try:
+        header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
+        imported = Imported(
+            folder,
+            np.dtype(header["dtype"]),
+            tuple(header["num_tokens"]),
+            header["has_labels"],
+            header["largest_id"],
+            tuple(header["skipped"]),
+        )
+        for kind, width in (("tokens", imported.dtype.itemsize), ("labels", 4)):
+            if kind == "tokens" or imported.has_labels:
+                for path, count in zip(imported.files(kind), imported.num_tokens, strict=True):
+                    if os.stat(path).st_size != count * width:
+                        raise ValueError(f"{path} has another size")
+        offsets = Arrays(folder)["document_offsets"]
+        if offsets.dtype != np.int64 or offsets[0] or offsets[-1] != sum(imported.num_tokens):
+            raise ValueError("offsets of other data")
+        return imported
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, FileNotFoundError):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return None
+
+
+def _import(job: _Job, show: Callable[[str], None]) -> None:
+    began = last_line = time.monotonic()
+    total = sum(file.size for file in job.files)
+    show(
+        f"Importing {counted(len(job.files), 'file')} ({total / 1e9:,.2f} GB) of token records "
+        f"once, into {job.folder.parent}: 2 bytes a token on disk, 4 where ids are above 65,535."
+    )
+    numbers = range(len(job.files))
+    todo = [number for number in numbers if not _path(job.folder, "file", number).exists()]
+    processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
+    done = len(job.files) - len(todo)
+    for _ in work_processes.run(_import_file, job, todo, processes, lambda _: None):
+        done += 1
+        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            show(f"  {done:,} of {len(job.files):,} files")
+    entries = [
+        json.loads(_path(job.folder, "file", number).read_text(encoding="utf-8"))
+        for number in range(len(job.files))
+    ]
+    num_records, num_tokens = _finish(job, entries)
+    seconds = time.monotonic() - began
+    show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
+
+
+def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
+    """Joins what the files held; returns how many records and tokens there are."""
+    bad = [message for entry in entries for message in entry["bad"]]
+    _check_bad(job, bad)
+    widest = max((entry["dtype"] for entry in entries), default="<u2")
+    sizes = []
+    for number, entry in enumerate(entries):
+        sizes.append(np.load(_path(job.folder, "sizes", number)))
+        if entry["dtype"] != widest:
+            _rewrite(_path(job.folder, "tokens", number), entry["dtype"], widest)
+            entry["dtype"] = widest
+            write_whole(_path(job.folder, "file", number), json.dumps(entry))
+    firsts = np.cumsum([0, *(array.size for array in sizes)])
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
+    np.save(job.folder / OFFSETS_NAME, ends)
+    names = [file.path.rsplit("/", 1)[-1] for file in job.files]
+    origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
+    write_whole(job.folder / SOURCE_FILES_NAME, json.dumps(origins))
+    header = {
+        "dtype": widest,
+        "num_tokens": [entry["num_tokens"] for entry in entries],
+        "has_labels": any(entry["has_labels"] for entry in entries),
+        "largest_id": max((entry["largest_id"] for entry in entries), default=-1),
+        "skipped": bad,
+        "files": [file.path for file in job.files],
+    }
+    write_whole(job.folder / _HEADER_NAME, json.dumps(header))
+    return int(firsts[-1]), int(ends[-1])
+
+
+def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None:
+    file = job.files[number]
+    ids, labels = _Writer(_path(job.folder, "tokens", number)), None
+    sizes: list[int] = []
+    bad: list[str] = []
+
+    def note(problem: BadRecord, rest: str = "") -> None:
+        if not job.skip:
+            raise problem
+        bad.append(f"Skipped a record: {problem}{rest}")
+        _check_bad(job, bad)
+
+    try:
+        for record in job.read(file.path):
+            if isinstance(record, BadRecord):
+                note(record)
+                continue
+            size = ids.add(record.ids)
+            if record.labels is not None:
+                labels = labels or _Writer(_path(job.folder, "labels", number), "<i4")
+                labels.add(record.labels)
+            elif job.eos_id >= 0:
+                size += ids.add(np.array([job.eos_id], np.int32))
+            sizes.append(size)
+    except BadRecord as problem:
+        _raise_if_unreadable(problem)
+        note(problem, "; what follows in the file is left out")
+    ids.close()
+    if labels is not None:
+        labels.close()
+    np.save(_path(job.folder, "sizes", number), np.array(sizes, np.int64))
+    entry = {
+        "num_tokens": ids.count,
+        "dtype": ids.dtype.str,
+        "largest_id": ids.largest,
+        "has_labels": labels is not None,
+        "bad": bad,
+    }
+    write_whole(_path(job.folder, "file", number), json.dumps(entry))
+
+
+def _raise_if_unreadable(problem: BadRecord) -> None:
+    """Storage that fails is no damage to pass over."""
+    cause = problem.__cause__
+    if isinstance(cause, Exception):
+        if is_transient(cause, storage.is_url(problem.path)):
+            raise cause  # which arrives from another process as what it is
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise UnreadableFile(str(problem), problem.path) from problem
+
+
+def _check_bad(job: _Job, bad: list[str]) -> None:
+    if job.skip and bad and len(bad) >= job.max_bad_records:
+        raise UserError(
+            f"{len(bad)} records could not be read, and max_bad_records={job.max_bad_records}. The "
+            f"last one: {bad[-1]}. Mend the files, or raise the limit."
+        )
+
+
+def _path(folder: Path, kind: str, number: int) -> Path:
+    suffix = {"file": "json", "sizes": "npy"}.get(kind, "bin")
+    return folder / f"{kind}-{number:05d}.{suffix}"
+
+
+class _Writer:
+    """Appends integers to a file: of two bytes, and of four from the first that needs them on.
+
+    Attributes:
+      dtype: type of a stored one.
+      count, largest: integers so far, and the largest of them.
+    """
+
+    def __init__(self, path: Path, dtype: str = "<u2"):
+        self.dtype = np.dtype(dtype)
+        self.count, self.largest = 0, -1
+        self._path = path
+        path.write_bytes(b"")
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+
+    def add(self, values: np.ndarray) -> int:
+        """Appends integers; returns how many."""
+        self._waiting.append(values)
+        self._num_waiting += values.size
+        if self._num_waiting >= _BUFFER_TOKENS:
+            self._flush()
+        return values.size
+
+    def _flush(self) -> None:
+        values = np.concatenate([np.empty(0, np.int32), *self._waiting])
+        self.count += values.size
+        self.largest = max(self.largest, int(values.max(initial=-1)))
+        if self.dtype == np.uint16 and self.largest > np.iinfo(np.uint16).max:
+            _rewrite(self._path, self.dtype.str, "<u4")
+            self.dtype = np.dtype("<u4")
+        with open(self._path, "ab") as file:
+            file.write(values.astype(self.dtype).tobytes())
+        self._waiting, self._num_waiting = [], 0
+
+    def close(self) -> None:
+        """Writes what waits, and forces the file to disk."""
+        self._flush()
+        sync_file(self._path)
+
+
+def _rewrite(path: Path, stored: str, dtype: str) -> None:
+    """Writes a file of integers anew with a wider type."""
+    wide = path.with_suffix(".wide")
+    with open(path, "rb") as narrow, open(wide, "wb") as file:
+        while piece := narrow.read(_BUFFER_TOKENS * np.dtype(stored).itemsize):
+            file.write(np.frombuffer(piece, stored).astype(dtype).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    wide.replace(path)

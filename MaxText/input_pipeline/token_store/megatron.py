@@ -1,0 +1,225 @@
+"""Megatron data: ids in one flat `.bin` file, or its parts, and an `.idx` file with their sizes.
+
+    MMIDIDX\\0\\0           9 bytes
+    version 1             uint64
+    type of an id         uint8, see DTYPES
+    S, sequences          uint64
+    D, entries below      uint64
+    sizes                 int32 [S], tokens
+    pointers              int64 [S], bytes
+    documents             int64 [D], first sequence of each document, then S
+
+Everything is little-endian. A document is mostly one sequence. Read in place; where documents begin
+is computed from the index once and mapped from the cache afterwards.
+"""
+
+import contextlib
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import cached_arrays
+from MaxText.input_pipeline.storage import FileInfo
+from MaxText.input_pipeline.token_store.store import (
+    TokenData,
+    TokenStore,
+    boundaries_digest,
+    record_length,
+)
+
+MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+# 6 and 7 are floats, which Megatron-LM and GPT-NeoX number in different order.
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float", 7: "float", 8: "<u2"}
+_AGAIN = "Copy it again, or make it again with the program that wrote it."
+_BLOCK = 2**20
+
+
+def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir: Path) -> TokenData:
+    """Opens one Megatron data set.
+
+    Args:
+      files: .idx and .bin files that the location names; either is enough.
+      key: configuration key that named the location.
+      location: it, for messages.
+      cache_dir: folder for what is computed from a large index.
+
+    Raises:
+      UserError: no index or several, data that do not fit it, or no tokens.
+    """
+    indices = [file for file in files if file.path.endswith(".idx")]
+    if not indices:  # the name of the .bin file was given
+        name = re.sub(r"(-\d+-of-\d+)?\.bin$", ".idx", files[0].path)
+        indices = [storage.file_info(name)]
+    if len(indices) > 1:
+        names = ", ".join(Path(index.path).name for index in indices[:3])
+        raise UserError(
+            f"{key}={location} holds {len(indices)} Megatron data sets ({names} ...). Name one of "
+            "them, or mix them with dataset_mix."
+        )
+    (index,) = indices
+    prefix = index.path.removesuffix(".idx")
+    if storage.path_type(f"{prefix}.bin"):
+        shards = [storage.file_info(f"{prefix}.bin")]
+    else:  # published in parts of a fixed number of bytes, to be joined
+        pattern = f"{prefix}-*-of-*.bin"
+        shards = storage.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
+    with _opened(index) as file:
+        dtype = read_header(file, index)[0]
+        documents = cached_arrays(
+            cache_dir,
+            "megatron1",
+            f"{storage.absolute(index.path)} {index.size} {index.tag}",
+            lambda: read_offsets(file, index),
+        )
+    if dtype == np.int8:
+        raise UserError(f"{index.path} has ids of one signed byte, which are no token ids.")
+    offsets = documents["document_offsets"]
+    num_tokens = [shard.size // dtype.itemsize for shard in shards]
+    if int(offsets[-1]) != sum(num_tokens):
+        num_tokens[-1] += int(offsets[-1]) - sum(num_tokens)  # which check_sizes refuses
+    store = TokenStore([shard.path for shard in shards], num_tokens, dtype, documents)
+    store.check_sizes(shards)
+    if len(store) == 0:
+        raise UserError(f"{key}={location} holds no tokens. Name another data set.")
+    length = record_length(offsets)
+    kind = f"rows of {length:,}" if length else "documents"
+    return TokenData(
+        store=store,
+        description=(
+            f"{len(store):,} tokens in {offsets.size - 1:,} {kind} of the Megatron data {prefix}"
+        ),
+        fingerprint=storage.fingerprint([index, *shards], [boundaries_digest(offsets)]),
+        record_length=length,
+    )
+
+
+@contextlib.contextmanager
+def _opened(index: FileInfo) -> Iterator[Path]:
+    """A local path of an index: itself, or a copy for the time of the block."""
+    try:
+        if not storage.is_url(index.path):
+            yield Path(storage.local_path(index.path))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            system, name = storage.file_system(index.path)
+            system.get_file(name, f"{folder}/idx")
+            yield Path(folder, "idx")
+    except OSError as error:
+        raise UserError(f"{index.path} cannot be read ({error}). {_AGAIN}") from error
+
+
+def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
+    """Type of an id, number of sequences and of document entries.
+
+    Raises:
+      UserError: no index, another version, ids that are floats, or of another size than it says.
+    """
+    with open(file, "rb") as stream:
+        header = stream.read(_HEADER.size)
+    path = index.path
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+        raise UserError(
+            f"{path} does not begin as an index of Megatron data (MMIDIDX). Name the .bin and .idx "
+            "that Megatron's or GPT-NeoX's preprocess_data wrote with data-impl mmap."
+        )
+    _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+    if version != 1:
+        raise UserError(f"{path} has version {version}; version 1 is known. {_AGAIN}")
+    if DTYPES.get(code, "float") == "float":
+        raise UserError(f"{path}: type code {code} is none of integers. Name a data set of tokens.")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    if index.size != expected:
+        raise UserError(
+            f"{path} has {index.size} bytes, where its header asks for {expected}: it was cut "
+            f"short or changed. {_AGAIN}"
+        )
+    return np.dtype(DTYPES[code]), num_sequences, num_documents
+
+
+def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]:
+    """Blocks of `document_offsets`: first token of each document (int64), then the end.
+
+    Sequences count as documents where all have one length (rows that a program cut), or where the
+    index does not divide them among documents.
+
+    Raises:
+      UserError: sequences that do not lie end to end, or entries that cannot be.
+    """
+    dtype, num_sequences, num_documents = read_header(file, index)
+    path, at = index.path, _HEADER.size
+
+    def mapped(kind: str, count: int, offset: int) -> np.ndarray:
+        if not count:
+            return np.empty(0, kind)
+        return np.memmap(file, kind, "r", offset, (count,)).view(np.ndarray)
+
+    sizes = mapped("<i4", num_sequences, at)
+    pointers = mapped("<i8", num_sequences, at + 4 * num_sequences)
+    documents = mapped("<i8", num_documents, at + 12 * num_sequences)
+    total, is_even = 0, num_sequences > 1
+    for start in range(0, num_sequences, _BLOCK):
+        block = sizes[start : start + _BLOCK]
+        if block.min() < 0:
+            problem = f"has a sequence of {block.min()} tokens: it is damaged"
+            raise UserError(f"{path} {problem}. {_AGAIN}")
+        firsts = total + np.cumsum(block, dtype=np.int64) - block
+        wrong = np.flatnonzero(pointers[start : start + _BLOCK] != firsts * dtype.itemsize)
+        if wrong.size:
+            first = int(wrong[0])
+            raise UserError(
+                f"{path}: sequence {start + first} lies at byte {pointers[start + first]}, where "
+                f"the ones before it end at {firsts[first] * dtype.itemsize}; only sequences end "
+                "to end are read. Merge the data again with merge_datasets.py."
+            )
+        inner = block[:-1] if start + _BLOCK >= num_sequences else block
+        is_even = is_even and bool((inner == sizes[0]).all())
+        total += int(block.sum())
+    if num_documents and (
+        documents.min() < 0 or documents.max() > num_sequences or (np.diff(documents) < 0).any()
+    ):
+        raise UserError(f"{path}: its document entries are out of order: it is damaged. {_AGAIN}")
+    whole = num_documents > 1 and documents[0] == 0 and documents[-1] == num_sequences
+    last = int(sizes[-1]) if num_sequences else 0
+    is_even = is_even and (last == sizes[0] or (num_sequences > 2 and 0 < last < int(sizes[0])))
+    firsts_of = documents[:-1] if whole and not is_even and num_documents <= num_sequences else None
+    if firsts_of is None:
+        for start in range(0, num_sequences, _BLOCK):
+            yield {"document_offsets": pointers[start : start + _BLOCK] // dtype.itemsize}
+    else:
+        for start in range(0, len(firsts_of), _BLOCK):
+            sequences = firsts_of[start : start + _BLOCK]
+            # Documents without sequences may begin past the last one.
+            begins = pointers[np.minimum(sequences, num_sequences - 1)] // dtype.itemsize
+            yield {"document_offsets": np.where(sequences < num_sequences, begins, total)}
+    yield {"document_offsets": np.array([total], np.int64)}
+
+
+def write_index(
+    path: str | os.PathLike[str], dtype: np.dtype, sizes: Sequence[int], documents: Sequence[int]
+) -> None:
+    """Writes the index of sequences that lie end to end.
+
+    Args:
+      path: of the .idx file.
+      dtype: integer type of the ids in the .bin file, below 64 bits or int64.
+      sizes: tokens of each sequence.
+      documents: first sequence of each document, then the number of sequences.
+    """
+    codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
+    tokens = np.asarray(sizes, "<i4")
+    ends = np.cumsum(tokens, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate([[0], ends[:-1]]) if tokens.size else ends
+    with open(path, "wb") as file:
+        code = codes[dtype.newbyteorder("<")]
+        file.write(_HEADER.pack(MAGIC, 1, code, len(sizes), len(documents)))
+        file.write(tokens.tobytes())
+        file.write(pointers.astype("<i8").tobytes())
+        file.write(np.asarray(documents, "<i8").tobytes())

@@ -1,0 +1,361 @@
+"""Opens any token data that can be trained on: what is at a location, and which part of it.
+
+Prepared sets of flat files and Megatron data are read in place. Other records are imported into the
+token store at their first use, and text is tokenized then. Whether records hold ids or text is told
+by the first of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import Arrays
+from MaxText.input_pipeline.document_sources.arrow_tables import (
+    is_list,
+    is_list_of_integers,
+    open_table,
+)
+from MaxText.input_pipeline.document_sources.token_records import (
+    USUAL_FIELDS,
+    holds_text,
+    read_chunks,
+    read_ids,
+)
+from MaxText.input_pipeline.document_sources.token_tables import id_column, labels_are_ids
+from MaxText.input_pipeline.local_copies import copies_folder, copy_files
+from MaxText.input_pipeline.storage import FileInfo, is_url, local_path
+from MaxText.input_pipeline.token_store.file_formats import choose_format, choose_split
+from MaxText.input_pipeline.token_store.import_records import Imported, Read, import_records
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_files,
+    describe,
+    find_split,
+    read_manifest,
+)
+from MaxText.input_pipeline.token_store.megatron import open_megatron
+from MaxText.input_pipeline.token_store.store import (
+    Origins,
+    TokenData,
+    TokenStore,
+    boundaries_digest,
+    load_offsets,
+    open_flat,
+    record_length,
+)
+from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer, tokenizer_beside
+
+
+class _Request(NamedTuple):
+    """What open_token_data was asked for."""
+
+    location: str
+    key: str
+    data: Data
+    preparation: Preparation
+    show: Callable[[str], None]
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.data_cache_dir).expanduser()
+
+
+def open_token_data(
+    location: str,
+    *,
+    key: str,
+    data: Data,
+    preparation: Preparation,
+    split: str,
+    for_training: bool,
+    show: Callable[[str], None],
+) -> TokenData:
+    """Opens what lies at a location.
+
+    Of a prepared data set, `split` is read. Of other files, evaluation reads those whose name
+    contains `split` and training all whose name does not contain data.eval_split; of
+    grain_eval_files evaluation reads all.
+
+    Args:
+      location: see dataset_path.
+      key: configuration key it came from.
+      data: the keys about data.
+      preparation: tokenizer and field of records of text.
+      split: of prepared data; of other files part of a name.
+      for_training: whether to train or to evaluate on it.
+      show: takes lines about what is done.
+
+    Raises:
+      BadRecord: a file is damaged.
+      UserError: nothing is there, of no known format, or without the split.
+    """
+    request = _Request(location, key, data, preparation, show)
+    kind = data.grain_file_type
+    if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
+        tokens = _open_prepared(request, split, "train_split" if for_training else "eval_split")
+        if for_training:
+            _check_unused(request, tokens)
+        return tokens
+    kind, files = choose_format(_find(request), kind, key, location)
+    if for_training or key != "grain_eval_files":
+        evaluation = data.eval_split if for_training else split
+        files = choose_split(files, evaluation, for_training, key, location)
+    tokens = _open_files(request, files, kind)
+    if tokens.tokenizer_folder is not None:
+        return tokens
+    paths = [file.path for file in files]
+    return dataclasses.replace(
+        tokens, tokenizer_folder=tokenizer_beside(paths, location, preparation.tokenizer_path)
+    )
+
+
+def _open_files(request: _Request, files: list[FileInfo], kind: str) -> TokenData:
+    if kind == "megatron":
+        return open_megatron(files, request.key, request.location, request.cache_dir)
+    fields = (request.data.tokens_field,) if request.data.tokens_field else ()
+    paths = [file.path for file in files]
+    if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
+        return _open_text(request, files)
+    if kind in ("parquet", "arrow"):
+        return _open_tables(request, files, kind, fields)
+    # As earlier versions named what is read, so that their runs can be resumed.
+    named = {
+        "tfrecord": f"TFRecordIds(names={fields or USUAL_FIELDS})",
+        "arrayrecord": f"ArrayRecordIds(names={fields or USUAL_FIELDS})",
+        "webdataset": f"TarTensors(field={request.data.tokens_field!r})",
+    }
+    read = functools.partial(read_ids, kind=kind, fields=fields)
+    return _open_records(request, files, kind, read, named[kind])
+
+
+def _is_prepared(location: str, key: str) -> bool:
+    if not location:
+        return True  # whose message says how to make one
+    if is_url(location):
+        # What a web server answers for any name is no proof of a file.
+        manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
+        return not location.startswith("http") and storage.path_type(manifest) == "file"
+    try:
+        return storage.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
+    except PermissionError as error:
+        raise UserError(
+            f"{key}={location} cannot be looked at ({error.strerror}). Check that you may read it "
+            "and the folders above it."
+        ) from error
+
+
+def _check_unused(request: _Request, tokens: TokenData) -> None:
+    """Says which keys about records and text have no effect on a prepared data set."""
+    data, preparation = request.data, request.preparation
+    # In a mixture other sources may be records.
+    is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
+    if data.records_eos_id >= 0 and is_alone:
+        raise UserError(
+            f"records_eos_id={data.records_eos_id} has no effect: {request.key}={request.location} "
+            "is a prepared data set, whose documents end as they were prepared. Leave "
+            "records_eos_id=-1."
+        )
+    asked = preparation.tokenizer_path
+    if not asked or preparation.prepare_source:
+        return
+    manifest = read_manifest(str(tokens.tokenizer_folder))
+    if asked != manifest.options.get("tokenizer_path") and not holds_tokenizer(
+        asked, manifest.tokenizer.sha256, tokens.tokenizer_folder
+    ):
+        request.show(
+            f"tokenizer_path={asked} is not used: {request.location} has a tokenizer of its own "
+            f"({manifest.tokenizer.origin})."
+        )
+
+
+def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
+    location = request.location
+    if is_url(location):
+        folder, manifest, files = _copy_prepared(request, location.rstrip("/"), split)
+    else:
+        manifest, files = read_manifest(location), None
+        folder = Path(local_path(location))
+    entry = find_split(manifest, location, split, split_key)
+    if manifest.format == "bin":
+        store = open_flat(folder, manifest, split, files)
+    else:
+        found = check_files(manifest, folder, split) if files is None else files
+        read = functools.partial(read_chunks, dtype=manifest.dtype)
+        identity = f"chunks of {manifest.dtype}"
+        imported = _import(request, found, read, identity, eos_id=-1, skip=False)
+        if sum(imported.num_tokens) != entry.num_tokens:
+            raise UserError(
+                f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
+                f"{MANIFEST_NAME} says {entry.num_tokens}. Copy the data set again."
+            )
+        documents = load_offsets(folder / split, entry.num_documents, entry.num_tokens)
+        store = TokenStore(
+            imported.files(),
+            imported.num_tokens,
+            imported.dtype,
+            documents,
+            Origins(folder / split, entry.num_documents),
+        )
+    return TokenData(
+        store=store,
+        description=describe(manifest),
+        fingerprint=f"{manifest.fingerprint}-{split}",
+        filler_id=manifest.filler_id,
+        eos_id=manifest.tokenizer.eos_id,
+        special_ids=tuple(sorted(manifest.tokenizer.special_ids)),
+        mask_id=manifest.tokenizer.mask_id,
+        vocab_size=manifest.tokenizer.vocab_size,
+        largest_id=entry.largest_id,
+        unigram_entropy=entry.unigram_entropy,
+        tokenizer_folder=folder,
+        tokenizer_sha256=manifest.tokenizer.sha256,
+    )
+
+
+def _copy_prepared(
+    request: _Request, url: str, split: str
+) -> tuple[Path, Manifest, list[FileInfo] | None]:
+    """A copy of all of a remote data set but its token files, and these."""
+    with storage.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
+        content = stream.read()
+    folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
+    copy_files(storage.files_in(url), folder)
+    manifest = read_manifest(str(folder))
+    if split not in manifest.splits:
+        return folder, manifest, None
+    found = {file.path.rsplit("/", 1)[-1]: file for file in storage.files_in(f"{url}/{split}")}
+    names = [file.name for file in manifest.splits[split].files]
+    copy_files([file for name, file in found.items() if name not in names], folder / split)
+    if missing := [name for name in names if name not in found]:
+        raise UserError(
+            f"{url}/{split}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data "
+            "set again."
+        )
+    return folder, manifest, [found[name] for name in names]
+
+
+def _find(request: _Request) -> list[FileInfo]:
+    """All files of the location; a Megatron prefix stands for its .bin and .idx."""
+    location = request.location
+    if not location.startswith("@") and not is_url(location):
+        path = local_path(location)
+        try:
+            if not storage.path_type(path) and storage.path_type(f"{path}.idx"):
+                location = f"{location}.idx"
+        except PermissionError:
+            pass  # which list_files puts into words
+    return storage.list_files(location, request.key)
+
+
+def _open_tables(
+    request: _Request, files: list[FileInfo], kind: str, fields: tuple[str, ...]
+) -> TokenData:
+    path = files[0].path
+    with open_table(path) as table:
+        column = id_column(table, path, fields or USUAL_FIELDS)
+        types = {field.name: field.type for field in table.schema}
+        has_mask = "attention_mask" in types and is_list(types["attention_mask"])
+        has_labels = "labels" in types and is_list_of_integers(types["labels"])
+        assert column is not None
+        # One answer for all files.
+        shift_labels = labels_are_ids(table, column) if has_labels else None
+    if has_labels and request.data.records_eos_id >= 0:
+        raise UserError(
+            f"records_eos_id={request.data.records_eos_id}: {path} has labels, which a further "
+            "token would not fit. Leave records_eos_id=-1."
+        )
+    read = functools.partial(read_ids, kind=kind, fields=fields, shift_labels=shift_labels)
+    identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
+    return _open_records(request, files, "table", read, identity)
+
+
+def _import(
+    request: _Request,
+    files: Sequence[FileInfo],
+    read: Read,
+    identity: str,
+    *,
+    eos_id: int,
+    skip: bool,
+) -> Imported:
+    return import_records(
+        files,
+        read,
+        identity=identity,
+        eos_id=eos_id,
+        cache_dir=request.cache_dir,
+        skip=skip,
+        max_bad_records=request.data.max_bad_records,
+        show=request.show,
+    )
+
+
+def _open_records(
+    request: _Request, files: list[FileInfo], kind: str, read: Read, identity: str
+) -> TokenData:
+    """Imports records and opens the import."""
+    eos_id, skip = request.data.records_eos_id, request.data.on_bad_record == "skip"
+    imported = _import(request, files, read, identity, eos_id=eos_id, skip=skip)
+    documents = Arrays(imported.folder)
+    offsets = documents["document_offsets"]
+    if offsets.size < 2 or not offsets[-1]:
+        raise UserError(
+            f"{request.key}={request.location}: {len(files)} {kind} files hold no tokens. Check "
+            "that these are the files you mean."
+        )
+    origins = Origins(imported.folder, offsets.size - 1, "record")
+    store = TokenStore(imported.files(), imported.num_tokens, imported.dtype, documents, origins)
+    labels = None
+    if imported.has_labels:
+        names, dtype = imported.files("labels"), np.dtype("<i4")
+        labels = TokenStore(names, imported.num_tokens, dtype, documents, origins)
+    length = record_length(offsets)
+    what = f"rows of {length:,}" if length else "documents"
+    labelled = ", with labels" if labels else ""
+    # Without what records_eos_id adds, as earlier versions computed it.
+    without = offsets - np.arange(offsets.size) * (eos_id >= 0)
+    return TokenData(
+        store=store,
+        description=(
+            f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
+            f"at {request.location}{labelled}"
+        ),
+        fingerprint=storage.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+        filler_id=max(eos_id, 0),
+        eos_id=eos_id if eos_id >= 0 else None,
+        largest_id=imported.largest_id,
+        record_length=length,
+        labels=labels,
+        skipped=imported.skipped,
+    )
+
+
+def _open_text(request: _Request, files: list[FileInfo]) -> TokenData:
+    from MaxText.input_pipeline.preparation.text_cache import open_text
+
+    preparation = request.preparation
+    if not preparation.tokenizer_path:
+        raise UserError(
+            f"{request.key}={request.location}: {Path(files[0].path).name} holds text, and "
+            "tokenizer_path is not set. Set it to the tokenizer of the model, or name records of "
+            "token ids."
+        )
+    folder = open_text(
+        [file.path for file in files],
+        tokenizer_path=preparation.tokenizer_path,
+        tokenizer_type=preparation.tokenizer_type,
+        text_field=preparation.text_field,
+        add_bos=preparation.add_bos,
+        add_eos=preparation.add_eos,
+        cache_dir=request.cache_dir,
+        show=request.show,
+    )
+    return _open_prepared(request._replace(location=str(folder)), "train", "train_split")

@@ -1,0 +1,367 @@
+"""The token store: ids in flat files, read at any place, with where documents begin.
+
+What every data set is by the time it is read: a set prepared as `bin`, Megatron's .bin, or records
+of another program after their import. Imports no jax.
+
+Legend: P pieces, D documents.
+"""
+
+import bisect
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline import storage
+from MaxText.input_pipeline.array_cache import Arrays
+from MaxText.input_pipeline.storage import FileInfo
+from MaxText.input_pipeline.token_store.manifest import (
+    OFFSETS_NAME,
+    ROWS_NAME,
+    SOURCE_FILES_NAME,
+    Manifest,
+    check_files,
+    damaged,
+    tokens_of_files,
+)
+
+# Pieces of fewer tokens than this on average are read together with what lies between them.
+_SMALL_PIECE = 256
+# Tokens between two pieces that are worth reading to save a call.
+_MAX_GAP = 4096
+
+
+class TokenStore:
+    """The ids of some files, end to end, cut into documents (or records).
+
+    Holds no open file and no large array that is not mapped: safe to use from several threads, and
+    pickled to reader processes in a few kilobytes.
+
+    Attributes:
+      files: paths or URLs, in the order of their tokens.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        num_tokens: Sequence[int],
+        dtype: np.dtype,
+        documents: Arrays,
+        origins: "Origins | None" = None,
+    ):
+        """Opens nothing.
+
+        Args:
+          files: in the order of their tokens, without gaps.
+          num_tokens: ids of each file.
+          dtype: unsigned or positive integer type of a stored id, little-endian.
+          documents: `document_offsets`, int64 [D + 1]: first token of each document, then the end.
+          origins: where documents come from; None names them after the files of ids.
+        """
+        assert dtype.kind in "iu", dtype
+        self.files = tuple(files)
+        storage.forget(self.files)  # others may have been there when they were read last
+        self._dtype = dtype
+        self._documents = documents
+        self._origins = origins
+        self._first = np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    @property
+    def document_offsets(self) -> np.ndarray:
+        """int64 [D + 1]: first token of each document, then the end; mapped, not loaded."""
+        return self._documents["document_offsets"]
+
+    @property
+    def file_of_document(self) -> np.ndarray | None:
+        """int64 [files + 1]: first document of each source file, then the end; None if unknown."""
+        if self._origins is None or not self._origins.names:
+            return None
+        return np.array([*self._origins.firsts, len(self.document_offsets) - 1], np.int64)
+
+    def document_name(self, document: int) -> str:
+        """`letters.jsonl, row 17`, counted from 0 in its file where that is known.
+
+        Raises:
+          UserError: what says it is damaged.
+        """
+        if self._origins is not None:
+            return self._origins.name(document)
+        start = int(self.document_offsets[document])
+        file = max(0, int(np.searchsorted(self._first[:-1], start, side="right")) - 1)
+        return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Closes some of the files and looks at their sizes, after a read failed.
+
+        Raises:
+          UnreadableFile: one is gone.
+          UserError: one is longer; reading tells what was cut short.
+        """
+        known = {path: number for number, path in enumerate(self.files)}
+        storage.forget(paths)
+        for path in paths:
+            if path not in known:
+                continue
+            size = storage.file_info(path).size
+            expected = self._num_bytes(known[path])
+            if size > expected:
+                raise UserError(
+                    f"{path} has {size} bytes and had {expected} when it was opened: it holds "
+                    "other data. Put the file back."
+                )
+
+    def _num_bytes(self, file: int) -> int:
+        return int(self._first[file + 1] - self._first[file]) * self._dtype.itemsize
+
+    def check_sizes(self, files: Sequence[FileInfo]) -> None:
+        """Compares files as they were listed with what their tokens need.
+
+        Raises:
+          UserError: one has another size.
+        """
+        for number, file in enumerate(files):
+            if file.size != (num_bytes := self._num_bytes(number)):
+                raise UserError(
+                    f"{file.path} has {file.size} bytes, where its "
+                    f"{num_bytes // self._dtype.itemsize} tokens take {num_bytes}: it was cut "
+                    "short or changed, or belongs to another index. Copy the data set again."
+                )
+
+    def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
+        """Reads pieces, remote ones by one call.
+
+        Args:
+          starts_P: int64 [P], first token of each piece.
+          stops_P: int64 [P], end of each, starts_P <= stops_P <= len.
+
+        Returns:
+          int32 [sum of the sizes], one piece after the other.
+
+        Raises:
+          UnreadableFile: a file is gone, was cut short or cannot be read.
+        """
+        sizes_P = stops_P - starts_P
+        total = int(sizes_P.sum())
+        if total >= _SMALL_PIECE * len(starts_P):
+            return self._read(starts_P, stops_P, total).astype(np.int32)
+        # Neighbors are read together; then each token is looked up in what was read.
+        order = np.argsort(starts_P, kind="stable")
+        ends = np.maximum.accumulate(stops_P[order])
+        is_new = np.ones(len(order), bool)
+        is_new[1:] = starts_P[order][1:] > ends[:-1] + _MAX_GAP
+        group_P = np.empty(len(order), np.int64)
+        group_P[order] = np.cumsum(is_new) - 1
+        begins_G = starts_P[order][is_new]
+        ends_G = ends[np.append(np.flatnonzero(is_new)[1:], len(order)) - 1]
+        lengths_G = ends_G - begins_G
+        ids = self._read(begins_G, ends_G, int(lengths_G.sum())).astype(np.int32)
+        at_P = starts_P - begins_G[group_P] + (np.cumsum(lengths_G) - lengths_G)[group_P]
+        return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
+
+    def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
+        """The ids of ranges, in the stored type."""
+        ids, width = np.empty(total, self._dtype), self._dtype.itemsize
+        files = np.searchsorted(self._first, starts, side="right") - 1
+        sizes = stops - starts
+        if total and np.all(sizes == sizes[0]) and np.all(stops <= self._first[files + 1]):
+            # Rows of one length that lie in one file each, as nearly always.
+            paths = [self.files[file] for file in files.tolist()]
+            offsets = (starts - self._first[files]) * width
+            rows = ids.reshape(len(sizes), -1)
+            storage.read_ranges(paths, offsets.tolist(), list(rows))
+            return ids
+        paths, offsets, parts, at = [], [], [], 0
+        for file, start, stop in zip(files.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            while start < stop:
+                end = min(stop, int(self._first[file + 1]))
+                if start < end:
+                    paths.append(self.files[file])
+                    offsets.append((start - int(self._first[file])) * width)
+                    parts.append(ids[at : at + end - start])
+                    at += end - start
+                start, file = end, file + 1
+        storage.read_ranges(paths, offsets, parts)
+        return ids
+
+
+class Origins:
+    """Which file each document comes from, as a prepared set tells it beside its offsets."""
+
+    def __init__(self, folder: Path, num_documents: int, unit: str = "document"):
+        """Reads nothing. Args: `unit`: what documents are in files that have no rows."""
+        self._folder = folder
+        self._num_documents = num_documents
+        self._unit = unit
+
+    @functools.cached_property
+    def _entries(self) -> tuple[list[int], list[str], np.ndarray | None]:
+        path = self._folder / SOURCE_FILES_NAME
+        try:
+            if not path.exists():
+                return [], [], None
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            firsts, names = [int(first) for first, _ in entries], [str(name) for _, name in entries]
+            if not (self._folder / ROWS_NAME).exists():
+                return firsts, names, None
+            rows = np.load(self._folder / ROWS_NAME, mmap_mode="r", allow_pickle=False)
+            if rows.shape != (self._num_documents,) or firsts[:1] != [0][: len(rows)]:
+                raise ValueError(f"{rows.shape} rows for {self._num_documents} documents")
+            return firsts, names, rows
+        # What a damaged header raises is any kind of error.
+        except Exception as error:
+            raise damaged(f"{path} or {ROWS_NAME}", error) from error
+
+    def __reduce__(self):
+        return Origins, (self._folder, self._num_documents, self._unit)
+
+    @property
+    def firsts(self) -> list[int]:
+        """First document of each file."""
+        return self._entries[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files; empty where they are not known."""
+        return self._entries[1]
+
+    def name(self, document: int) -> str:
+        """See TokenStore.document_name."""
+        firsts, names, rows = self._entries
+        if not names:
+            return f"document {document}"
+        file = bisect.bisect_right(firsts, document) - 1
+        if rows is not None:
+            return f"{names[file]}, row {rows[document]}"
+        return f"{names[file]}, {self._unit} {document - firsts[file]}"
+
+
+def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
+    """The document offsets of a folder, after a look whether they fit what a manifest says.
+
+    Raises:
+      UserError: they do not, or are damaged.
+    """
+    path = folder / OFFSETS_NAME
+    documents = Arrays(folder)
+    try:
+        offsets = documents["document_offsets"]
+        found = (len(offsets) - 1, int(offsets[-1]))
+        if offsets.dtype != np.int64 or offsets[0] or not _is_ascending(offsets):
+            raise ValueError("they are no ascending numbers from 0 on")
+    # What a damaged header raises is any kind of error.
+    except Exception as error:
+        raise damaged(path, error) from error
+    if found != (num_documents, num_tokens):
+        raise UserError(
+            f"{path} is of other data: {found[0]} documents and {found[1]} tokens, where the "
+            f"manifest has {num_documents} and {num_tokens}. Copy the data set again."
+        )
+    return documents
+
+
+def open_flat(
+    folder: Path, manifest: Manifest, split: str, files: Sequence[FileInfo] | None = None
+) -> TokenStore:
+    """A split of a prepared set of flat files.
+
+    Args:
+      folder: of the set, or of a copy of all of it but the token files.
+      manifest: of it.
+      split: to read.
+      files: its token files elsewhere; None for those in the folder.
+
+    Raises:
+      UserError: a file is missing, of another size, or damaged.
+    """
+    assert manifest.format == "bin", manifest.format
+    entry = manifest.splits[split]
+    found = check_files(manifest, folder, split) if files is None else files
+    store = TokenStore(
+        [file.path for file in found],
+        tokens_of_files(entry, manifest.chunk_length),
+        np.dtype(manifest.dtype).newbyteorder("<"),
+        load_offsets(folder / split, entry.num_documents, entry.num_tokens),
+        Origins(folder / split, entry.num_documents),
+    )
+    store.check_sizes(found)
+    return store
+
+
+def _is_ascending(offsets: np.ndarray) -> bool:
+    # In blocks, so that the memory does not grow with the number of documents.
+    block = 2**20
+    return all(
+        bool((np.diff(offsets[start : start + block + 1]) >= 0).all())
+        for start in range(0, len(offsets), block)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenData:
+    """A split that can be read.
+
+    Attributes:
+      store: its tokens.
+      description: a line or two for people.
+      fingerprint: hex digest of what is read (contents, or names and sizes of files and where
+        documents begin): equal data gives equal batches.
+      filler_id: id written where a window has no token; its weight is 0.
+      eos_id: id that ends documents, None where unknown.
+      special_ids: ids that are never text (bos, eos, pad), as far as they are known.
+      mask_id: id of the tokenizer's mask, None where it has none.
+      vocab_size: ids of the tokenizer, None where unknown.
+      largest_id: largest id that occurs, None where that is not known without reading all.
+      unigram_entropy: nats per token, None where unknown.
+      record_length: tokens of each record where all have one length (the last may be shorter), as
+        another program cuts training sequences; None for documents of any length.
+      labels: a store as long as `store` and cut alike, of the id to predict at each place (already
+        shifted), negative where none is; None where targets are the next tokens.
+      skipped: records that the import left out, in words.
+      tokenizer_folder: folder or file of the tokenizer, None where none is known.
+      tokenizer_sha256: hex digest of the tokenizer that made the ids; empty where unknown.
+    """
+
+    store: TokenStore
+    description: str
+    fingerprint: str
+    filler_id: int = 0
+    eos_id: int | None = None
+    special_ids: tuple[int, ...] = ()
+    mask_id: int | None = None
+    vocab_size: int | None = None
+    largest_id: int | None = None
+    unigram_entropy: float | None = None
+    record_length: int | None = None
+    labels: TokenStore | None = None
+    skipped: tuple[str, ...] = ()
+    tokenizer_folder: Path | None = None
+    tokenizer_sha256: str = ""
+
+
+def boundaries_digest(document_offsets: np.ndarray) -> str:
+    """Digest of where documents begin (int64 [D + 1])."""
+    return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
+
+
+def record_length(offsets: np.ndarray) -> int | None:
+    """The common length of documents, see TokenData; None where there is none."""
+    sizes = np.diff(offsets[: 2**20 + 1])
+    if sizes.size < 2 or np.any(sizes[:-1] != sizes[0]):
+        return None
+    length, count = int(sizes[0]), len(offsets) - 1
+    last = int(offsets[-1] - offsets[-2])
+    if last != length and not (count > 2 and 0 < last < length):
+        return None
+    is_even = all(
+        bool((np.diff(offsets[start : min(start + 2**20 + 1, count)]) == length).all())
+        for start in range(0, count - 1, 2**20)
+    )
+    return length if is_even else None

@@ -1,0 +1,277 @@
+"""Rows cut from a token stream: segments, positions, targets, weights and padding."""
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from MaxText.input_pipeline import array_cache
+from MaxText.input_pipeline.sequences import packing
+from MaxText.input_pipeline.sequences.fill import Piecewise, fill_rows
+from MaxText.input_pipeline.sequences.gpt_neox_order import SampleWindows
+from MaxText.input_pipeline.sequences.order import OrderedWindows, WindowOrder, random_words
+from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.sequences.windows import (
+    EMPTY,
+    Cutting,
+    DocumentWindows,
+    PackedWindows,
+    StitchedWindows,
+)
+from MaxText.input_pipeline.token_store.store import TokenData
+from tests.input_pipeline.small_data import numbered_documents, random_documents
+from tests.refusals import refused
+
+PAD = 0
+
+
+class InMemory:
+    """A token store of a few documents."""
+
+    def __init__(self, documents):
+        self._tokens = np.concatenate([*documents, np.zeros(0, int)]).astype(np.int32)
+        self.document_offsets = np.cumsum([0, *map(len, documents)])
+        self.file_of_document = None
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def read(self, starts, stops):
+        pairs = zip(starts.tolist(), stops.tolist(), strict=True)
+        return np.concatenate([self._tokens[:0], *(self._tokens[a:b] for a, b in pairs)])
+
+    def document_name(self, document):
+        return f"document {document}"
+
+
+def as_data(documents, **facts) -> TokenData:
+    # The fingerprint is what plans are kept under.
+    digest = hashlib.sha256(repr([document.tolist() for document in documents]).encode())
+    return TokenData(InMemory(documents), "", digest.hexdigest(), filler_id=PAD, **facts)
+
+
+def read(windows, order=None, has_documents=None):
+    """Arrays of the windows, in stream order by default."""
+    order = np.arange(len(windows)) if order is None else np.array(order)
+    spans = windows.spans(order, random_words(0, order))
+    part = Piecewise(windows, np.arange(len(order)), spans, windows.without_weight(spans, order))
+    documents = windows.has_documents if has_documents is None else has_documents
+    return fill_rows([part], documents)
+
+
+def cut(kind, data, length, cache_dir=Path("unused"), stride=1):
+    cutting = Cutting(length, truncate=kind == "truncated")
+    if kind in ("first_fit", "best_fit"):
+        return PackedDocuments(data, cutting, kind == "best_fit", cache_dir)
+    if kind == "sliding":
+        return SlidingWindows(data, cutting, stride)
+    if kind == "stitched":
+        return StitchedWindows(data, cutting, stitch=2, random=True)
+    if kind == "packed":
+        return PackedWindows(data, cutting)
+    return DocumentWindows(data, cutting, cache_dir)
+
+
+# Documents of one token have no target, those of two have one.
+SIZES = st.lists(st.integers(0, 3) | st.integers(0, 40), min_size=1, max_size=12)
+KINDS = ("packed", "single", "truncated", "first_fit", "best_fit", "sliding", "stitched")
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.sampled_from(KINDS), st.data())
+def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
+    documents = numbered_documents(sizes)
+    length = data.draw(st.integers(1, 16))
+    stride = data.draw(st.integers(1, length))
+    windows = cut(kind, as_data(documents), length, stride=stride)
+    rows = read(windows, has_documents=True)
+    last = {int(document[-1]) for document in documents if document.size}
+    names = ("tokens", "targets", "weights", "segments", "positions")
+    for row in range(len(windows)):
+        tokens, targets, weights, segments, positions = (rows[name][row] for name in names)
+        used = np.count_nonzero(segments)
+        assert segments[:used].tolist() == sorted(segments[:used])
+        # Padding follows; it counts nowhere.
+        for values in (segments, positions, weights):
+            assert not values[used:].any()
+        assert (tokens[used:] == PAD).all()
+        for segment in range(1, segments.max() + 1):
+            (places,) = np.nonzero(segments == segment)
+            assert positions[places].tolist() == list(range(places.size))
+            ids = tokens[places]
+            assert (np.diff(ids) == 1).all()
+            assert not last & set(ids[:-1].tolist())
+        counted = weights > 0
+        assert (targets[counted] == tokens[counted] + 1).all()
+        assert not last & set(tokens[counted].tolist())
+    sizes = [document.size - 1 for document in documents if document.size > 1]
+    begun = np.count_nonzero((rows["positions"] == 0) & (rows["segments"] > 0))
+    if kind.endswith("fit"):  # no document is cut that fits into a row
+        assert begun == sum(-(-size // length) for size in sizes)
+    elif kind == "truncated":
+        assert begun == len(windows) == len(sizes)
+        assert rows["weights"].sum() == np.minimum(sizes, length).sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 16), st.booleans(), st.data())
+def test_sliding_windows_count_each_target_once_with_its_context(sizes, length, joined, data):
+    documents, stride = numbered_documents(sizes), data.draw(st.integers(1, length))
+    windows = SlidingWindows(as_data(documents), Cutting(length, joined), stride)
+    if joined:
+        documents = [np.concatenate(documents)]
+    expected = [int(i) for document in documents for i in document[1:]]
+    rows = read(windows)
+    assert sorted(rows["targets"][rows["weights"] > 0].tolist()) == expected
+    assert windows.num_targets == len(expected)
+    place_of = {int(i): place for document in documents for place, i in enumerate(document)}
+    segments = rows.get("segments", np.ones_like(rows["tokens"]))
+    for row, place in np.argwhere(rows["weights"] > 0):
+        context = np.count_nonzero(segments[row, : place + 1] == segments[row, place])
+        before = place_of[int(rows["targets"][row, place])]
+        assert min(before, length - stride + 1) <= context <= min(before, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_rows_and_any_order(tmp_path, kind):
+    windows = cut(kind, as_data(numbered_documents([30, 5, 12])), 8, tmp_path)
+    forward, other = read(windows), read(windows, [1, EMPTY, 0])
+    for name in forward:
+        np.testing.assert_array_equal(other[name][[0, 2]], forward[name][[1, 0]])
+    for name in other.keys() & {"weights", "segments", "positions"}:
+        assert not other[name][1].any()
+
+
+def plain_fit(sizes, length, best):
+    free, rows = [], []
+    for size in sizes:
+        fitting = [row for row, space in enumerate(free) if space >= size]
+        if not fitting:
+            free.append(length)
+            fitting = [len(free) - 1]
+        row = min(fitting, key=lambda r: (free[r], r)) if best else fitting[0]
+        free[row] -= size
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_fit_equals_the_plain_algorithm(best):
+    sizes = np.random.default_rng(0).integers(1, 33, (20, 60)).astype(np.int32)
+    rows = pack_group_rows(sizes, 32, best)
+    for group in range(20):
+        assert rows[group].tolist() == plain_fit(sizes[group].tolist(), 32, best)
+
+
+def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_cache, "_MIN_ITEMS", 1)
+    first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
+
+    def tokens(documents, cache="cache"):
+        windows = cut("first_fit", as_data(documents), 16, tmp_path / cache)
+        # Another process maps the same files.
+        assert len(pickle.dumps(windows._plan)) < 500
+        return read(windows)["tokens"]
+
+    expected = tokens(first)
+    assert tokens(second).tolist() != expected.tolist()
+    folders = sorted((tmp_path / "cache").iterdir())
+    assert len(folders) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "pack_group_rows", pytest.fail)
+        np.testing.assert_array_equal(tokens(first), expected)
+    for folder in folders:
+        (folder / "starts.npy").write_bytes(b"")
+    np.testing.assert_array_equal(tokens(first), expected)
+    # What nobody has used for long goes when something is added.
+    os.utime(folders[0], (0, 0))
+    os.utime(folders[1], (0, 0))
+    tokens(random_documents(5, 40, 30))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    (tmp_path / "file").write_text("")
+    refused(r"data_cache_dir=.*file", tokens, first, "file")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.booleans())
+def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
+    offsets = np.cumsum([0, *sizes])
+
+    def plan(block):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packing, "GROUP", 4)
+            patch.setattr(packing, "_BLOCK", block)
+            blocks = list(packing.plan_rows(offsets, 8, best_fit))
+        return [np.concatenate([b[name] for b in blocks]).tolist() for name in blocks[0]]
+
+    assert plan(8) == plan(1000)
+
+
+def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
+    windows = PackedDocuments(
+        as_data(numbered_documents([5, 6, 4])), Cutting(10, True), best_fit=False,
+        cache_dir=tmp_path,
+    )  # fmt: skip
+    windows.has_documents = True
+    rows = read(windows)
+    assert rows["segments"].tolist() == [[1] * 9 + [0], [1] * 3 + [0] * 7]
+    assert rows["positions"].tolist() == [[*range(9), 0], [0, 1, 2] + [0] * 7]
+    assert rows["weights"].tolist() == rows["segments"].tolist()
+
+
+def test_stitched_windows_begin_evenly_in_joined_documents():
+    documents = numbered_documents([10, 12, 9, 7, 3])
+    windows = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=True)
+    assert len(windows) == 3
+    order = OrderedWindows(windows, WindowOrder(3, 0, False, -1), seed=0)
+    rows = order.read(3 * np.arange(14_000))
+    # 22 tokens, rows of 8 + 1: begin at 0..13.
+    counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
+    assert counts.size == 14
+    assert ((counts - 1000) ** 2 / 1000).sum() < 34.5  # 13 degrees of freedom, p = 0.001
+    # Too little text for a whole window: all of it, padded.
+    assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
+    fixed = StitchedWindows(as_data(documents), Cutting(8), stitch=2, random=False)
+    assert read(fixed)["tokens"][:, 0].tolist() == [1, 23, 39]
+
+
+@pytest.mark.parametrize("attend_across", [True, False])
+def test_samples_in_gpt_neox_order_are_documents_laid_end_to_end(attend_across):
+    documents = numbered_documents([5, 9, 1, 7, 12])
+    windows = SampleWindows(as_data(documents), Cutting(4, attend_across), 1234, Path("unused"))
+    assert len(windows) == 33 // 4
+    rows = read(windows)
+    ids = np.concatenate(documents)
+    first = [document[0] for document in documents]
+    for sample in range(len(windows)):
+        row = np.concatenate([ids[start:stop] for start, stop in windows.pieces(sample)])
+        assert rows["tokens"][sample].tolist() == row[:-1].tolist()
+        assert rows["targets"][sample].tolist() == row[1:].tolist()
+        begins = np.isin(row[1:], first) & (not attend_across)
+        assert rows["weights"][sample].tolist() == (~begins).astype(float).tolist()
+        if not attend_across:
+            segments = 1 + np.cumsum(np.append(False, begins[:-1]))
+            assert rows["segments"][sample].tolist() == segments.tolist()
+
+
+def test_labels_are_the_targets():
+    records = [np.array([7, 8, 9, 0]), np.array([5, 6])]
+    labels = [np.array([8, -100, 0, -100]), np.array([6, 1])]
+    rows = read(cut("single", as_data(records, labels=InMemory(labels)), 4))
+    assert rows["tokens"].tolist() == [[7, 8, 9, 0], [5, 6, PAD, PAD]]
+    assert rows["targets"].tolist() == [[8, 0, 0, 0], [6, 1, PAD, PAD]]
+    assert rows["weights"].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
+
+
+def test_targets_with_id_0_can_be_left_out():
+    data = as_data([np.array([3, 0, 4, 0, 0, 5])])
+    for zero_loss, weights in ((True, [1] * 5), (False, [0, 1, 0, 0, 1])):
+        cutting = Cutting(5, zero_loss=zero_loss)
+        for windows in (PackedWindows(data, cutting), SlidingWindows(data, cutting, 1)):
+            assert read(windows)["weights"].tolist() == [weights]

@@ -1,0 +1,183 @@
+"""Batches read ahead: in order, bounded, with errors at their step, retried, and stopped."""
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+
+from MaxText.errors import StopWaiting, UserError
+from MaxText.input_pipeline import prefetch, retry
+from MaxText.input_pipeline.prefetch import (
+    BATCHES_READY,
+    Prefetcher,
+    ReadTimeout,
+    call_with_timeout,
+    interruptible_sleep,
+)
+from MaxText.input_pipeline.retry import RetryingReader, RetryLog, RetryPolicy
+from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
+from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
+
+
+class Numbers:
+    """Step s is {"step": s}; slow for some, `error` from step `wrong` on."""
+
+    def __init__(self, size=30, wrong=-1, error=None):
+        self.size, self.wrong, self.error = size, wrong, error
+        self.read: list[int] = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, step):
+        self.read.append(step)
+        time.sleep(0.001 * (step % 3))
+        if step >= self.wrong >= 0:
+            raise self.error
+        return {"step": step}
+
+
+class Hangs(Numbers):
+    """Steps that never come, until they are released."""
+
+    def __init__(self):
+        super().__init__()
+        self.release = threading.Event()
+
+    def __getitem__(self, step):
+        self.release.wait()
+        return {}
+
+
+def readers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "batches"}
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_steps_come_in_order_and_few_are_read_ahead():
+    source = Numbers()
+    ahead = Prefetcher(source, 7, 0)
+    wait_for(lambda: len(source.read) == BATCHES_READY)
+    time.sleep(0.05)
+    assert sorted(source.read) == [7, 8, 9, 10]
+    assert [ahead.next(60)["step"] for _ in range(7, 30)] == sorted(source.read) == [*range(7, 30)]
+    ahead.close()
+    # An error comes at its step.
+    ahead = Prefetcher(Numbers(wrong=3, error=OSError("step 3")), 0, 0)
+    assert [ahead.next(60)["step"] for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="step 3"):
+        ahead.next(60)
+    ahead.close()
+
+
+def test_threads_end_with_their_user():
+    before = readers()
+    ahead = Prefetcher(Numbers(), 0, 0)
+    ahead.next(60)
+    assert len(readers() - before) == 1
+    assert all(thread.daemon for thread in readers())  # one that hangs keeps no program alive
+    ahead.close()
+    assert readers() <= before
+    forgotten = Prefetcher(Numbers(), 0, 0)
+    forgotten.next(60)
+    del forgotten
+    gc.collect()
+    wait_for(lambda: readers() <= before)
+
+
+@pytest.mark.parametrize("timeout", [None, 1000.0])
+def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
+    source, asked = Hangs(), itertools.count()
+    ahead = Prefetcher(source, 0, 0)
+    with pytest.raises(StopWaiting):
+        ahead.next(timeout, lambda: next(asked) >= 1)
+    with pytest.raises(StopWaiting):
+        call_with_timeout(source.release.wait, timeout, lambda: True)
+    with pytest.raises(StopWaiting):
+        interruptible_sleep(1000.0, lambda: True)
+    interruptible_sleep(0.0, lambda: False)
+    with pytest.raises(ReadTimeout):
+        ahead.next(0.01)
+    with pytest.raises(ReadTimeout, match=r"0\.01 s"):
+        call_with_timeout(source.release.wait, 0.01)
+    source.release.set()
+    ahead.close()
+    assert call_with_timeout(lambda: 5, timeout) == 5
+    with pytest.raises(ZeroDivisionError):
+        call_with_timeout(lambda: 1 // 0, 60)
+
+
+def reader_of(source, **limits):
+    """A RetryingReader of a source that is no GlobalBatch."""
+    log, policy = RetryLog(quiet), RetryPolicy(**limits)
+    return RetryingReader(source, [], what="data", log=log, policy=policy)
+
+
+def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(prefetch, "_SECONDS_TO_CLOSE", 0.05)
+    source = Hangs()
+    with pytest.raises(UserError, match=r"1 try .*0\.02 s.* data_read_timeout"):
+        reader_of(source, retries=0, timeout=0.02).read(4)
+    source.release.set()
+
+
+@pytest.mark.parametrize("error", [KeyError("ours"), UserError("an id is too large")])
+def test_other_errors_than_those_of_storage_are_not_retried(error):
+    source = Numbers(size=1, wrong=0, error=error)
+    with pytest.raises(type(error)) as caught:
+        reader_of(source, retries=5).read(0)
+    assert caught.value is error
+    assert source.read == [0]
+
+
+def test_waits_double_up_to_a_minute(monkeypatch):
+    waits = []
+    monkeypatch.setattr(retry, "interruptible_sleep", lambda seconds, _: waits.append(seconds))
+    with pytest.raises(UserError, match="10 tries"):
+        reader_of(Numbers(wrong=0, error=OSError("gone")), retries=9, seconds=1.5).read(0)
+    assert waits == [0, 1.5, 3, 6, 12, 24, 48, 60, 60, 60]
+
+
+@pytest.mark.parametrize("kept", ["megatron"], indirect=True)
+def test_stopping_ends_the_wait_before_another_try(kept):
+    folder, files, keys = kept
+    stop = threading.Event()
+    keys = keys | {"data_retry_seconds": 1000.0}
+    iterator = opened(folder, keys, lambda line: stop.set() if " Try " in line else None)
+    iterator.stop_waiting(stop.is_set)
+    read = list(itertools.islice(iterator, 3))
+    iterator.close()
+    restore = changed(files, lambda content: content[:50])
+    with pytest.raises(StopWaiting):
+        read.extend(iterator)
+    # The position is that of the step which was not read.
+    assert iterator.position["step"] == len(read)
+    assert f"Step {len(read)}" in "".join(iterator.retry_log.drain())
+    restore()
+    with pytest.raises(StopWaiting):  # whatever is ready
+        next(iterator)
+    stop.clear()
+    expected = opened(folder, keys)
+    expected.resume(iterator.position)
+    assert_same(take(iterator, 1), take(expected, 1))
+
+
+@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+def test_stopping_ends_an_evaluation(kept):
+    folder, _, keys = kept
+    batches = open_eval(data_keys(folder, grain_eval_files=str(folder), **keys), batch=2)
+    stop = threading.Event()
+    batches.stop_waiting(stop.is_set)
+    iterator = iter(batches)
+    next(iterator)
+    stop.set()
+    with pytest.raises(StopWaiting):
+        next(iterator)

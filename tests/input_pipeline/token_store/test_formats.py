@@ -1,0 +1,174 @@
+"""Token streams over files of every format: any range, threads, damage, and files that change."""
+
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+
+from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
+from MaxText.input_pipeline.formats import tf_example
+from tests.input_pipeline.token_store import token_files
+from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
+from tests.refusals import refused
+
+# Several files, one of them empty; documents without tokens at both ends of one.
+SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
+
+
+def write(kind, folder, sizes=SIZES):
+    vocab_size = 70_000 if kind.endswith("u4") else 50_000
+    parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
+    if kind.startswith("prepared_"):  # which leaves out what has no tokens
+        parts = [[document for document in part if document.size] for part in parts]
+    return [document for part in parts for document in part], token_files.write(kind, folder, parts)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
+    documents, _ = write(kind, tmp_path / "d")
+    for eos_id in (-1, 7) if kind in RECORDS else (-1,):
+        end = [] if eos_id < 0 else [eos_id]
+        ended = [np.append(document, end) for document in documents]
+        whole = np.concatenate(ended)
+        store = open_data(tmp_path / "d", tmp_path / "cache", records_eos_id=eos_id).store
+        assert len(store) == whole.size
+        assert store.document_offsets.tolist() == np.cumsum([0, *map(len, ended)]).tolist()
+        rng = np.random.default_rng(1)
+        places = np.sort(rng.integers(0, whole.size + 1, (2, 50)), axis=0)
+        places = np.append(places, [[0, 0, whole.size], [whole.size, 0, whole.size]], axis=1)
+        rows = rng.integers(0, whole.size - 16, 40)
+        copy = pickle.loads(pickle.dumps(store))
+        # Long pieces, many short ones next to each other, rows of one length, none.
+        for starts, stops in (
+            places, (places[0], np.minimum(places[0] + 3, places[1])), (rows, rows + 16),
+            (rows[:0], rows[:0]),
+        ):  # fmt: skip
+            expected = [whole[start:stop] for start, stop in zip(starts, stops, strict=True)]
+            read = store.read(starts, stops)
+            assert read.dtype == np.int32
+            np.testing.assert_array_equal(read, np.concatenate([whole[:0], *expected]))
+            with ThreadPoolExecutor(6) as threads:
+                ones = threads.map(copy.read, starts[:, None], stops[:, None])
+            for one, piece in zip(ones, expected, strict=True):
+                np.testing.assert_array_equal(one, piece)
+        assert len(pickle.dumps(store)) < 5000
+    last = len(documents) - 1
+    name = f"ids3.{kind}, record 0" if kind in RECORDS else f"numbers.txt, row {last}"
+    assert store.document_name(last) in (name, f"ids.bin, document {last}")
+
+
+@pytest.mark.parametrize("kind", ["prepared_bin", "megatron"])
+def test_a_file_that_is_cut_later_is_named(tmp_path, kind):
+    documents, files = write(kind, tmp_path / "d", [[400] * 8, [300] * 8])
+    store = open_data(tmp_path / "d", tmp_path / "cache").store
+    os.truncate(files[-1], 60)
+    for _ in range(2):  # it stays unreadable
+        with pytest.raises(UnreadableFile, match=files[-1].name):
+            store.read(np.array([len(store) - 5]), np.array([len(store)]))
+    if len(files) > 1:  # other files are read as before
+        read = store.read(np.array([0]), np.array([5]))
+        np.testing.assert_array_equal(read, documents[0][:5])
+
+
+def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
+    path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
+    token_files.write_tfrecord(path, documents)
+    content = bytearray(path.read_bytes())
+    content[content.index(tf_example.encode({"input_ids": documents[0]})) + 30] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(BadRecord, match=path.name) as caught:
+        open_data(path, tmp_path / "cache")
+    keys = {"on_bad_record": "skip"}
+    for _ in range(2):  # the import remembers
+        lines = []
+        data = open_data(path, tmp_path / "cache", show=lines.append, **keys)
+        assert data.skipped == (f"Skipped a record: {caught.value}",)
+        assert data.skipped[0] in lines
+        assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
+    refused("max_bad_records=1", open_data, path, tmp_path / "c", max_bad_records=1, **keys)
+
+
+def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
+    _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
+    os.truncate(files[0], files[0].stat().st_size // 2 + 5)
+    refused(r"ids0\.tfrecord at byte \d+: .*file ends", open_data, tmp_path / "d", tmp_path / "c")
+    data = open_data(tmp_path / "d", tmp_path / "c", on_bad_record="skip")
+    assert np.diff(data.store.document_offsets).tolist() == [40, 40] + [30] * 4
+    assert "what follows" in data.skipped[0]
+
+
+def test_more_files_than_are_kept_open(tmp_path):
+    documents, files = write("prepared_bin", tmp_path / "d", [[320]] * 150)
+    assert len(files) == 150
+    assert tokens_of(open_data(tmp_path / "d", tmp_path)) == np.concatenate(documents).tolist()
+    descriptors = Path("/proc/self/fd")
+    if descriptors.exists():
+        links = [os.readlink(link) for link in descriptors.iterdir() if os.path.islink(link)]
+        assert 0 < sum(link in map(str, files) for link in links) < 150
+
+
+def test_an_import_is_used_until_a_file_changes(tmp_path):
+    folder, cache = tmp_path / "d", tmp_path / "cache"
+    documents, files = write("tfrecord", folder)
+    ends = np.cumsum([0, *map(len, documents)]).tolist()
+    lines: list[str] = []
+
+    def offsets():
+        lines.clear()
+        return open_data(folder, cache, show=lines.append).store.document_offsets.tolist()
+
+    for is_new in (True, False):
+        assert offsets() == ends
+        assert bool(lines) == is_new
+    # A damaged one is made anew, whatever is wrong with it; a killed one goes on.
+    (made,) = (path for path in (cache / "imported").iterdir() if path.is_dir())
+    for damage in (
+        lambda: (made / "import.json").write_text("{"),
+        lambda: (made / "tokens-00000.bin").write_bytes(b""),
+        lambda: (made / "tokens-00002.bin").unlink(),
+        lambda: np.save(made / "document_offsets.npy", np.zeros(12, np.int64)),
+        lambda: [(made / name).unlink() for name in ("import.json", "file-00001.json")],
+    ):
+        damage()
+        assert offsets() == ends
+        assert lines
+    # Other records in as many bytes.
+    size = files[2].stat().st_size
+    token_files.write_tfrecord(files[2], token_files.documents(2, [4, 0, 0]))
+    assert files[2].stat().st_size == size
+    os.utime(files[2], ns=(1, 1))
+    assert np.diff(offsets())[7:10].tolist() == [4, 0, 0]
+    # Of several that ask at once one works.
+    with ThreadPoolExecutor(4) as threads:
+        made = [*threads.map(lambda _: open_data(folder, tmp_path / "new").store, range(4))]
+    assert len({int(store.document_offsets[-1]) for store in made}) == 1
+    (tmp_path / "file").touch()
+    refused(r"data_cache_dir=.*file", open_data, folder, tmp_path / "file")
+
+
+def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    small, large = np.arange(2**20 + 5), np.array([7, 2**31 - 1])
+    for name, document in (("a", small % 1000), ("b", np.append(small % 1000, large))):
+        token_files.write_tfrecord(folder / f"{name}.tfrecord", [document])
+    data = open_data(folder, tmp_path / "cache")
+    whole = np.concatenate([small % 1000, small % 1000, large])
+    np.testing.assert_array_equal(data.store.read(np.array([0]), np.array([whole.size])), whole)
+    assert data.largest_id == 2**31 - 1
+
+
+def test_labels_are_imported_beside_the_ids(tmp_path):
+    labels = pyarrow.array([[6, 7, -100], [9, -1, -100]], pyarrow.list_(pyarrow.int64()))
+    path = tmp_path / "x.parquet"
+    token_files.write_parquet(path, [np.array([5, 6, 7]), np.array([8, 9, 0])], labels=labels)
+    data = open_data(path, tmp_path)
+    assert (data.record_length, tokens_of(data)) == (3, [5, 6, 7, 8, 9, 0])
+    assert data.labels is not None
+    read = data.labels.read(np.array([0]), np.array([6]))
+    assert read.tolist() == [6, 7, -100, 9, -100, -100]
+    refused(r"records_eos_id=1: .*labels", open_data, path, tmp_path, records_eos_id=1)

@@ -1,0 +1,136 @@
+"""What prepare_data.py wrote: older versions, names of documents, and damage."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    OFFSETS_NAME,
+    ROWS_NAME,
+    SOURCE_FILES_NAME,
+    RecordFile,
+)
+from MaxText.input_pipeline.token_store.store import TokenStore
+from tests.input_pipeline.small_data import random_documents, write_data_set
+from tests.input_pipeline.token_store.token_files import open_data, tokens_of
+from tests.refusals import refused
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Five documents in a folder: its manifest and its split."""
+    manifest = write_data_set(tmp_path / "d", {"train": random_documents(5, 5, 60)})
+    return manifest, tmp_path / "d" / "train"
+
+
+def store_of(manifest, split: Path) -> TokenStore:
+    """The split as the manifest, which may differ from the one on disk, says."""
+    (split.parent / MANIFEST_NAME).write_text(manifest.to_json())
+    return open_data(split.parent, split.parent.parent / "cache").store
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "bin"])
+def test_facts_are_those_of_the_manifest(tmp_path, file_format):
+    ids = random_documents(0, count=20, longest=30)
+    splits = {"train": ids, "validation": ids[:3]}
+    manifest = write_data_set(tmp_path / "d", splits, file_format=file_format)
+    data = open_data(tmp_path / "d", tmp_path)
+    assert tokens_of(data) == np.concatenate(ids).tolist()
+    assert (data.eos_id, data.filler_id, data.vocab_size) == (0, 0, 50_000)
+    assert data.largest_id == max(tokens_of(data))
+    assert data.unigram_entropy == manifest.splits["train"].unigram_entropy
+    assert data.tokenizer_folder == tmp_path / "d"
+    assert manifest.fingerprint in data.description
+    validation = open_data(tmp_path / "d", tmp_path, split="validation", for_training=False)
+    assert tokens_of(validation) == np.concatenate(ids[:3]).tolist()
+    assert validation.fingerprint != data.fingerprint
+
+
+def test_sets_of_version_1_are_read(prepared):
+    manifest, split = prepared
+    entry = manifest.splits["train"]
+    files = tuple(file.model_copy(update={"num_tokens": None}) for file in entry.files)
+    for name in (ROWS_NAME, SOURCE_FILES_NAME):
+        (split / name).unlink()
+    splits = {"train": entry.model_copy(update={"files": files})}
+    store = store_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
+    whole = np.concatenate(random_documents(5, 5, 60))
+    np.testing.assert_array_equal(store.read(np.array([0]), np.array([len(whole)])), whole)
+    assert store.document_name(3) == "document 3"
+    assert store.file_of_document is None
+
+
+def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
+    parts = [random_documents(seed, count=20, longest=40) for seed in range(3)]
+    documents = [document for part in parts for document in part]
+    joined = write_data_set(tmp_path / "d", {"train": documents})
+    files: list[RecordFile] = []
+    for number, part in enumerate(parts):
+        for file in write_data_set(tmp_path / str(number), {"train": part}).splits["train"].files:
+            name = f"part-{len(files):05d}.array_record"
+            (tmp_path / str(number) / "train" / file.name).rename(tmp_path / "d" / "train" / name)
+            files.append(file.model_copy(update={"name": name}))
+    assert len({(file.num_tokens or 0) % 64 for file in files}) > 2
+    entry = joined.splits["train"].model_copy(update={"files": tuple(files)})
+    manifest = joined.model_copy(update={"splits": {"train": entry}})
+    store, tokens = store_of(manifest, tmp_path / "d" / "train"), np.concatenate(documents)
+    for start in range(0, tokens.size, 37):
+        stop = min(start + 90, tokens.size)
+        read = store.read(np.array([start]), np.array([stop]))
+        np.testing.assert_array_equal(read, tokens[start:stop])
+
+
+def test_offsets_of_another_data_set_are_refused(tmp_path, prepared):
+    manifest, split = prepared
+    write_data_set(tmp_path / "b", {"train": random_documents(6, 11, 60)})
+    (tmp_path / "b" / "train" / OFFSETS_NAME).replace(split / OFFSETS_NAME)
+    refused("11 documents", store_of, manifest, split)
+    (split / OFFSETS_NAME).write_bytes(b"")
+    refused(OFFSETS_NAME, store_of, manifest, split)
+
+
+def test_documents_are_named_by_file_and_row(prepared):
+    manifest, split = prepared
+    np.save(split / ROWS_NAME, np.array([0, 2, 3, 0, 7], np.int32))
+    (split / SOURCE_FILES_NAME).write_text(json.dumps([[0, "a.jsonl"], [3, "b.jsonl"]]))
+    store = store_of(manifest, split)
+    names = [store.document_name(document) for document in range(5)]
+    assert names == [
+        "a.jsonl, row 0", "a.jsonl, row 2", "a.jsonl, row 3", "b.jsonl, row 0", "b.jsonl, row 7",
+    ]  # fmt: skip
+    assert store.file_of_document is not None
+    assert store.file_of_document.tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "files"),
+    [([0, 1], '[[0, "a"]]'), ([0] * 5, "{"), ([0] * 5, '[[1, "a"]]'), ([0] * 5, "[0]")],
+)
+def test_damaged_names_of_documents_are_refused(prepared, rows, files):
+    manifest, split = prepared
+    np.save(split / ROWS_NAME, np.array(rows, np.int32))
+    (split / SOURCE_FILES_NAME).write_text(files)
+    refused(ROWS_NAME, store_of(manifest, split).document_name, 0)
+
+
+def test_keys_without_effect(prepared, tmp_path):
+    manifest, split = prepared
+    folder = split.parent
+    with pytest.raises(UserError, match=f"records_eos_id=3 .*dataset_path={folder}"):
+        open_data(folder, tmp_path, records_eos_id=3)
+    # In a mixture other sources may be records.
+    open_data(folder, tmp_path, key="dataset_mix", records_eos_id=3)
+    for keys, shown in (
+        ({"tokenizer_path": "other"}, True),
+        ({"tokenizer_path": "other", "prepare_source": "x"}, False),
+        ({"tokenizer_path": str(folder)}, False),
+        ({"tokenizer_path": str(folder / "x.json")}, False),
+    ):
+        lines: list[str] = []
+        open_data(folder, tmp_path, show=lines.append, **keys)
+        assert ["tokenizer_path=other" in line for line in lines] == [True] * shown
+        assert all(manifest.tokenizer.origin in line for line in lines)

@@ -1,0 +1,118 @@
+"""Small files of token ids in every format, written with its own library, and opening them."""
+
+import gzip
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from array_record.python import array_record_module
+from pyarrow import parquet
+
+from MaxText.configuration.data_sections import Data, Preparation
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+from MaxText.input_pipeline.token_store.megatron import write_index
+from MaxText.input_pipeline.token_store.opening import open_token_data
+from MaxText.input_pipeline.token_store.store import TokenData
+from tests.hostile.files import tar_archive
+from tests.input_pipeline.small_data import write_data_set
+
+Documents = Sequence[np.ndarray]
+
+
+def documents(seed: int, sizes: Sequence[int], vocab_size: int = 50_000) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, size).astype(np.int32) for size in sizes]
+
+
+def write_tfrecord(path: Path, ids: Documents, field: str = "input_ids") -> None:
+    with TFRecordWriter(path) as writer:
+        for document in ids:
+            writer.write(tf_example.encode({field: document}))
+
+
+def write_array_record(
+    path: Path, ids: Documents, field: str = "input_ids", options: str = "group_size:1"
+) -> None:
+    write_records(path, (tf_example.encode({field: document}) for document in ids), options)
+
+
+def write_records(path: Path, records: Iterable[bytes], options: str = "group_size:1") -> None:
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def write_tar(path: Path, ids: Documents, field: str = "input_id") -> None:
+    members = {}
+    for number, document in enumerate(ids):
+        np.save(stored := io.BytesIO(), document.astype(np.int64))
+        members[f"s/{number:06d}.json"] = b"{}"
+        members[f"s/{number:06d}.{field}.npy"] = stored.getvalue()
+    content = tar_archive(members)
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix in (".gz", ".tgz") else content)
+
+
+def table(ids: Documents, **columns):
+    lists = pyarrow.array([document.tolist() for document in ids], pyarrow.list_(pyarrow.int32()))
+    return pyarrow.table({"input_ids": lists, **columns})
+
+
+def write_parquet(path: Path, ids: Documents, row_group_size: int = 3, **columns) -> None:
+    parquet.write_table(
+        table(ids, **columns), path, row_group_size=row_group_size, write_page_checksum=True
+    )
+
+
+def write_arrow(path: Path, ids: Documents, stream: bool = True, **columns) -> None:
+    content = table(ids, **columns)
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(str(path), content.schema) as writer:
+        writer.write_table(content, max_chunksize=3)
+
+
+def write_megatron(prefix: Path, ids: Documents, dtype: str = "<u2") -> None:
+    np.concatenate([np.empty(0, np.int32), *ids]).astype(dtype).tofile(f"{prefix}.bin")
+    write_index(f"{prefix}.idx", np.dtype(dtype), [*map(len, ids)], range(len(ids) + 1))
+
+
+RECORDS = {
+    "tfrecord": write_tfrecord, "array_record": write_array_record, "tar": write_tar,
+    "parquet": write_parquet, "arrow": write_arrow,
+}  # fmt: skip
+FORMATS = (*RECORDS, "prepared_array_record", "prepared_bin", "prepared_bin_u4", "megatron")
+
+
+def write(kind: str, folder: Path, parts: Sequence[Documents]) -> list[Path]:
+    """Writes a data set, records with a file for each part; returns the files of ids."""
+    documents = [document for part in parts for document in part]
+    if kind.startswith("prepared_"):
+        file_format = kind.removeprefix("prepared_").removesuffix("_u4")
+        vocab_size = 70_000 if kind.endswith("u4") else 50_000
+        write_data_set(folder, {"train": documents}, vocab_size, file_format=file_format)
+        return sorted(folder.glob("train/tokens-*"))
+    folder.mkdir(exist_ok=True)
+    if kind == "megatron":
+        write_megatron(folder / "ids", documents)
+        return [folder / "ids.bin"]
+    files = [folder / f"ids{number}.{kind}" for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        RECORDS[kind](file, part)
+    return files
+
+
+def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
+    """Opens a location with keys of data, preparation and open_token_data."""
+    options = {"key": "dataset_path", "split": "train", "for_training": True, "show": str}
+    options |= {name: keys.pop(name) for name in options if name in keys}
+    preparation = {name: keys.pop(name) for name in [*keys] if name in Preparation.model_fields}
+    data = Data(data_cache_dir=str(cache_dir), **keys)
+    preparation = Preparation(**preparation)
+    return open_token_data(str(location), data=data, preparation=preparation, **options)
+
+
+def tokens_of(data: TokenData) -> list[int]:
+    return data.store.read(np.array([0]), np.array([len(data.store)])).tolist()
