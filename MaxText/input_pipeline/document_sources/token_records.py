@@ -26,12 +26,12 @@ from MaxText.input_pipeline.document_sources.file_formats import (
 from MaxText.input_pipeline.document_sources.record_files import scan_records
 from MaxText.input_pipeline.document_sources.token_tables import (
     TokenDocument,
+    as_ids,
     id_column,
     table_documents,
 )
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tar_archive import scan_members
-from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 
 # What the position of a document in a file counts.
