@@ -14,7 +14,7 @@ from MaxText.input_pipeline.document_sources.compressed import (
     open_bytes,
     read_errors_as_user_error,
 )
-from MaxText.input_pipeline.document_sources.file_formats import (
+from MaxText.input_pipeline.document_sources.document_formats import (
     FileFormat,
     Layout,
     check_not_compressed,

@@ -13,8 +13,8 @@ from MaxText.input_pipeline.document_sources.compressed import (
     open_bytes,
     read_errors_as_user_error,
 )
+from MaxText.input_pipeline.document_sources.document_formats import Layout
 from MaxText.input_pipeline.document_sources.documents import Document, Skipped
-from MaxText.input_pipeline.document_sources.file_formats import Layout
 from MaxText.input_pipeline.document_sources.json_rows import NoValidRow, json_texts
 from MaxText.input_pipeline.document_sources.record_files import record_texts
 from MaxText.input_pipeline.document_sources.source_files import SourceFile

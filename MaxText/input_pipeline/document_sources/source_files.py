@@ -18,7 +18,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.document_sources.file_formats import (
+from MaxText.input_pipeline.document_sources.document_formats import (
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,

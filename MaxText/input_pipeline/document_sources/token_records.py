@@ -17,7 +17,7 @@ from MaxText.input_pipeline.document_sources.compressed import (
     describe_error,
     open_bytes,
 )
-from MaxText.input_pipeline.document_sources.file_formats import (
+from MaxText.input_pipeline.document_sources.document_formats import (
     FileFormat,
     Layout,
     check_not_compressed,
