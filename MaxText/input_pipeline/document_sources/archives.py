@@ -17,8 +17,7 @@ from MaxText.input_pipeline.document_sources.compressed import (
     decompressed,
     read_errors_as_user_error,
 )
-from MaxText.input_pipeline.document_sources.documents import Skipped
-from MaxText.input_pipeline.document_sources.file_formats import (
+from MaxText.input_pipeline.document_sources.document_formats import (
     NOT_TEXT,
     READ_ENDINGS,
     SEEKING,
@@ -26,6 +25,7 @@ from MaxText.input_pipeline.document_sources.file_formats import (
     Layout,
     format_of_member,
 )
+from MaxText.input_pipeline.document_sources.documents import Skipped
 from MaxText.input_pipeline.document_sources.json_rows import LONGEST_ROW, json_texts
 from MaxText.input_pipeline.document_sources.plain_text import text_pieces
 from MaxText.input_pipeline.formats.tar_archive import scan_members

@@ -90,7 +90,7 @@ def open_table(path: str, size: int | None = None) -> Iterator[Table]:
             ) as source:
                 arrow_type = _ArrowFile if magic == b"ARROW1" else _ArrowStream
                 yield arrow_type(pyarrow, source, size or 0)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # or a name that is no UTF-8
         raise OSError(str(error).split("\n")[0]) from error
 
 

@@ -24,13 +24,18 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BUFFER_BYTES = 2**18
+_BUFFER_BYTES = 2**18
 
 _PIECE_BYTES = 2**14
 # `zstd --long=31` is the widest there is, and what large published dumps are made with.
 _ZSTD_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 31}
 # What the header of an xz file may make its reader ask for; xz -9 takes 65 MB.
 _XZ_MEMORY_BYTES = 2**30
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "zst": functools.partial(zstd.ZstdDecompressor, options=_ZSTD_OPTIONS),
+    "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
+    "bz2": bz2.BZ2Decompressor,
+}
 
 _COMPRESSION_ERRORS = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError)
 _ARCHIVE_ERRORS = (tarfile.TarError, zipfile.BadZipFile)
@@ -55,8 +60,10 @@ def read_errors_as_user_error(place: str) -> Iterator[None]:
     except UserError:
         raise
     except READ_ERRORS as error:
+        is_damaged = getattr(error, "errno", None) is None
+        remedy = "Copy it again" if is_damaged else "Mend that,"
         raise UserError(
-            f"{place} {describe_error(error)}. Copy it again or leave it out of prepare_source."
+            f"{place} {describe_error(error)}. {remedy} or leave it out of prepare_source."
         ) from error
 
 
@@ -95,7 +102,7 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
     """
     if is_url(path):
         return open_stream(path)
-    file = open(local_path(path), "rb", buffering=BUFFER_BYTES)  # noqa: SIM115 - the caller closes
+    file = open(local_path(path), "rb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - the caller closes
     found = os.fstat(file.fileno()).st_size
     if size is not None and found != size:
         file.close()
@@ -118,20 +125,13 @@ def local_file(path: str) -> Iterator[str]:
         return
     with tempfile.NamedTemporaryFile(suffix=os.path.basename(path)) as copy:
         with open_stream(path) as remote:
-            shutil.copyfileobj(remote, copy, BUFFER_BYTES)
+            shutil.copyfileobj(remote, copy, _BUFFER_BYTES)
         copy.flush()
         yield copy.name
 
 
-def buffered(file: BinaryIO) -> io.BufferedReader:
-    """`file` itself if it can look ahead (peek), else a stream of it that can."""
-    if hasattr(file, "peek"):
-        return cast(io.BufferedReader, file)
-    return io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
-
-
 def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
-    """The contents of a stream; all frames of a compressed one that has several.
+    """The contents of a stream, with `peek`; all frames of a compressed one that has several.
 
     Args:
       file: the bytes; stays open when the stream of a compressed one is closed.
@@ -141,7 +141,9 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
       EOFError: there is not a single byte where some are compressed. Reading raises it too where
         the file ends early.
     """
-    source = buffered(file)
+    if not hasattr(file, "peek"):
+        file = io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
+    source = cast(io.BufferedReader, file)
     if not compression:
         return source
     if not source.peek(1):
@@ -150,14 +152,7 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
         contents = gzip.GzipFile(fileobj=source, mode="rb")
     else:
         contents = _Frames(source, _DECOMPRESSORS[compression])
-    return io.BufferedReader(cast(io.RawIOBase, contents), BUFFER_BYTES)
-
-
-_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    "zst": functools.partial(zstd.ZstdDecompressor, options=_ZSTD_OPTIONS),
-    "xz": functools.partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY_BYTES),
-    "bz2": bz2.BZ2Decompressor,
-}
+    return io.BufferedReader(cast(io.RawIOBase, contents), _BUFFER_BYTES)
 
 
 class _Frames(io.RawIOBase):

@@ -10,7 +10,7 @@ from MaxText.input_pipeline.document_sources.shards import SHARD_BYTES, Shard, c
 from MaxText.input_pipeline.document_sources.source_files import (
     STDLIB,
     SourceFile,
-    find_files,
+    resolve_files,
     split_entries,
 )
 
@@ -60,7 +60,7 @@ def open_corpus(
     """
     entries = split_entries(prepare_source)
     found: dict[str, SourceFile] = {}  # none twice
-    for file in (file for entry in entries for file in find_files(entry)):
+    for file in (file for entry in entries for file in resolve_files(entry)):
         is_local = not storage.is_url(file.path)
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
     files = [*found.values()]

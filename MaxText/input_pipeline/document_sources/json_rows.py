@@ -22,7 +22,7 @@ _PIECE_BYTES = 2**20
 PARAGRAPH_END = "\n\n"
 
 
-class NoSoundRow(UserError):
+class NoValidRow(UserError):
     """All rows of a file are bad: what is wrong with the first of them."""
 
 
@@ -53,7 +53,7 @@ def json_texts(
 
     Raises:
       UserError: a row is no JSON with text; names file and row.
-      NoSoundRow: bad rows may be left out, and there are no others.
+      NoValidRow: bad rows may be left out, and there are no others.
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         if start == 0:
@@ -66,7 +66,7 @@ def json_texts(
         while not (piece := file.readline(_PIECE_BYTES)).endswith(b"\n") and piece:
             at += len(piece)
         at += len(piece) - 1
-    number = num_sound = 0
+    number = num_valid = 0
     first_bad = ""  # the message: a kept error would keep the row alive
     while (stop is None or at < stop) and (line := file.readline(LONGEST_ROW)):
         at += len(line)
@@ -88,11 +88,11 @@ def json_texts(
                 first_bad = first_bad or str(error)
                 skipped.leave_out("malformed", error)
             else:
-                num_sound += 1
+                num_valid += 1
                 yield number, text
         number += 1
-    if first_bad and not num_sound:
-        raise NoSoundRow(first_bad)
+    if first_bad and not num_valid:
+        raise NoValidRow(first_bad)
 
 
 def _line_text(line: bytes, place: str, text_field: str) -> str:

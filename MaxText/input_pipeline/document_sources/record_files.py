@@ -1,6 +1,6 @@
 """Records of ArrayRecord and TFRecord files: UTF-8 text, or tf.train.Examples that hold it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,6 +14,11 @@ from MaxText.input_pipeline.document_sources.compressed import (
     open_bytes,
     read_errors_as_user_error,
 )
+from MaxText.input_pipeline.document_sources.document_formats import (
+    FileFormat,
+    Layout,
+    check_not_compressed,
+)
 from MaxText.input_pipeline.document_sources.json_rows import (
     PARAGRAPH_END,
     missing_text_error,
@@ -22,53 +27,54 @@ from MaxText.input_pipeline.document_sources.json_rows import (
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
 
 
-def scan_tfrecord(path: str, compression: str = "") -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads a TFRecord file from front to back.
+def scan_records(
+    path: str,
+    file_format: FileFormat,
+    start: int = 0,
+    stop: int | None = None,
+    size: int | None = None,
+) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """Reads records in order.
 
     Args:
-      path: local path or URL.
-      compression: "", "gz", "zst", "xz" or "bz2".
+      path: local path or URL; an ArrayRecord file behind one is copied here while it is read.
+      file_format: TFRecord, compressed or not, or ArrayRecord.
+      start, stop: bytes of an ArrayRecord file, whose records are taken as in `partition_range`.
+      size: bytes of the file when it was found.
 
     Yields:
-      Offset of each record in the decompressed file, and its bytes or what is wrong with it.
+      Offset of each record in the decompressed TFRecord file, or its number in the ArrayRecord
+      file; and its bytes or what is wrong with it.
 
     Raises:
       BadRecord: no further record can be found.
       READ_ERRORS: the file cannot be read or decompressed.
+      UserError: it has changed, or is an ArrayRecord file that is compressed as a whole.
     """
-    with open_bytes(path) as file, decompressed(file, compression) as contents:
-        yield from tfrecord.scan_records(contents, path)
-
-
-def scan_array_record(
-    path: str, start: int = 0, stop: int | None = None, size: int | None = None
-) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads the records that bytes [start, stop) of an ArrayRecord file stand for.
-
-    Args:
-      path: local path; a file behind a URL is copied to this machine while it is read.
-      start, stop: a range of the file as in `partition_range`.
-      size: bytes of the file when it was found.
-
-    Yields:
-      Number of each record, and its bytes or what is wrong with it.
-
-    Raises:
-      BadRecord: no ArrayRecord file, or cut short.
-      OSError: the file cannot be read.
-    """
-    open_bytes(path, size).close()
+    check_not_compressed(path, file_format)
+    with open_bytes(path, size) as file:
+        if file_format.layout is Layout.TFRECORD:
+            with decompressed(file, file_format.compression) as contents:
+                yield from tfrecord.scan_records(contents, path)
+            return
     with local_file(path) as copy:
         yield from array_record.scan_records(
             path, lambda count: partition_range(start, stop, size or 0, count), copy
         )
 
 
-def tfrecord_texts(path: str, text_field: str, compression: str = "") -> Iterator[tuple[int, str]]:
-    """Reads the texts of a TFRecord file.
+def record_texts(
+    path: str,
+    file_format: FileFormat,
+    text_field: str,
+    start: int = 0,
+    stop: int | None = None,
+    size: int | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Reads the texts of records.
 
     Args:
-      path, compression: as of scan_tfrecord.
+      path, file_format, start, stop, size: as of scan_records.
       text_field: feature of a tf.train.Example that holds the text; several values are paragraphs.
 
     Yields:
@@ -77,29 +83,15 @@ def tfrecord_texts(path: str, text_field: str, compression: str = "") -> Iterato
     Raises:
       UserError: damaged, or a record without text.
     """
-    records = (record for _, record in scan_tfrecord(path, compression))
-    return _texts(enumerate(records), path, text_field)
-
-
-def array_record_texts(
-    path: str, text_field: str, start: int = 0, stop: int | None = None, size: int | None = None
-) -> Iterator[tuple[int, str]]:
-    """Reads the texts of an ArrayRecord file.
-
-    The arguments are those of scan_array_record, results and errors those of tfrecord_texts.
-    """
-    return _texts(scan_array_record(path, start, stop, size), path, text_field)
-
-
-def _texts(
-    records: Iterable[tuple[int, bytes | BadRecord]], path: str, text_field: str
-) -> Iterator[tuple[int, str]]:
+    records = scan_records(path, file_format, start, stop, size)
+    is_numbered = file_format.layout is Layout.ARRAY_RECORD
     with read_errors_as_user_error(path):
         try:
-            for number, record in records:
+            for count, (position, record) in enumerate(records):
                 # Tokens may do without a damaged record; text that is missing would go unnoticed.
                 if isinstance(record, BadRecord):
                     raise record
+                number = position if is_numbered else count
                 yield number, _text(record, path, number, text_field)
         except BadRecord as error:
             raise UserError(

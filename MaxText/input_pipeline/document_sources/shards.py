@@ -9,14 +9,14 @@ from MaxText.input_pipeline.document_sources import plain_text
 from MaxText.input_pipeline.document_sources.archives import stream_texts
 from MaxText.input_pipeline.document_sources.arrow_tables import table_texts
 from MaxText.input_pipeline.document_sources.compressed import (
-    buffered,
+    decompressed,
     open_bytes,
     read_errors_as_user_error,
 )
+from MaxText.input_pipeline.document_sources.document_formats import Layout
 from MaxText.input_pipeline.document_sources.documents import Document, Skipped
-from MaxText.input_pipeline.document_sources.file_formats import Layout
-from MaxText.input_pipeline.document_sources.json_rows import NoSoundRow, json_texts
-from MaxText.input_pipeline.document_sources.record_files import array_record_texts, tfrecord_texts
+from MaxText.input_pipeline.document_sources.json_rows import NoValidRow, json_texts
+from MaxText.input_pipeline.document_sources.record_files import record_texts
 from MaxText.input_pipeline.document_sources.source_files import SourceFile
 from MaxText.input_pipeline.storage import is_url
 
@@ -27,12 +27,9 @@ _FEWEST_SHARDS = 64
 _SMALLEST_SHARD_BYTES = 2**22
 
 _JSON = (Layout.JSON_LINES, Layout.JSON)
-_TABLES = {
-    Layout.PARQUET: table_texts,
-    Layout.ARROW: table_texts,
-    Layout.ARRAY_RECORD: array_record_texts,
-}
-_CUT = {*_TABLES, *_JSON, Layout.TEXT}
+_TABLES = (Layout.PARQUET, Layout.ARROW)
+_RECORDS = (Layout.ARRAY_RECORD, Layout.TFRECORD)
+_CUT = {*_TABLES, *_JSON, Layout.ARRAY_RECORD, Layout.TEXT}
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,14 @@ class FileRange:
     def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
         """Number and text of each document, empty ones too; errors as Shard.documents."""
         file, start, stop = self.file, self.start, self.stop
-        layout, compression = file.format
-        if layout in _TABLES:
-            yield from _TABLES[layout](file.path, text_field, start, stop, file.size)
-            return
-        if layout is Layout.TFRECORD:
-            yield from tfrecord_texts(file.path, text_field, compression)
-            return
+        layout = file.format.layout
         size = None if is_url(file.path) else file.size
+        if layout in _TABLES:
+            yield from table_texts(file.path, text_field, start, stop, size)
+            return
+        if layout in _RECORDS:
+            yield from record_texts(file.path, file.format, text_field, start, stop, size)
+            return
         with read_errors_as_user_error(file.path), open_bytes(file.path, size) as content:
             if file.skip_undecodable:
                 try:
@@ -83,7 +80,7 @@ class FileRange:
                 yield from plain_text.text_pieces(content, file.path, first, last)
             else:
                 yield from json_texts(
-                    buffered(content),
+                    decompressed(content, ""),
                     file.path,
                     text_field,
                     may_be_list=layout is Layout.JSON,
@@ -139,7 +136,7 @@ class Shard:
                         yield Document(text, name, row)
                     else:
                         counted["empty"] += 1
-            except NoSoundRow:
+            except NoValidRow:
                 raise  # a wrong text_field, say
             except UserError as error:
                 if has_begun or not counted.limit:

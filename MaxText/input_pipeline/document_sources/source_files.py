@@ -18,7 +18,7 @@ from pathlib import Path
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
-from MaxText.input_pipeline.document_sources.file_formats import (
+from MaxText.input_pipeline.document_sources.document_formats import (
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,
@@ -106,7 +106,7 @@ def split_entries(prepare_source: str) -> list[str]:
     return entries
 
 
-def find_files(entry: str) -> list[SourceFile]:
+def resolve_files(entry: str) -> list[SourceFile]:
     """The files of one entry, in order; reads none of them.
 
     Args:
@@ -119,15 +119,12 @@ def find_files(entry: str) -> list[SourceFile]:
     try:
         if entry == STDLIB:
             return _stdlib_files(stdlib_root())
-        if storage.is_url(entry):
-            return _remote_files(entry)
-        path = Path(storage.local_path(entry))
-        if path.is_dir():
-            names = _folder_names(path, entry)
-            return [_source_file(str(path / name), name) for name in names]
-        if not (path.exists() or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
+        if _is_folder(entry):
+            return _folder_files(entry)
+        is_there = storage.is_url(entry) or os.path.exists(storage.local_path(entry))
+        if not (is_there or glob.has_magic(entry) or entry.startswith("@") or "{" in entry):
             raise UserError(f"{_KEY}={entry}: no such file or folder (seen from {Path.cwd()}).")
-        return [*map(_source_file, *_listed(entry))]
+        return [_source_file(path, name) for name, path in _listed(entry).items()]
     except OSError as error:
         place = error.filename or entry
         raise UserError(
@@ -135,10 +132,17 @@ def find_files(entry: str) -> list[SourceFile]:
         ) from error
 
 
-def _listed(entry: str) -> tuple[list[str], list[str]]:
-    """Paths of files and their names below the folder that they share."""
+def _is_folder(entry: str) -> bool:
+    if not storage.is_url(entry):
+        return Path(storage.local_path(entry)).is_dir()
+    system, name = storage.file_system(entry)
+    return not glob.has_magic(entry) and "{" not in entry and system.isdir(name)
+
+
+def _listed(entry: str) -> dict[str, str]:
+    """Paths of files by their names below the folder that they share."""
     paths = [file.path for file in storage.list_files(entry, _KEY)]
-    return paths, [*storage.names_below(paths)]
+    return dict(zip(storage.names_below(paths), paths, strict=True))
 
 
 def _source_file(path: str, name: str) -> SourceFile:
@@ -166,28 +170,12 @@ def _source_file(path: str, name: str) -> SourceFile:
     return SourceFile(path, name, found.st_size, file_format)
 
 
-def _remote_files(entry: str) -> list[SourceFile]:
-    """Files of a URL; of a folder those with an ending that is read."""
-    paths, names = _listed(entry)
-    path_of = dict(zip(names, paths, strict=True))
-    system, name = storage.file_system(entry)
-    if not glob.has_magic(entry) and "{" not in entry and system.isdir(name):
-        names = [name for name in _readable(names) if not _is_kept_result(name)]
-        if not names:
-            raise _nothing_to_read(entry, [])
-    return [_source_file(path_of[name], name) for name in names]
-
-
 def _readable(names: list[str]) -> list[str]:
     """Those with an ending that is read, and not about tables beside them."""
     formats = {name: known for name in names if (known := known_format(name))}
     has_tables = any(known.layout in _TABLES for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
     return [name for name in formats if os.path.basename(name).lower() not in hidden]
-
-
-def _is_kept_result(name: str) -> bool:
-    return os.path.basename(name).startswith(_KEPT_RESULT) and name.endswith(".arrow")
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
@@ -220,21 +208,27 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
     return False
 
 
-def _folder_names(folder: Path, entry: str) -> list[str]:
-    """Names below a local folder with an ending that is read, in natural order."""
-    if _is_made(folder, _MADE_OF_IDS):
-        raise token_ids_error(f"{_KEY}={entry}", str(folder), "what prepare_data.py made of text")
-    found = _walk(folder, lambda below: _is_made(below, _MADE))
+def _folder_files(entry: str) -> list[SourceFile]:
+    """Files of a folder with an ending that is read, in natural order of their names."""
     saved: dict[str, list[str]] = {}
-    for name in found:
-        if os.path.basename(name) == _STATE and (files := _saved_files(folder / name)) is not None:
-            saved[os.path.dirname(name)] = files
+    if storage.is_url(entry):
+        found = _listed(entry)
+    else:
+        folder = Path(storage.local_path(entry))
+        if _is_made(folder, _MADE_OF_IDS):
+            found_ids = "what prepare_data.py made of text"
+            raise token_ids_error(f"{_KEY}={entry}", str(folder), found_ids)
+        names = _walk(folder, lambda below: _is_made(below, _MADE))
+        found = {name: str(folder / name) for name in names}
+        for name, path in found.items():
+            if os.path.basename(name) == _STATE and (files := _saved_files(Path(path))) is not None:
+                saved[os.path.dirname(name)] = files
 
     def is_data(name: str) -> bool:
-        listed = saved.get(os.path.dirname(name))
-        if not name.endswith(".arrow") or listed is None:
-            return not _is_kept_result(name)
-        return os.path.basename(name) in listed
+        parent, base = os.path.split(name)
+        if not name.endswith(".arrow"):
+            return True
+        return base in saved[parent] if parent in saved else not base.startswith(_KEPT_RESULT)
 
     def order(name: str) -> tuple:
         parent, base = os.path.split(name)
@@ -243,10 +237,10 @@ def _folder_names(folder: Path, entry: str) -> list[str]:
             return storage.natural_key(parent), saved[parent].index(base)
         return storage.natural_key(name), -1
 
-    names = _readable([name for name in found if is_data(name)])
-    if not names:
-        raise _nothing_to_read(entry, found)
-    return sorted(names, key=order)
+    chosen = _readable([name for name in found if is_data(name)])
+    if not chosen:
+        raise _nothing_to_read(entry, [*found])
+    return [_source_file(found[name], name) for name in sorted(chosen, key=order)]
 
 
 def _saved_files(state: Path) -> list[str] | None:

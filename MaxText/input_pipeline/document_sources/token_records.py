@@ -17,16 +17,21 @@ from MaxText.input_pipeline.document_sources.compressed import (
     describe_error,
     open_bytes,
 )
-from MaxText.input_pipeline.document_sources.file_formats import check_not_compressed, format_of
-from MaxText.input_pipeline.document_sources.record_files import scan_array_record, scan_tfrecord
+from MaxText.input_pipeline.document_sources.document_formats import (
+    FileFormat,
+    Layout,
+    check_not_compressed,
+    format_of,
+)
+from MaxText.input_pipeline.document_sources.record_files import scan_records
 from MaxText.input_pipeline.document_sources.token_tables import (
     TokenDocument,
+    as_ids,
     id_column,
     table_documents,
 )
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tar_archive import scan_members
-from MaxText.input_pipeline.formats.token_ids import as_ids
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 
 # What the position of a document in a file counts.
@@ -38,6 +43,7 @@ _UNITS = {
     "webdataset": "byte",
 }
 
+_RECORDS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # A member of a webdataset archive like 000123.input_id.pth holds one tensor: of a sample the part
@@ -91,7 +97,7 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
     """
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
-        for number, record in scan_array_record(path):
+        for number, record in _scan_records(path, "arrayrecord"):
             if isinstance(record, bytes) and len(record) % stored.itemsize:
                 problem = f"the record is damaged: it has {len(record)} bytes"
                 record = BadRecord(path, number, problem, "record")
@@ -177,11 +183,7 @@ def _document(
 
 
 def _scan_records(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    if kind == "tfrecord":
-        return scan_tfrecord(path, format_of(path).compression)
-    assert kind == "arrayrecord", kind
-    check_not_compressed(path, format_of(path))
-    return scan_array_record(path)
+    return scan_records(path, FileFormat(_RECORDS[kind], format_of(path).compression))
 
 
 def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:

@@ -12,13 +12,13 @@ from MaxText.input_pipeline.document_sources.arrow_tables import (
     is_list,
     is_list_of_integers,
 )
-from MaxText.input_pipeline.formats.token_ids import as_ids
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""
 
 _MASK, _LABELS = "attention_mask", "labels"
 _UNIT = "row"
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 class TokenDocument(NamedTuple):
@@ -32,6 +32,21 @@ class TokenDocument(NamedTuple):
 
     ids: np.ndarray
     labels: np.ndarray | None = None
+
+
+def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarray:
+    """Integers [N] of any type as int32 ids; `path`, `offset` and `unit` are those of BadRecord.
+
+    Raises:
+      BadRecord: one is below 0 or beyond int32.
+    """
+    if values_N.size:
+        low, high = int(values_N.min()), int(values_N.max())
+        if low < 0 or high > _LARGEST_ID:
+            bad = low if low < 0 else high
+            reason = f"{bad} is no token id (ids are 0 to {_LARGEST_ID})"
+            raise BadRecord(path, offset, reason, unit)
+    return values_N.astype(np.int32, copy=False)
 
 
 def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = "") -> str | None:

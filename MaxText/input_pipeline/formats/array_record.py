@@ -1,4 +1,4 @@
-"""ArrayRecord files: records by number."""
+"""ArrayRecord files, read in order."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,64 +8,17 @@ from array_record.python import (
     array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline.data_errors import BadRecord
-from MaxText.input_pipeline.storage import file_info, is_url, local_path, open_stream
+from MaxText.input_pipeline.storage import local_path
 
-UNIT = "record"
-"""What a BadRecord of such a file counts."""
+_UNIT = "record"
+_DAMAGE = (RuntimeError, IndexError, ValueError)
 
-# Records that a scan fetches by one call.
+# Records that are fetched by one call.
 _AT_ONCE = 256
 
-_OPTIONS = "readahead_buffer_size:0"  # or single records at random positions take others along
+_OPTIONS = "readahead_buffer_size:0"  # records are asked for by number
 _BUFFER_BYTES = 32768
-
-
-def open_reader(path: str, copy: str = "") -> Any:
-    """A reader of an ArrayRecord file; safe to use from several threads.
-
-    Args:
-      path: of the file.
-      copy: of it on this machine; the library reads local files only.
-
-    Raises:
-      BadRecord: no such file, damaged at its end or cut short.
-      UserError: missing, or a URL without a copy.
-    """
-    if is_url(path) and not copy:
-        raise UserError(
-            f"{path}: ArrayRecord files are read from a local file system only. Copy them, or "
-            "mount the bucket (gcsfuse), and give the local path."
-        )
-    file_info(path)  # a missing file is named before the library looks for it
-    try:
-        open_stream(copy or path).close()
-    except OSError as error:
-        # The library takes a file that it may not read for a damaged one.
-        raise BadRecord(path, 0, f"the file cannot be read ({error.strerror})") from error
-    reader = array_record_module.ArrayRecordReader(
-        local_path(copy or path), options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
-    )
-    # A file that was cut short or is none opens as one without records.
-    if not reader.ok():
-        raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short")
-    return reader
-
-
-def read_records(reader: Any, path: str, records: Sequence[int]) -> list[bytes]:
-    """The bytes of records by number.
-
-    Raises:
-      BadRecord: one cannot be read; its place is its number.
-    """
-    try:
-        return reader.read(records)
-    except (RuntimeError, IndexError, ValueError) as error:
-        if len(records) == 1:
-            raise BadRecord(path, records[0], f"the record is damaged ({error})", UNIT) from error
-    # Which of them it was is not said: the first that fails on its own is.
-    return [content for record in records for content in read_records(reader, path, [record])]
 
 
 def scan_records(
@@ -74,16 +27,22 @@ def scan_records(
     """Reads records in order.
 
     Args:
-      path, copy: as of open_reader.
+      path: of the file.
       choose: gives the numbers to read for the number of records in the file.
+      copy: local path of the file, where `path` is a URL; the library reads local files only.
 
     Yields:
       Number of a record and its bytes, or what is wrong with it.
 
     Raises:
-      BadRecord, UserError: as open_reader.
+      BadRecord: no ArrayRecord file, damaged at its end or cut short.
     """
-    reader = open_reader(path, copy)
+    reader: Any = array_record_module.ArrayRecordReader(
+        copy or local_path(path), options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+    )
+    # A file that was cut short or is none opens as one without records.
+    if not reader.ok():
+        raise BadRecord(path, 0, "no ArrayRecord file, damaged or cut short", _UNIT)
     numbers = choose(reader.num_records())
     try:
         for first in range(0, len(numbers), _AT_ONCE):
@@ -91,7 +50,7 @@ def scan_records(
             records: Sequence[bytes | BadRecord]
             try:
                 records = reader.read([*together])
-            except (RuntimeError, IndexError, ValueError):
+            except _DAMAGE:  # which of them it was is not said
                 records = [_record(reader, path, number) for number in together]
             yield from zip(together, records, strict=True)
     finally:
@@ -102,6 +61,6 @@ def scan_records(
 
 def _record(reader: Any, path: str, number: int) -> bytes | BadRecord:
     try:
-        return read_records(reader, path, [number])[0]
-    except BadRecord as problem:
-        return problem
+        return reader.read([number])[0]
+    except _DAMAGE as error:
+        return BadRecord(path, number, f"the record is damaged ({error})", _UNIT)

@@ -17,24 +17,18 @@ _ABOUT_THE_NEXT = {
 _LONGEST_ABOUT = 1 << 20
 
 
-class BoundedHeader(tarfile.TarInfo):
-    """A member's header; one with a length that no program writes is an error."""
+class _StrictHeader(tarfile.TarInfo):
+    """A member's header; a damaged one, or a length that no program writes, is an error.
+
+    tarfile takes a damaged one for the end of the archive.
+    """
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "BoundedHeader":
-        """See tarfile.TarInfo.
-
-        Raises:
-          tarfile.ReadError: a negative size, or a name of megabytes.
-        """
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> tarfile.TarInfo:
         header = super().frombuf(buf, encoding, errors)
         if header.size < 0 or (header.type in _ABOUT_THE_NEXT and header.size > _LONGEST_ABOUT):
             raise tarfile.ReadError(f"a header claims {header.size:,} bytes")
-        return header  # pyright: ignore[reportReturnType]
-
-
-class _StrictHeader(BoundedHeader):
-    """A member's header; one that is damaged is an error, where tarfile takes it for the end."""
+        return header
 
     @classmethod
     def fromtarfile(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -8,11 +8,8 @@
 A CRC is CRC-32C, masked as TensorFlow does so that a CRC of data that holds CRCs stays useful.
 """
 
-import contextlib
-import gzip
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
@@ -29,8 +26,8 @@ _MASK_DELTA = 0xA282EAD8
 
 # A length that a broken header claims is not believed by allocating it: read this much at a time.
 _PIECE_BYTES = 1 << 24
-# Of a file that is read from front to back, where the length cannot be compared with what is left
-# of it: a few kilobytes of gzip hold gigabytes.
+# The length cannot be compared with what is left of the file: a few kilobytes of gzip hold
+# gigabytes.
 _LONGEST_RECORD = 1 << 28
 
 
@@ -78,77 +75,6 @@ class TFRecordWriter:
         self.close()
 
 
-def parse_header(header: bytes, path: str, offset: int) -> int:
-    """The payload's length out of a record's first 12 bytes.
-
-    Args:
-      header: 12 bytes.
-      path: file that errors name.
-      offset: of the record in it.
-
-    Raises:
-      BadRecord: the CRC of the length is wrong.
-    """
-    length, crc = _LENGTH_CRC.unpack(header)
-    if masked_crc32c(header[:8]) != crc:
-        raise BadRecord(
-            path, offset, "the CRC of the record's length is wrong: not a TFRecord, or damaged"
-        )
-    return length
-
-
-def check(payload_and_crc: bytes, path: str, offset: int) -> bytes:
-    """The payload of one record that was read with its footer.
-
-    Args:
-      payload_and_crc: the payload and the 4 bytes after it.
-      path: file that errors name.
-      offset: of the payload in it.
-
-    Raises:
-      BadRecord: too short for a footer, or the CRC is wrong.
-    """
-    if len(payload_and_crc) < FOOTER_BYTES:
-        raise BadRecord(path, offset, "the record is cut short")
-    payload = payload_and_crc[:-FOOTER_BYTES]
-    (crc,) = _CRC.unpack(payload_and_crc[-FOOTER_BYTES:])
-    if masked_crc32c(payload) != crc:
-        raise BadRecord(path, offset, "the CRC of the record is wrong: its bytes are damaged")
-    return payload
-
-
-class Sliceable(Protocol):
-    """The contents of a file: bytes, a memory view, a map, or storage.Blocks."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, place: slice, /) -> bytes | memoryview: ...
-
-
-def payloads(data: Sliceable, path: str) -> Iterator[tuple[int, int]]:
-    """Finds the records of a file by their headers, one after the other.
-
-    Args:
-      data: the whole file.
-      path: file that errors name.
-
-    Yields:
-      Offset of a payload in the file, and its length in bytes.
-
-    Raises:
-      BadRecord: a length's CRC is wrong, or the last record is incomplete.
-    """
-    at, size = 0, len(data)
-    while at < size:
-        if size - at < HEADER_BYTES:
-            raise BadRecord(path, at, f"the file ends inside a record's header ({size} bytes)")
-        length = parse_header(bytes(data[at : at + HEADER_BYTES]), path, at)
-        start = at + HEADER_BYTES
-        if length > size - start - FOOTER_BYTES:
-            raise BadRecord(path, at, _incomplete(length, size - start))
-        yield start, length
-        at = start + length + FOOTER_BYTES
-
-
 class Readable(Protocol):
     """A file open for reading, decompressed."""
 
@@ -167,66 +93,41 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
 
     Raises:
       BadRecord: no further record can be found: the CRC of a length is wrong, or the file ends
-        inside a record or its gzip data.
+        inside a record.
     """
     at = 0
-    while header := _read(file, HEADER_BYTES, path, at):
+    while header := _read(file, HEADER_BYTES):
         if len(header) < HEADER_BYTES:
             raise BadRecord(path, at, "the file ends inside a record's header")
-        length = parse_header(header, path, at)
+        length, crc = _LENGTH_CRC.unpack(header)
+        if masked_crc32c(header[:8]) != crc:
+            reason = "the CRC of the record's length is wrong: not a TFRecord, or damaged"
+            raise BadRecord(path, at, reason)
         wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
-        body = _read(file, wanted, path, at)
+        body = _read(file, wanted)
         if len(body) < wanted:
-            raise BadRecord(path, at, _incomplete(length, len(body)))
+            raise BadRecord(
+                path,
+                at,
+                f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends "
+                f"after {len(body)} of them: it was cut short",
+            )
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
             raise BadRecord(path, at, reason)
-        record: bytes | BadRecord
-        try:
-            record = check(body, path, at)
-        except BadRecord as problem:
-            record = problem
-        yield at, record
+        record = body[:-FOOTER_BYTES]
+        if (masked_crc32c(record),) == _CRC.unpack(body[-FOOTER_BYTES:]):
+            yield at, record
+        else:
+            reason = "the CRC of the record is wrong: its bytes are damaged"
+            yield at, BadRecord(path, at, reason)
         at += HEADER_BYTES + length + FOOTER_BYTES
 
 
-def read_records(path: str | os.PathLike[str], file: Readable | None = None) -> Iterator[bytes]:
-    """Reads the payloads of a file in order.
-
-    Args:
-      path: of the file; read as gzip where the name ends in .gz.
-      file: the same, already open and decompressed.
-
-    Raises:
-      BadRecord: as scan_records, or the CRC of a payload is wrong.
-      OSError: the file cannot be opened.
-    """
-    name = os.fspath(path)
-    with contextlib.ExitStack() as stack:
-        if file is None:
-            file = stack.enter_context((gzip.open if name.endswith(".gz") else open)(name, "rb"))
-        for _, record in scan_records(file, name):
-            if isinstance(record, BadRecord):
-                raise record
-            yield record
-
-
-def _incomplete(length: int, left: int) -> str:
-    return (
-        f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends after "
-        f"{left} of them: it was cut short"
-    )
-
-
-def _read(file: Readable, size: int, path: str, offset: int) -> bytes:
+def _read(file: Readable, size: int) -> bytes:
     """Up to `size` bytes, fewer at the end of the file only."""
     pieces = []
-    try:
-        while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
-            pieces.append(piece)
-            size -= len(piece)
-    except EOFError as error:
-        raise BadRecord(path, offset, "the compressed file is cut short") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise BadRecord(path, offset, f"the compressed file is damaged ({error})") from error
+    while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
+        pieces.append(piece)
+        size -= len(piece)
     return b"".join(pieces)

@@ -16,7 +16,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline import storage
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.shards import cut_into_shards
-from MaxText.input_pipeline.document_sources.source_files import find_files
+from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.preparation.preparing import make_once
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
@@ -92,7 +92,7 @@ def open_text(
 
 
 def _corpus(files: Sequence[str], text_field: str) -> Corpus:
-    found = [source_file for file in files for source_file in find_files(file)]
+    found = [source_file for file in files for source_file in resolve_files(file)]
     units = cut_into_shards(found, [""] * len(found), text_field)
     return Corpus(_shown([source_file.name for source_file in found]), len(found), units)
 

@@ -132,19 +132,20 @@ def test_saved_datasets_keep_their_order(tmp_path):
 
 def test_remote_files(tmp_path):
     system = fsspec.filesystem("memory")
+    write_records(tmp_path / "v", [b"k"])
     contents = {
         "2.jsonl": rows(["b"]), "10.jsonl.gz": gzip.compress(rows(["c", "d"])), "1.txt": b"a",
         "t.parquet": parquet_file(["e", "f", "g"]), "u.arrow": arrow_stream(["h", "i", "j"]),
-        "cache-1.arrow": arrow_stream(["never"]), "dataset_info.json": b"{}",
-        "picture.png": b"\x89",
+        "v.array_record": (tmp_path / "v").read_bytes(), "cache-1.arrow": arrow_stream(["never"]),
+        "dataset_info.json": b"{}", "picture.png": b"\x89",
     }  # fmt: skip
     for name, content in contents.items():
         system.pipe(f"/corpus/{name}", content)
     try:
-        assert read_texts("memory://corpus") == list("abcdefghij")
+        assert read_texts("memory://corpus") == list("abcdefghijk")
         assert read_texts("memory://corpus/*.jsonl*", shard_bytes=1) == ["b", "c", "d"]
         assert read_texts("memory://corpus/{1.txt,u.arrow}") == ["a", "h", "i", "j"]
-        size = sum(len(contents[name]) for name in list(contents)[:5])
+        size = sum(len(contents[name]) for name in list(contents)[:6])
         assert open_corpus("memory://corpus", "text").shards[0].num_bytes == size
         refused(r"absent\.txt", open_corpus, "memory://corpus/absent.txt", "text")
     finally:

@@ -11,6 +11,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pyarrow
 import zstandard
@@ -39,6 +40,14 @@ def read_documents(
 
 def read_texts(source: object, text_field: str = "text", shard_bytes: int = 2**26) -> list[str]:
     return [document.text for document in read_documents(source, text_field, shard_bytes)[0]]
+
+
+def tfrecord_contents(path: Path) -> list[bytes]:
+    """The records of a TFRecord file."""
+    with path.open("rb") as file:
+        records = [record for _, record in tfrecord.scan_records(file, str(path))]
+    assert all(isinstance(record, bytes) for record in records), records
+    return cast(list[bytes], records)
 
 
 def rows(texts: Sequence[str], text_field: str = "text") -> bytes:

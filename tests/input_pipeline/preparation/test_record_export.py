@@ -19,6 +19,7 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
 from MaxText.input_pipeline.preparation.record_export import LEDGER_NAME, export_records
 from MaxText.input_pipeline.preparation.strided_windows import strided_windows
+from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
     EOS,
     contents,
@@ -47,7 +48,7 @@ def ids_of(path: Path, field: str) -> list[list[int]]:
     """Ids of each record; checks that a record holds nothing else."""
     if path.suffix == ".parquet":
         return parquet.read_table(path).to_pydict()[field]
-    records = [tf_example.decode(record) for record in tfrecord.read_records(path)]
+    records = [tf_example.decode(record) for record in tfrecord_contents(path)]
     assert all(list(record) == [field] for record in records)
     return [np.asarray(record[field]).tolist() for record in records]
 

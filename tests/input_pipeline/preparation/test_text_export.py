@@ -7,9 +7,14 @@ import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.preparation.text_export import export_text
-from tests.input_pipeline.document_sources.written_corpora import arrow_stream, read_texts, rows
+from tests.input_pipeline.document_sources.written_corpora import (
+    arrow_stream,
+    read_texts,
+    rows,
+    tfrecord_contents,
+)
 from tests.input_pipeline.small_data import contents
 from tests.refusals import refused
 
@@ -67,7 +72,7 @@ def test_records_are_examples_with_the_text(tmp_path):
     names = [f"owt_train_data_{index:05d}.tfrecord" for index in range(4)]
     assert [file.file for file in ledger.files] == names
     assert [file.num_documents for file in ledger.files] == [2, 0, 0, 1]
-    records = [r for name in names for r in tfrecord.read_records(tmp_path / "out" / name)]
+    records = [r for name in names for r in tfrecord_contents(tmp_path / "out" / name)]
     assert records == [tf_example.encode({"text": text.encode()}) for text in texts]
 
 
