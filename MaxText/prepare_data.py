@@ -15,6 +15,7 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.configuration import command_line
 from MaxText.input_pipeline.preparation.preparing import prepare
+from MaxText.input_pipeline.preparation.record_export import TEXT_FORMATS
 from MaxText.input_pipeline.token_store.manifest import describe
 
 USAGE = """
@@ -63,7 +64,7 @@ def main() -> int:
             cache_dir=data.data_cache_dir,
             max_bad_records=data.max_bad_records,
         )
-        if manifest is not None:
+        if preparation.prepare_output_format not in TEXT_FORMATS:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
                 train = command_line.program("train")

@@ -96,7 +96,7 @@ def text(tmp_path):
     return Preparation(prepare_source=str(tmp_path / "text"), tokenizer_type="byte")
 
 
-@pytest.mark.parametrize("form", ["bin", "parquet"])
+@pytest.mark.parametrize("form", ["bin", "parquet", "text_tfrecord"])
 def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)
@@ -110,8 +110,8 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     # The same again is kept, something else refused.
     prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     assert lines[-1].startswith(f"Kept {bucket}/there")
-    other = asked.model_copy(update={"add_eos": False})
-    with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*add_eos"):
+    other = asked.model_copy(update={"prepare_seed": 1})
+    with pytest.raises(UserError, match=f"dataset_path={bucket}/there .*prepare_seed"):
         prepare(other, f"{bucket}/there", quiet, cache_dir=cache)
 
 
@@ -133,6 +133,3 @@ def test_what_cannot_be_prepared_there(text, tmp_path, bucket, emulator):
     emulator.write(f"{bucket}/there/holiday.jpg", b"x")
     with pytest.raises(UserError, match=r"holiday\.jpg"):
         prepare(text, f"{bucket}/there", quiet, cache_dir=str(tmp_path / "cache"))
-    asked = text.model_copy(update={"prepare_output_format": "text_tfrecord"})
-    with pytest.raises(UserError, match=f"{bucket}/other"):
-        prepare(asked, f"{bucket}/other", quiet, cache_dir=str(tmp_path / "cache"))

@@ -90,7 +90,7 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
         parts = (writer.finish(),)
         return write_split(
             SplitPlan(
-                parts_folder, parts, folder, vocab_size, file_format=file_format,
+                parts_folder, parts, folder, vocab_size, dtype, file_format=file_format,
                 chunk_length=chunk_length, records_per_file=records_per_file,
             )
         )  # fmt: skip

@@ -51,6 +51,7 @@ _ABOUT_TABLES = {
     "dataset_infos.json",
     "export.json",
     "features.json",
+    "prepared_from.json",
     "readme.md",
 }
 
@@ -61,7 +62,7 @@ _MADE_OF_IDS = {
     "manifest.json": {"schema_version", "tokenizer", "splits"},
     "records.json": {"schema_version", "data_set", "tokenizer_sha256"},
 }
-_MADE = {**_MADE_OF_IDS, "export.json": {"schema_version", "keys", "units_sha256"}}
+_MADE = {**_MADE_OF_IDS, "export.json": {"schema_version", "files"}}
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ def _assemble(
             parts=tuple(part for part in of_split if part.num_documents),
             folder=target / split,
             vocab_size=request.recipe.tokenizer.entry.vocab_size,
+            dtype=request.recipe.stored_type,
             file_format=request.file_format,
         )
         if plan.num_documents:
@@ -370,18 +371,20 @@ def _report(
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         line += f"; left out: {left_out}"
     show(line)
+    unit_of_count = "bytes" if request.recipe.is_text else "tokens"
     if kept:
         num_tokens = _num_tokens([units[number] for number in kept])
-        show(f"Kept {num_tokens:,} tokens in {len(kept):,} of {len(units):,} parts, encoded before")
+        parts = f"{len(kept):,} of {len(units):,} parts"
+        show(f"Kept {num_tokens:,} {unit_of_count} in {parts}, encoded before")
     new = [unit for number, unit in enumerate(units) if number not in kept]
     if new:
         num_tokens = _num_tokens(new)
         num_bytes = sum(unit.num_bytes for unit in new)
         processor_seconds = sum(unit.processor_seconds for unit in new)
         show(
-            f"Encoded {num_tokens:,} tokens in {seconds:,.1f} s: "
+            f"Encoded {num_tokens:,} {unit_of_count} in {seconds:,.1f} s: "
             f"{num_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s, "
-            f"{num_tokens / max(processor_seconds, 1e-3):,.0f} tokens per CPU second "
+            f"{num_tokens / max(processor_seconds, 1e-3):,.0f} {unit_of_count} per CPU second "
             f"({request.recipe.tokenizer.engine})"
         )
 

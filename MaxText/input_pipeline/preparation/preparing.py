@@ -25,6 +25,11 @@ from MaxText.input_pipeline.preparation.building import (
     build_data_set,
 )
 from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.record_export import (
+    TEXT_FORMATS,
+    damaged_files,
+    export_records,
+)
 from MaxText.input_pipeline.preparation.survey import (
     SAMPLED_UNITS,
     SurveyJob,
@@ -49,8 +54,7 @@ from MaxText.input_pipeline.tokenization.training import train_tokenizer
 
 Show = Callable[[str], None]
 
-_TEXT_FORMATS = ("text_tfrecord", "text_array_record")
-_RECORD_FORMATS = ("tfrecord", "parquet")
+_RECORD_FORMATS = ("tfrecord", "parquet", *TEXT_FORMATS)
 
 # Of records for other programs: the manifest of the data set that they were made from.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
@@ -71,6 +75,7 @@ _OPTIONS = (
     "prepare_separator_id",
     "prepare_output_format",
 )
+_OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
 _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
 _OPTIONS_OF_RECORDS = (
     "prepare_record",
@@ -94,7 +99,7 @@ def prepare(
     *,
     cache_dir: str | None = None,
     max_bad_records: int = 0,
-) -> Manifest | None:
+) -> Manifest:
     """Makes the data set `dataset_path`, or keeps it when it is already what is asked for.
 
     When another process makes it just now, waits and keeps what that one made.
@@ -108,8 +113,7 @@ def prepare(
       max_bad_records: bad rows and files of the text that are left out and counted.
 
     Returns:
-      The manifest of the data set, or of the one that records were made from; None where the text
-      itself is written as records.
+      The manifest of the data set, or of the one that records were made from.
 
     Raises:
       UserError: no readable text, an unusable tokenizer, or a folder in the way.
@@ -125,11 +129,6 @@ def prepare(
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     manifest_name = manifest_name_of(preparation)
-    if manifest_name is None:
-        from MaxText.input_pipeline.preparation.text_export import export_text
-
-        export_text(corpus, preparation, folder, show)
-        return None
 
     def keep_it() -> Manifest:
         return keep(preparation, corpus, folder, manifest_name, show, place=str(folder))
@@ -145,10 +144,8 @@ def prepare(
     return make_once(preparation, corpus, folder, manifest_name, keep_it, show)
 
 
-def manifest_name_of(preparation: Preparation) -> str | None:
-    """The file that makes a folder what is asked for; None where the text itself is written."""
-    if preparation.prepare_output_format in _TEXT_FORMATS:
-        return None
+def manifest_name_of(preparation: Preparation) -> str:
+    """The file that makes a folder what is asked for."""
     is_records = preparation.prepare_output_format in _RECORD_FORMATS
     return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
@@ -210,7 +207,8 @@ def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) 
     is_beam = preparation.prepare_runner == "beam"
     workers = Workers(num_processes, preparation.beam_options if is_beam else None)
     tokenizer, surveys = _tokenizer(preparation, corpus, workers, show)
-    before, after = _control_ids(preparation, tokenizer)
+    is_text = _is_text(preparation)
+    before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
     is_array_record = preparation.prepare_output_format == "array_record"
     request = Request(
         corpus=corpus,
@@ -221,7 +219,8 @@ def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) 
             seed=preparation.prepare_seed,
             validation_fraction=preparation.validation_fraction,
             fix_text=preparation.prepare_fix_text,
-            minimum_tokens=preparation.prepare_minimum_tokens,
+            minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
+            is_text=is_text,
         ),
         file_format="array_record" if is_array_record else "bin",
         options=_options(preparation),
@@ -234,8 +233,6 @@ def _finish(building: Path, preparation: Preparation, folder: Path, show: Show) 
     """Gives the complete data set, or the records made from it, their final name."""
     complete = building / "data_set"
     if preparation.prepare_output_format in _RECORD_FORMATS:
-        from MaxText.input_pipeline.preparation.record_export import export_records
-
         records = building / "records"
         _open_records(records, complete, preparation)
         export_records(complete, preparation, records, show)
@@ -270,15 +267,26 @@ def _tokenizer(
         surveys, sample = _sample(preparation, corpus, workers, show)
         tokenizer = _train(preparation, sample, show)
     else:
-        tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+        tokenizer = _given_tokenizer(preparation)
         surveys, sample = [], _first_texts(corpus)
     if not tokenizer.check_engine(sample):
         show(f"tiktoken gives other ids on this text: encoding with {tokenizer.engine}, slower")
     return tokenizer, surveys
 
 
+def _is_text(preparation: Preparation) -> bool:
+    return preparation.prepare_output_format in TEXT_FORMATS
+
+
 def _is_trained(preparation: Preparation) -> bool:
-    return not preparation.tokenizer_path and preparation.tokenizer_type != "byte"
+    is_given = preparation.tokenizer_path or preparation.tokenizer_type == "byte"
+    return not is_given and not _is_text(preparation)
+
+
+def _given_tokenizer(preparation: Preparation) -> TextTokenizer:
+    if _is_text(preparation):
+        return load_tokenizer("bytes")
+    return load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
 
 
 def _first_texts(corpus: Corpus) -> list[str]:
@@ -399,10 +407,13 @@ def keep(
         was = manifest.options
         same = not was.get("tokenizer_path") and was.get("tokenizer_type") != "byte"
     else:
-        tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
+        tokenizer = _given_tokenizer(preparation)
         same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
     if not same:
         differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
+    if not differences and preparation.prepare_output_format in _RECORD_FORMATS:
+        damaged = damaged_files(folder, preparation.prepare_output_format)
+        differences += [f"{name} is missing or cut short" for name in damaged[:1]]
     # Reading all text is for the case that nothing else differs.
     if not differences and _text_sha256(preparation, corpus, show) != manifest.source.sha256:
         differences.append(f"its text was other ({manifest.source.description})")
@@ -424,6 +435,8 @@ def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
 
 def _different_options(preparation: Preparation, manifest: Manifest) -> list[str]:
     keys: list[str] = list(_OPTIONS)
+    if _is_text(preparation):
+        keys = [key for key in keys if key not in _OPTIONS_OF_IDS]
     if not _is_trained(preparation):
         keys = [key for key in keys if key not in _OPTIONS_OF_TRAINED_TOKENIZERS]
     if preparation.prepare_output_format in _RECORD_FORMATS:

@@ -1,9 +1,17 @@
-"""Writes a prepared data set as token records for other programs: `export_records`.
+"""Writes a prepared data set as records for other programs: `export_records`.
+
+Of ids:
 
     <output>/
       records.json                     the ledger: what was asked for, and each finished file
       tokenizer.json ...               the tokenizer's files, as the prepared data set has them
       <name>_00000_2048.tfrecords      or <name>-00000-of-00004.parquet
+
+Of text, which the prepared data set holds as bytes:
+
+    <output>/
+      export.json                      the ledger
+      train_data_00000.tfrecord        or train_data_00000.array_record
 
 The ledger is written anew after each file, so a run that was killed goes on where it stopped. The
 files are the same bytes however many processes write them. Imports no jax.
@@ -36,7 +44,9 @@ from MaxText.input_pipeline.sync import WRITING_SUFFIX, publish, write_whole, wr
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import open_flat
 
-LEDGER_NAME = "records.json"
+TEXT_FORMATS = ("text_tfrecord", "text_array_record")
+"""Values of prepare_output_format that write the text itself."""
+
 _LEDGER_SCHEMA = 1
 
 # With prepare_num_shards=0: large enough for fast reading, small enough to share over hosts.
@@ -45,10 +55,11 @@ _TEXT_BYTES_PER_SHARD = 256_000_000
 # Name of the ids where none is asked for: GPT-Neo's readers want `text`, Hugging Face's trainers
 # `input_ids`.
 _DEFAULT_FIELDS = {"tfrecord": "text", "parquet": "input_ids"}
+_TEXT_FIELD = "text"
 
 
 class RecordsLedger(pydantic.BaseModel):
-    """Contents of records.json.
+    """Contents of records.json, or of export.json beside text.
 
     Attributes:
       schema_version: layout of this file.
@@ -69,6 +80,11 @@ class RecordsLedger(pydantic.BaseModel):
     files: tuple[ShardEntry, ...] = ()
 
 
+def ledger_name(output_format: str) -> str:
+    """Name of the ledger beside records of a format, by which preparing knows what they hold."""
+    return "export.json" if output_format in TEXT_FORMATS else "records.json"
+
+
 def export_records(
     prepared: Path,
     preparation: Preparation,
@@ -81,7 +97,7 @@ def export_records(
 
     Args:
       prepared: folder of the data set.
-      preparation: the keys about preparation; prepare_output_format is tfrecord or parquet.
+      preparation: the keys about preparation; prepare_output_format is one of records.
       output: folder to write; made where it is missing.
       show: takes lines about what was done.
 
@@ -95,9 +111,11 @@ def export_records(
     manifest = read_manifest(str(prepared))
     options = _options(preparation, shape)
     jobs = _plan(prepared, manifest, preparation, shape, output)
-    ledger = _open_ledger(output, manifest, options, len(jobs))
+    path = output / ledger_name(preparation.prepare_output_format)
+    ledger = _open_ledger(path, manifest, options, len(jobs))
     _remove_leftovers(output)
-    _copy_tokenizer(prepared, output)
+    if shape.kind != "text":
+        _copy_tokenizer(prepared, output)
     finished = {(entry.split, entry.shard): entry for entry in ledger.files}
     left = [job for job in jobs if (job.split, job.shard) not in finished]
     if finished:
@@ -109,7 +127,7 @@ def export_records(
         finished[entry.split, entry.shard] = entry
         in_order = tuple(finished[key] for key in sorted(finished))
         ledger = ledger.model_copy(update={"files": in_order})
-        _write_ledger(output, ledger)
+        _write_ledger(path, ledger)
         if done * 4 // len(left) > quarters and done < len(left):
             quarters = done * 4 // len(left)
             show(f"Writing records: {done:,} of {len(left):,} files")
@@ -123,8 +141,15 @@ def _write(_shared: None, job: ShardJob, _advance: Advance) -> ShardEntry:
 
 
 def _shape(preparation: Preparation) -> RecordShape:
-    file_format = preparation.prepare_output_format
-    assert file_format in ("tfrecord", "parquet"), file_format
+    name = preparation.prepare_name
+    if name and Path(name).name != name:
+        raise UserError(
+            f"prepare_name={name} is no plain name: it begins the names of files in dataset_path. "
+            "Leave out its folders."
+        )
+    is_text = preparation.prepare_output_format in TEXT_FORMATS
+    file_format = preparation.prepare_output_format.removeprefix("text_")
+    assert file_format in ("tfrecord", "array_record", "parquet"), file_format
     if preparation.prepare_record == "strided":
         if file_format != "parquet":
             raise UserError(
@@ -141,8 +166,8 @@ def _shape(preparation: Preparation) -> RecordShape:
                 )
     return RecordShape(
         file_format=file_format,
-        kind=preparation.prepare_record,
-        field=preparation.prepare_field or _DEFAULT_FIELDS[file_format],
+        kind="text" if is_text else preparation.prepare_record,
+        field=_TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format],
         chunk_length=preparation.prepare_chunk_length,
         min_length=preparation.prep_min_length,
         max_length=preparation.prep_max_length,
@@ -167,12 +192,14 @@ def _plan(
 ) -> list[ShardJob]:
     """The files to write, in order of split and number."""
     jobs = []
+    shards_of = _num_shards(manifest, preparation.prepare_num_shards, shape)
     for split, entry in sorted(manifest.splits.items()):
-        if preparation.prepare_name and len(manifest.splits) == 1:
-            name = preparation.prepare_name
+        prefix = preparation.prepare_name
+        if shape.kind != "text" and prefix and len(manifest.splits) == 1:
+            name = prefix
         else:
-            name = ".".join(part for part in (preparation.prepare_name, split) if part)
-        wanted = preparation.prepare_num_shards or -(-entry.num_text_bytes // _TEXT_BYTES_PER_SHARD)
+            name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
+        wanted = shards_of[split]
         if shape.kind == "chunks":
             total = num_chunks(entry.num_tokens, shape.chunk_length)
             num_shards = max(min(wanted, total), 1)
@@ -198,6 +225,22 @@ def _plan(
     return jobs
 
 
+def _num_shards(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[str, int]:
+    """Files of each split; `num_shards` of text are those of all splits, divided by their bytes."""
+    sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
+    if num_shards == 0:
+        return {split: -(-size // _TEXT_BYTES_PER_SHARD) for split, size in sizes.items()}
+    if shape.kind != "text":
+        return dict.fromkeys(sizes, num_shards)
+    total = sum(sizes.values())
+    shards = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
+    # What rounding down left goes to the splits that lost most by it.
+    by_loss = sorted(sizes, key=lambda split: shards[split] - num_shards * sizes[split] / total)
+    for split in by_loss[: max(0, num_shards - sum(shards.values()))]:
+        shards[split] += 1
+    return shards
+
+
 def _even_bounds(document_offsets: np.ndarray, num_shards: int) -> np.ndarray:
     """First document of each shard, then the end: about equal tokens, a document at least."""
     num_documents = len(document_offsets) - 1
@@ -212,7 +255,7 @@ def _even_bounds(document_offsets: np.ndarray, num_shards: int) -> np.ndarray:
 
 
 def _open_ledger(
-    output: Path, manifest: Manifest, options: dict[str, Any], num_files: int
+    path: Path, manifest: Manifest, options: dict[str, Any], num_files: int
 ) -> RecordsLedger:
     """The ledger of an earlier run of the same request without files that are gone, or a new one.
 
@@ -226,7 +269,7 @@ def _open_ledger(
         options=options,
         num_files=num_files,
     )
-    path = output / LEDGER_NAME
+    output = path.parent
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file, and records go to a folder. Choose another name.")
     if path.exists():
@@ -240,10 +283,10 @@ def _open_ledger(
     others = [entry.name for entry in output.iterdir() if not entry.name.endswith(WRITING_SUFFIX)]
     if others:
         raise UserError(
-            f"{output} holds other things ({min(others)}) and no {LEDGER_NAME}. Choose another "
+            f"{output} holds other things ({min(others)}) and no {path.name}. Choose another "
             "folder, or delete it."
         )
-    _write_ledger(output, asked)
+    _write_ledger(path, asked)
     return asked
 
 
@@ -268,16 +311,23 @@ def _same_request(path: Path, asked: RecordsLedger) -> RecordsLedger:
             "another folder, or delete it to write them again."
         )
 
-    def is_there(entry: ShardEntry) -> bool:
-        file = path.parent / entry.file
-        return file.is_file() and file.stat().st_size == entry.num_bytes
-
-    return found.model_copy(update={"files": tuple(filter(is_there, found.files))})
+    whole = tuple(entry for entry in found.files if _is_whole(path.parent, entry))
+    return found.model_copy(update={"files": whole})
 
 
-def _write_ledger(output: Path, ledger: RecordsLedger) -> None:
-    contents = json.dumps(ledger.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
-    write_whole(output / LEDGER_NAME, contents)
+def _is_whole(output: Path, entry: ShardEntry) -> bool:
+    file = output / entry.file
+    return file.is_file() and file.stat().st_size == entry.num_bytes
+
+
+def damaged_files(output: Path, output_format: str) -> list[str]:
+    """Names of the finished record files of a folder that are missing or have another size."""
+    ledger = RecordsLedger.model_validate_json((output / ledger_name(output_format)).read_bytes())
+    return [entry.file for entry in ledger.files if not _is_whole(output, entry)]
+
+
+def _write_ledger(path: Path, ledger: RecordsLedger) -> None:
+    write_whole(path, json.dumps(ledger.model_dump(mode="json"), indent=1, sort_keys=True) + "\n")
 
 
 def _remove_leftovers(output: Path) -> None:
@@ -296,15 +346,17 @@ def _copy_tokenizer(prepared: Path, output: Path) -> None:
 
 
 def _report(ledger: RecordsLedger, shape: RecordShape) -> Iterator[str]:
-    kind = "strided window" if shape.kind == "strided" else shape.kind.removesuffix("s")
+    kind = {"strided": "strided window", "chunks": "chunk"}.get(shape.kind, "document")
     for split in dict.fromkeys(entry.split for entry in ledger.files):
         files = [entry for entry in ledger.files if entry.split == split]
         num_tokens = sum(entry.num_tokens for entry in files)
         num_records = sum(entry.num_records for entry in files)
-        yield (
-            f"  {split}: {counted(num_records, kind)} of {num_tokens:,} tokens in "
-            f"{counted(len(files), 'file')}"
+        size = (
+            f"{num_tokens / 1e6:,.1f} MB of text"
+            if shape.kind == "text"
+            else f"{num_tokens:,} tokens"
         )
+        yield f"  {split}: {counted(num_records, kind)} of {size} in {counted(len(files), 'file')}"
         dropped_documents = sum(entry.dropped_documents for entry in files)
         dropped_tokens = sum(entry.dropped_tokens for entry in files)
         if dropped_tokens:

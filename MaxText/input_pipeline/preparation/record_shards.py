@@ -1,4 +1,4 @@
-"""Writes one file of token records out of a prepared data set: `write_shard`.
+"""Writes one file of records out of a prepared data set: `write_shard`.
 
 A file is a pure function of its job, whoever writes it and whenever. It appears under its name
 only when it is complete and on disk. Imports no jax.
@@ -7,6 +7,7 @@ only when it is complete and on disk. Imports no jax.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ import pydantic
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.strided_windows import rows_of_windows, strided_windows
 from MaxText.input_pipeline.sync import publish, sync_file, writing_name
 from MaxText.input_pipeline.token_store.manifest import read_manifest
@@ -32,15 +34,16 @@ class RecordShape:
 
     Attributes:
       file_format: of the files.
-      kind: documents, chunks or strided windows.
-      field: name of the ids in a record; strided windows have names of their own.
+      kind: documents, chunks or strided windows of ids, or the text of a document, of which the
+        data set holds the bytes.
+      field: name of the ids or the text in a record; strided windows have names of their own.
       chunk_length: tokens of a chunk; the next chunk begins with the last of these.
       min_length, max_length, stride: of strided windows, see strided_windows.
       ignore_label: label of strided windows where there is no token to predict.
     """
 
-    file_format: Literal["tfrecord", "parquet"]
-    kind: Literal["documents", "chunks", "strided"]
+    file_format: Literal["tfrecord", "array_record", "parquet"]
+    kind: Literal["documents", "chunks", "strided", "text"]
     field: str
     chunk_length: int
     min_length: int
@@ -74,7 +77,9 @@ class ShardJob:
     num_shards: int
 
     def file_name(self, num_records: int) -> str:
-        """Final name; GPT-Neo's reader takes the number of records from it."""
+        """Final name; GPT-Neo's reader takes the number of token records from it."""
+        if self.shape.kind == "text":
+            return f"{self.name}_data_{self.shard:05d}.{self.shape.file_format}"
         if self.shape.file_format == "tfrecord":
             return f"{self.name}_{self.shard:05d}_{num_records}.tfrecords"
         return f"{self.name}-{self.shard:05d}-of-{self.num_shards:05d}.parquet"
@@ -88,8 +93,8 @@ class ShardEntry(pydantic.BaseModel):
       file: its name.
       num_bytes: its size.
       num_records: records in it.
-      num_tokens: ids in all its records, padding left out; the token that two chunks share and
-        those that windows share count each time.
+      num_tokens: ids (of text: bytes) in all its records, padding left out; the token that two
+        chunks share and those that windows share count each time.
       dropped_documents: documents of its range that no record holds any part of.
       dropped_tokens: tokens of its range that are in no record.
       sha256: of the file.
@@ -128,7 +133,7 @@ def _places(job: ShardJob, stream: TokenStore) -> _Places:
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
         return _Places(starts, np.minimum(starts + shape.chunk_length, len(stream)))
     offsets = np.asarray(stream.document_offsets[job.first : job.stop + 1])
-    if shape.kind == "documents":
+    if shape.kind in ("documents", "text"):
         return _Places(offsets[:-1], offsets[1:])
     return _Places(*strided_windows(offsets, shape.min_length, shape.max_length, shape.stride))
 
@@ -161,10 +166,10 @@ def write_shard(job: ShardJob) -> ShardEntry:
     writing = writing_name(path)
     batches = _batches(places, stream)
     try:
-        if job.shape.file_format == "tfrecord":
-            _write_tfrecord(writing, job.shape.field, batches)
-        else:
+        if job.shape.file_format == "parquet":
             _write_parquet(writing, job.shape, manifest.filler_id, batches)
+        else:
+            _write_examples(writing, job.shape, batches)
         with writing.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         num_bytes = writing.stat().st_size
@@ -195,11 +200,13 @@ def write_shard(job: ShardJob) -> ShardEntry:
     )
 
 
-def _write_tfrecord(path: Path, field: str, batches: Iterable[list[np.ndarray]]) -> None:
-    with TFRecordWriter(path) as writer:
-        for pieces in batches:
-            for piece in pieces:
-                writer.write(tf_example.encode({field: piece}))
+def _write_examples(path: Path, shape: RecordShape, batches: Iterable[list[np.ndarray]]) -> None:
+    """Writes each piece as a tf.train.Example."""
+    open_writer = TFRecordWriter if shape.file_format == "tfrecord" else ArrayRecordWriter
+    with contextlib.closing(open_writer(path)) as writer:
+        for piece in itertools.chain.from_iterable(batches):
+            value = piece.astype(np.uint8).tobytes() if shape.kind == "text" else piece
+            writer.write(tf_example.encode({shape.field: value}))
 
 
 def _write_parquet(

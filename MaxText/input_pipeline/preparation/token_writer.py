@@ -53,7 +53,8 @@ class SplitPlan:
       parts_folder: where the parts lie.
       parts: what it is made of, in order; none is empty.
       folder: to write the split to; exists.
-      vocab_size: ids are below it; fixes the stored type.
+      vocab_size: ids are below it.
+      dtype: type of stored ids, little-endian.
       file_format: array_record or bin.
       chunk_length: ids per record of array_record.
       records_per_file: records of chunk_length ids after which the next file begins, in either
@@ -64,14 +65,10 @@ class SplitPlan:
     parts: tuple[Part, ...]
     folder: Path
     vocab_size: int
+    dtype: np.dtype
     file_format: FileFormat = "array_record"
     chunk_length: int = CHUNK_LENGTH
     records_per_file: int = RECORDS_PER_FILE
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of stored ids."""
-        return np.dtype(narrowest_dtype(self.vocab_size)).newbyteorder("<")
 
     @property
     def num_tokens(self) -> int:

@@ -53,6 +53,7 @@ class Recipe:
       validation_fraction: share of documents that are held out.
       fix_text: prepare_fix_text.
       minimum_tokens: documents of fewer ids, control ids not counted, are left out.
+      is_text: whether the ids are the bytes of the text.
     """
 
     tokenizer: TextTokenizer
@@ -62,11 +63,12 @@ class Recipe:
     validation_fraction: float
     fix_text: bool
     minimum_tokens: int
+    is_text: bool = False
 
     @property
-    def dtype(self) -> Literal["uint16", "uint32"]:
+    def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
         """Name of the type that ids are stored in."""
-        return narrowest_dtype(self.tokenizer.entry.vocab_size)
+        return "uint8" if self.is_text else narrowest_dtype(self.tokenizer.entry.vocab_size)
 
     @property
     def stored_type(self) -> np.dtype:
@@ -85,6 +87,7 @@ class Recipe:
             "validation_fraction": self.validation_fraction,
             "fix_text": self.fix_text,
             "minimum_tokens": self.minimum_tokens,
+            "dtype": self.dtype,
         }
         return json.dumps(contents, indent=1, sort_keys=True) + "\n"
 

@@ -43,11 +43,6 @@ def prepare_in_bucket(
     """
     url = url.rstrip("/")
     name = manifest_name_of(preparation)
-    if name is None:
-        raise UserError(
-            f"dataset_path={url}: the text itself is written as records into a local folder only. "
-            "Name one, and copy it to the bucket (gcloud storage cp -r)."
-        )
     place = cache_dir / "prepared" / hashlib.sha256(url.encode()).hexdigest()[:24]
     with _held(place, cache_dir, show):
         if path_type(f"{url}/{name}"):
@@ -58,7 +53,6 @@ def prepare_in_bucket(
             return keep(preparation, corpus, kept, name, show, place=url)
         folder = place / "data_set"
         manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
-        assert manifest is not None
         _upload(folder, url, name)
         shutil.rmtree(place, ignore_errors=True)
         show(f"Uploaded it to {url}")

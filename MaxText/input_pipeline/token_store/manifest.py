@@ -132,7 +132,7 @@ class Manifest(_Entry):
     Attributes:
       schema_version: layout of the folder; readers refuse newer ones.
       tokenizer: see TokenizerEntry.
-      dtype: type of a stored id, little-endian.
+      dtype: type of a stored id, little-endian; uint8 where they are the bytes of a text.
       format: array_record (records of chunk_length ids) or bin (flat files of ids).
       chunk_length: ids per record; the last record of a file may be shorter. 1 for bin.
       splits: name -> Split. A split without documents is absent.
@@ -142,7 +142,7 @@ class Manifest(_Entry):
 
     schema_version: int
     tokenizer: TokenizerEntry
-    dtype: Literal["uint16", "uint32"]
+    dtype: Literal["uint8", "uint16", "uint32"]
     format: Literal["array_record", "bin"] = "array_record"
     chunk_length: int = pydantic.Field(gt=0)
     splits: dict[str, Split]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import building, preparing, text_export
+from MaxText.input_pipeline.preparation import building, preparing
 from MaxText.input_pipeline.preparation.preparing import prepare
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
 from MaxText.input_pipeline.token_store.manifest import read_manifest
@@ -129,8 +129,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
 )  # fmt: skip
 def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
-    for module in (building, text_export):
-        monkeypatch.setattr(module.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
+    monkeypatch.setattr(building.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
     for workers in (1, 2):
         asked = options(corpus, prepare_num_workers=workers, prepare_num_shards=3, **keys)
         prepare(asked, str(tmp_path / str(workers)), lambda line: None)
@@ -330,11 +329,8 @@ def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
 
         return changed
 
-    for module, name, keys in (
-        (preparing, "train_tokenizer", {}),
-        (text_export, "plan_export", {"prepare_output_format": "text_tfrecord"}),
-    ):
-        monkeypatch.setattr(module, name, change_first(getattr(module, name)))
-        with pytest.raises(UserError, match="changed while"):
-            prepare(options(corpus, **keys), str(tmp_path / name), lambda line: None)
-    assert not (tmp_path / "train_tokenizer").exists()
+    changing = change_first(preparing.train_tokenizer)
+    monkeypatch.setattr(preparing, "train_tokenizer", changing)
+    with pytest.raises(UserError, match="changed while"):
+        prepare(options(corpus), str(tmp_path / "out"), lambda line: None)
+    assert not (tmp_path / "out").exists()

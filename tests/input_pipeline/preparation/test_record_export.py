@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example, tfrecord
-from MaxText.input_pipeline.preparation.record_export import LEDGER_NAME, export_records
+from MaxText.input_pipeline.preparation.record_export import export_records
 from MaxText.input_pipeline.preparation.strided_windows import strided_windows
 from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
@@ -103,7 +103,7 @@ def test_splits_field_and_ledger(tmp_path):
     output = tmp_path / "out"
     lines = export(prepared, output, prepare_num_shards=2, prepare_field="input_ids")
     assert lines[-2].startswith("  train: 3 documents of 12 tokens in 2 files")
-    ledger = json.loads((output / LEDGER_NAME).read_text())
+    ledger = json.loads((output / "records.json").read_text())
     assert [(f["file"], f["num_records"], f["num_tokens"]) for f in ledger["files"]] == [
         ("train_00000_2.tfrecords", 2, 7),
         ("train_00001_1.tfrecords", 1, 5),
@@ -222,8 +222,8 @@ def test_other_contents_are_not_overwritten(tmp_path, monkeypatch):
         refused(message, export, prepared, target, **keys)
     assert contents(tmp_path) == before
     for damage in (b"", b"{", b'{"schema_version": 1}', b"\xff"):
-        (output / LEDGER_NAME).write_bytes(damage)
-        refused(LEDGER_NAME, export, first, output)
+        (output / "records.json").write_bytes(damage)
+        refused("records.json", export, first, output)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     refused(r"MaxText\[data\]", export, first, tmp_path / "new", prepare_output_format="parquet")
 
@@ -239,4 +239,4 @@ def test_failures_leave_no_half_file(tmp_path, monkeypatch, cause):
         os.truncate(file, 10)
     message = r"\.tfrecords .*No space" if cause == "full disk" else file.name
     refused(message, export, tmp_path / "set", tmp_path / "out")
-    assert set(contents(tmp_path / "out")) <= {LEDGER_NAME}
+    assert set(contents(tmp_path / "out")) <= {"records.json"}

@@ -47,12 +47,9 @@ def work(folder, moment):
 moment = int(first)
 while (code := work(folder := Path(target, str(moment)), moment)) != 0:
     assert code == -signal.SIGKILL, code
-    assert not manifest or not folder.exists() or (folder / manifest).exists()
-    published = {path: path.stat().st_ino for path in folder.glob("*_data_*[!g]")}
+    assert not folder.exists() or (folder / manifest).exists()
     work(folder, 4)
     assert work(folder, 0) == 0
-    # Only one that is not in the ledger yet is written again.
-    assert sum(path.stat().st_ino != inode for path, inode in published.items()) <= 1
     moment += int(stride)
 """
 
@@ -89,15 +86,12 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folders = {path.name: contents(path) for path in (tmp_path / "made").glob("[!.]*")}
-    for found in folders.values():
-        found.pop("export.json", None)
     expected = folders.pop(max(folders, key=int))
     assert len(expected) >= 4
     assert len(folders) >= 3
     for moment, found in folders.items():
         assert found == expected, moment
-    if "tokenizer_path" in keys:
-        assert done.stdout.count("Going on: ") >= len(folders) - 2
+    assert done.stdout.count("Going on: ") >= len(folders) - 2
 
 
 WORKERS = """

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.part_files import PartWriter
-from MaxText.input_pipeline.preparation.token_writer import SplitPlan, write_split
+from MaxText.input_pipeline.preparation.token_writer import (
+    SplitPlan,
+    narrowest_dtype,
+    write_split,
+)
 
 
 def write(folder, parts, vocab_size, **plan):
@@ -24,7 +28,7 @@ def write(folder, parts, vocab_size, **plan):
     for path in (parts_folder, split_folder):
         path.mkdir(parents=True)
     written = []
-    dtype = SplitPlan(parts_folder, (), split_folder, vocab_size).dtype
+    dtype = np.dtype(narrowest_dtype(vocab_size))
     for number, members in enumerate(parts):
         writer = PartWriter(parts_folder, f"{number}", dtype, (1,), (2,))
         for ids, file, row in members:
@@ -32,7 +36,7 @@ def write(folder, parts, vocab_size, **plan):
         written.append(writer.finish())
     filled = tuple(part for part in written if part.num_documents)
     return split_folder, write_split(
-        SplitPlan(parts_folder, filled, split_folder, vocab_size, **plan)
+        SplitPlan(parts_folder, filled, split_folder, vocab_size, dtype, **plan)
     )
 
 
