@@ -5,6 +5,8 @@ A folder appears under its name only when it is complete: everything is written 
 from there when the same command runs again. Imports no jax.
 """
 
+import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -42,7 +44,7 @@ from MaxText.input_pipeline.preparation.survey import (
 )
 from MaxText.input_pipeline.preparation.unit_encoding import Recipe
 from MaxText.input_pipeline.preparation.unwritable import cannot_write
-from MaxText.input_pipeline.storage import is_url, local_path
+from MaxText.input_pipeline.storage import file_infos, is_url, local_path
 from MaxText.input_pipeline.sync import sync_file, write_whole
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
@@ -108,8 +110,8 @@ def prepare(
       preparation: the keys about preparation.
       dataset_path: folder to make, local or a URL.
       show: takes lines about what was done.
-      cache_dir: data_cache_dir, where one that goes to a bucket is made first; None for its
-        default.
+      cache_dir: data_cache_dir: where a data set that goes to a bucket is made first (None for its
+        default), and digests of texts are kept (None keeps none).
       max_bad_records: bad rows and files of the text that are left out and counted.
 
     Returns:
@@ -130,8 +132,11 @@ def prepare(
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     manifest_name = manifest_name_of(preparation)
 
+    digest_path = digest_path_of(corpus, cache_dir)
+
     def keep_it() -> Manifest:
-        return keep(preparation, corpus, folder, manifest_name, show, place=str(folder))
+        place = str(folder)
+        return keep(preparation, corpus, folder, manifest_name, digest_path, show, place=place)
 
     if (folder / manifest_name).exists():
         # Without the lock: the folder may be read-only.
@@ -141,7 +146,9 @@ def prepare(
             f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
             "Choose another folder, or delete it."
         )
-    return make_once(preparation, corpus, folder, manifest_name, keep_it, show)
+    manifest = make_once(preparation, corpus, folder, manifest_name, keep_it, show)
+    _note_digest(digest_path, manifest.source.sha256)
+    return manifest
 
 
 def manifest_name_of(preparation: Preparation) -> str:
@@ -384,6 +391,7 @@ def keep(
     corpus: Corpus,
     folder: Path,
     manifest_name: str,
+    digest_path: Path | None,
     show: Show,
     *,
     place: str,
@@ -395,6 +403,7 @@ def keep(
       corpus: the text.
       folder: that holds the manifest.
       manifest_name: of its file.
+      digest_path: where the digest of the text is kept, see `digest_path_of`.
       show: told that the data set is kept.
       place: of the data set, for messages.
 
@@ -414,9 +423,12 @@ def keep(
     if not differences and preparation.prepare_output_format in _RECORD_FORMATS:
         damaged = damaged_files(folder, preparation.prepare_output_format)
         differences += [f"{name} is missing or cut short" for name in damaged[:1]]
-    # Reading all text is for the case that nothing else differs.
-    if not differences and _text_sha256(preparation, corpus, show) != manifest.source.sha256:
-        differences.append(f"its text was other ({manifest.source.description})")
+    # Reading all text is for the case that nothing else differs and its files were never read.
+    if not differences:
+        sha256 = _kept_digest(digest_path) or _text_sha256(preparation, corpus, show)
+        _note_digest(digest_path, sha256)
+        if sha256 != manifest.source.sha256:
+            differences.append(f"its text was other ({manifest.source.description})")
     if differences:
         raise UserError(
             f"dataset_path={place} holds another data set: {'; '.join(differences)}. Choose "
@@ -424,6 +436,40 @@ def keep(
         )
     show(f"Kept {place}: it already holds this text with these options")
     return manifest
+
+
+def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
+    """Where the digest of a corpus is kept once its text was read.
+
+    The name says which files it is of, with their sizes and times, so a file that was edited gets
+    another one. None where a file system tells no times, or nothing is to be kept.
+    """
+    ranges = [part for shard in corpus.shards for part in shard.ranges]
+    if cache_dir is None:
+        return None
+    files = file_infos(list(dict.fromkeys(part.file.path for part in ranges)))
+    if not all(file.tag for file in files):
+        return None
+    first = corpus.shards[0]
+    read = [[part.file.path, part.start, part.stop] for part in ranges]
+    decisive = json.dumps([files, read, first.text_field, first.max_bad_records])
+    name = hashlib.sha256(decisive.encode()).hexdigest()
+    return Path(cache_dir).expanduser() / "text_digests" / name[:32]
+
+
+def _kept_digest(path: Path | None) -> str:
+    """The digest that was noted, empty where there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii") if path else ""
+    return ""
+
+
+def _note_digest(path: Path | None, sha256: str) -> None:
+    """Keeps a digest; where that is not possible, all text is read the next time."""
+    if path:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, sha256)
 
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:

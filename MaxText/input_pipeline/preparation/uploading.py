@@ -11,7 +11,12 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
 from MaxText.input_pipeline.preparation import building_lock
-from MaxText.input_pipeline.preparation.preparing import keep, manifest_name_of, prepare
+from MaxText.input_pipeline.preparation.preparing import (
+    digest_path_of,
+    keep,
+    manifest_name_of,
+    prepare,
+)
 from MaxText.input_pipeline.storage import file_system, path_type
 from MaxText.input_pipeline.token_store.manifest import Manifest
 
@@ -50,7 +55,8 @@ def prepare_in_bucket(
             assert kept is not None, url
             source, field = preparation.prepare_source, preparation.text_field
             corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-            return keep(preparation, corpus, kept, name, show, place=url)
+            digest_path = digest_path_of(corpus, cache_dir)
+            return keep(preparation, corpus, kept, name, digest_path, show, place=url)
         folder = place / "data_set"
         manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
         _upload(folder, url, name)

@@ -334,3 +334,18 @@ def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="changed while"):
         prepare(options(corpus), str(tmp_path / "out"), lambda line: None)
     assert not (tmp_path / "out").exists()
+
+
+def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
+    read = mock.Mock(side_effect=preparing.survey_unit)
+    monkeypatch.setattr(preparing, "survey_unit", read)
+    asked, out, cache = options(corpus, tokenizer_path="bytes"), str(tmp_path / "out"), "cache"
+    for _ in range(2):
+        prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))
+    assert not read.called
+    prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / "other"))
+    assert read.called
+    path = corpus / "003.txt"
+    path.write_bytes(path.read_bytes().swapcase())
+    with pytest.raises(UserError, match="its text was other"):
+        prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))
