@@ -206,9 +206,10 @@ class Preparation(Section):
     prepare_output_format: Literal[
         "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
     ] = key(
-        "array_record",
-        "array_record, bin: a data set for training. tfrecord, parquet: token records as other "
-        "programs read them. text_tfrecord, text_array_record: the text itself as records.",
+        "bin",
+        "bin, array_record: a data set for training, flat or in records with checksums. tfrecord, "
+        "parquet: token records as other programs read them. text_tfrecord, text_array_record: the "
+        "text itself as records.",
     )
     prepare_record: Literal["documents", "chunks", "strided"] = key(
         "documents",

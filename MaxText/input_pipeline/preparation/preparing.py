@@ -490,6 +490,10 @@ def _different_options(preparation: Preparation, manifest: Manifest) -> list[str
     asked = _options(preparation)
     # A data set made before a key was there was made as the key's default says.
     was = _options(Preparation()) | manifest.options
+    for options in (was, asked):
+        # Training reads the same from either.
+        if options["prepare_output_format"] == "array_record":
+            options["prepare_output_format"] = "bin"
     return [
         f"{key} was {was[key]!r} and is {asked[key]!r}" for key in keys if was[key] != asked[key]
     ]

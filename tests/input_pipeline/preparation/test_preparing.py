@@ -61,8 +61,8 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     assert [texts[min(int(name[:3]), 30)] for _, name in names] == train
 
     assert manifest == read_manifest(str(folder))
-    assert (manifest.schema_version, manifest.format) == (2, "array_record")
-    assert (manifest.dtype, manifest.chunk_length) == ("uint16", 8192)
+    assert (manifest.schema_version, manifest.format) == (2, "bin")
+    assert (manifest.dtype, manifest.chunk_length) == ("uint16", 1)
     assert "prepare_num_workers" not in manifest.options
     split = manifest.splits["train"]
     tokens = np.array(tokens_of(open_data(folder, tmp_path)))
@@ -85,7 +85,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     keys=st.sampled_from(
         [
             {}, {"add_bos": True}, {"add_eos": False, "prepare_minimum_tokens": 5},
-            {"prepare_separator_id": 7, "prepare_output_format": "bin"},
+            {"prepare_separator_id": 7, "prepare_output_format": "array_record"},
             {"prepare_minimum_tokens": 30},
         ]
     ),
@@ -278,11 +278,12 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
     # The same tokenizer, now named instead of trained.
     same = {"tokenizer_path": str(target / "tokenizer.json"), "tokenizer_vocab_size": 9999}
     made(options(corpus, **same), target, lines.append)
-    assert [line.startswith("Kept") for line in lines] == [True, True]
+    # Training reads the same from either format.
+    made(options(corpus, prepare_output_format="array_record"), target, lines.append)
+    assert [line.startswith("Kept") for line in lines] == [True, True, True]
     for keys, message in [
         ({"add_bos": True}, "add_bos was False and is True"),
         ({"tokenizer_vocab_size": 400}, "tokenizer_vocab_size was 300 and is 400"),
-        ({"prepare_output_format": "bin"}, "prepare_output_format was 'array_record'"),
         ({"prepare_minimum_tokens": 3}, "prepare_minimum_tokens was 0 and is 3"),
         ({"tokenizer_path": "bytes"}, "tokenizer"),
         ({"prepare_output_format": "tfrecord"}, "exists"),
