@@ -178,7 +178,7 @@ def open_with_retries(
 class RetryingReader:
     """The batches of a source in order, made ahead, from any step.
 
-    A failed read is tried again: what reads is given up, the file that failed is opened anew and
+    A failed read is tried again: what reads is given up, its files are opened anew and
     looked at, and reading begins at exactly the step that failed. Not for several threads at once.
 
     Attributes:
@@ -276,7 +276,7 @@ class RetryingReader:
         return f"{hint} The same command then goes on from the last checkpoint.".lstrip()
 
     def _look_again(self, path: str | None) -> None:
-        """Closes the file that failed, and proves that the data are the same.
+        """Closes all files, looks at the one that failed, and proves that the data are the same.
 
         Raises:
           UnreadableFile: it is still gone, or was cut short.
@@ -289,8 +289,8 @@ class RetryingReader:
             for one in self._opened:
                 for store in (one.data.store, one.data.labels):
                     if store is not None:
+                        storage.forget(store.files)
                         store.check([path] if path else [])
-                        storage.forget(store.files if path is None else [])
             if newest is not None:
                 self._compare(*newest)
 

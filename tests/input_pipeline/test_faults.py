@@ -106,6 +106,7 @@ def test_other_data_of_the_same_name_are_refused(kept, longer):
     def replace():
         for file in files:
             content = file.read_bytes()
+            file.unlink()  # so that one who keeps it open goes on reading the old one
             file.write_bytes(content[::-1] + b"more" * longer)
 
     iterator = opened(folder, keys | {"data_read_retries": 2})

@@ -99,14 +99,13 @@ class TokenStore:
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
     def check(self, paths: Sequence[str]) -> None:
-        """Closes some of the files and looks at their sizes, after a read failed.
+        """Looks at the sizes of some of the files after a read failed.
 
         Raises:
           UnreadableFile: one is gone.
           UserError: one is longer; reading tells what was cut short.
         """
         known = {path: number for number, path in enumerate(self.files)}
-        storage.forget(paths)
         for path in paths:
             if path not in known:
                 continue
