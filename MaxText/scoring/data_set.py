@@ -3,7 +3,6 @@
 Legend: B rows, T tokens of a window, V vocab_size.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.configuration.data_sections import Data
 from MaxText.configuration.schema import Config
-from MaxText.errors import UserError
 from MaxText.inference.trained_model import Show, TrainedModel
-from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.iterator import EvalBatches
-from MaxText.input_pipeline.loader import eval_loader
-from MaxText.input_pipeline.retry import RetryLog, RetryPolicy
-from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
-from MaxText.input_pipeline.sequences.order import OrderedWindows, WindowOrder
-from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.sequences.windows import Cutting
+from MaxText.input_pipeline.run_batches import OpenedSource, open_source_batches
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
@@ -66,7 +55,7 @@ def make_score_step(
 
 def score_data_set(
     trained: TrainedModel,
-    opened: Sequence[sources.OpenedSource],
+    opened: Sequence[OpenedSource],
     text_bytes: TextBytes,
     config: Config,
     show: Show = print,
@@ -74,7 +63,7 @@ def score_data_set(
     """Scores every source.
 
     Args:
-      opened: the data sets, as sources.open_sources gives them; none for random tokens.
+      opened: the data sets, as open_eval_sources gives them; none for random tokens.
       text_bytes: what the targets of a source spell.
       config: the keys of data, masking, evaluation and scoring, and of batches.
       show: takes lines about what is done.
@@ -83,24 +72,7 @@ def score_data_set(
       UserError: batches that the devices do not divide, or data that cannot be read so.
     """
     scorer = _Scorer(trained, config, text_bytes, show)
-    if not opened:
-        return [scorer.score("random tokens", None, scorer.batches(config.data))]
-    scores = []
-    for source in opened:
-        if config.scoring.eval_stride == -1:
-            batches = scorer.batches(_only(config.data, source.entry))
-        else:
-            batches = scorer.sliding(source)
-        scores.append(scorer.score(source.entry.location, source, batches))
-    return scores
-
-
-def _only(data: Data, entry: sources.Entry) -> Data:
-    """The keys about data with one source of several."""
-    named: Any = entry.location
-    if entry.key == "dataset_mix":
-        named = ((entry.location, entry.stitch, entry.sampling, entry.weight),)
-    return data.model_copy(update={entry.key: named})
+    return [scorer.score(source) for source in opened or [None]]
 
 
 class _Scorer:
@@ -120,66 +92,18 @@ class _Scorer:
         )
         self._compiled: dict[Any, Any] = {}
 
-    def batches(self, data: Data) -> EvalBatches:
-        """As train.py evaluates: windows side by side."""
-        return eval_loader(
-            data,
-            eval_steps=self._config.evaluation.eval_steps,
-            max_target_length=self._shape.max_target_length,
-            vocab_size=self._shape.vocab_size,
-            global_batch_size=self._rows,
-            masking=self._config.masking,
-            preparation=self._config.preparation,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+    def score(self, source: OpenedSource | None) -> SourceScore:
+        """Reads all batches of a source. Sums are added in double precision, one batch late."""
+        name = "random tokens" if source is None else source.entry.location
+        batches = open_source_batches(
+            self._config,
+            source,
+            rows=self._rows,
+            stride=self._config.scoring.eval_stride,
+            part=jax.process_index(),
+            parts=jax.process_count(),
             show=self._show,
         )
-
-    def sliding(self, source: sources.OpenedSource) -> EvalBatches:
-        """Windows that move on by eval_stride targets.
-
-        Raises:
-          UserError: records with labels, whose targets are not the text that goes on; or documents
-            that have nothing to predict.
-        """
-        data, length = self._config.data, self._shape.max_target_length
-        name = f"{source.entry.key}={source.entry.location}"
-        if source.data.labels is not None:
-            raise UserError(
-                f"{name} has labels, whose windows are as they were written: "
-                f"eval_stride={self._config.scoring.eval_stride} cannot move them. Leave "
-                "eval_stride=-1."
-            )
-        cutting = Cutting(length, data.attend_across_documents, data.zero_loss)
-        windows = SlidingWindows(source.data, cutting, self._config.scoring.eval_stride)
-        if len(windows) == 0:
-            raise UserError(
-                f"{name}: no document has two tokens, so there is nothing to predict within one. "
-                "Set attend_across_documents=true to score them as one text."
-            )
-        rows = OrderedWindows(windows, WindowOrder(len(windows), 0, False, 1), 0)
-        limit = self._config.evaluation.eval_steps
-        known = source.data.largest_id is not None
-        batches = GlobalBatch(
-            rows,
-            BatchPlan.constant(self._rows, length),
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            num_steps=sys.maxsize if limit == -1 else limit,
-            largest_id=None if known else self._shape.vocab_size - 1,
-        )
-        return EvalBatches(
-            batches,
-            windows.has_documents,
-            [source],
-            RetryPolicy.of(data),
-            RetryLog(self._show),
-        )
-
-    def score(
-        self, name: str, source: sources.OpenedSource | None, batches: EvalBatches
-    ) -> SourceScore:
-        """Reads all batches of a source. Sums are added in double precision, one batch late."""
         of_ids = self._text_bytes.of_ids(source)
         tables = self._placed_tables(of_ids)
         objective = self._trained.model.section.objective
@@ -247,7 +171,7 @@ def _add(sums: dict[str, Any], new: Sums | None) -> None:
         sums[name] += float(value) if name == "nats" else int(value)
 
 
-def _facts(source: sources.OpenedSource | None, num_bad: int) -> dict[str, Any]:
+def _facts(source: OpenedSource | None, num_bad: int) -> dict[str, Any]:
     if source is None:
         return {}
     data = source.data

@@ -21,7 +21,7 @@ from MaxText.scoring.tasks import read_tasks, run_tasks
 from MaxText.scoring.text_bytes import TextBytes
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.run_batches import OpenedSource
 
 
 def evaluate(loaded: Loaded, show: Show = print) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _open_data_set(asked: request.Request, weights: str, show: Show) -> _DataSet
     Raises:
       UserError: data that are not there or do not fit; or tokenizer_path was typed and is none.
     """
-    from MaxText.input_pipeline import data_sources as sources  # its order of windows imports jax
+    from MaxText.input_pipeline.run_batches import open_eval_sources  # imports jax
 
     config, tokenizer = asked.config, None
     preparation = config.preparation
@@ -131,22 +131,9 @@ def _open_data_set(asked: request.Request, weights: str, show: Show) -> _DataSet
             "add_bos": preparation.add_bos or bool(tokenizer.prefix),
         }
         config = config.model_copy(update={"preparation": preparation.model_copy(update=chosen)})
-    split = config.data.eval_split
     sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
-    text_bytes = TextBytes(split, config.masking.mlm_training, of_model)
-    if config.data.dataset_type == "synthetic":
-        return _DataSet(config, [], text_bytes, sha256)
-    opened = sources.open_sources(
-        config.data,
-        config.preparation,
-        sources.eval_entries(config.data),
-        split,
-        length=config.model.shape.max_target_length,
-        vocab_size=config.model.shape.vocab_size,
-        num_samples=None,
-        for_training=False,
-        show=show,
-    )
+    text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
+    opened = open_eval_sources(config, show)
     for source in opened:
         if warning := text_bytes.mismatch(source):
             show(warning)

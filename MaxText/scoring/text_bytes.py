@@ -11,7 +11,7 @@ from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from MaxText.scoring.bytes_of_ids import IdBytes, NotExact, bytes_of_ids
 
 if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenedSource
+    from MaxText.input_pipeline.run_batches import OpenedSource
 
 # Of the ids of two tokenizers, how many may be spelled differently where both are the same one in
 # files of different kinds: a token of part of a character, or of a space, has no spelling alone.
