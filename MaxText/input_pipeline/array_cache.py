@@ -99,7 +99,8 @@ def _load(folder: Path) -> Arrays | None:
         lengths = json.loads((folder / _LENGTHS_NAME).read_text(encoding="utf-8"))
         arrays = Arrays(folder)
         if all(len(arrays[name]) == length for name, length in lengths.items()):
-            os.utime(folder)  # see delete_unused
+            with contextlib.suppress(OSError):  # the cache may be read-only
+                os.utime(folder)  # see delete_unused
             return arrays
     except (FileNotFoundError, NotADirectoryError):
         return None

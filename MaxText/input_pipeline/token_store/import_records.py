@@ -12,6 +12,7 @@ Reading and checking every byte of such files once is needed anyway; after it ba
 flat files, whatever the format was. Imports no jax.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -136,7 +137,8 @@ def import_records(
             if is_transient(error, remote=any(storage.is_url(file.path) for file in files)):
                 raise
             raise unwritable(cache_dir, error) from error
-    os.utime(folder)  # see delete_unused
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        os.utime(folder)  # see delete_unused
     for message in imported.skipped:
         show(message)
     return imported
