@@ -175,7 +175,9 @@ def measure_writing(folder: pathlib.Path) -> None:
                 writer.add(ids[start:stop], 0, "text", row)
             (parts / "train").mkdir()
             write_split(
-                SplitPlan(parts, (writer.finish(),), parts / "train", VOCAB_SIZE, file_format)
+                SplitPlan(
+                    parts, (writer.finish(),), parts / "train", VOCAB_SIZE, dtype, file_format
+                )
             )
 
     costs = {
