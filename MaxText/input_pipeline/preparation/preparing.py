@@ -131,7 +131,6 @@ def prepare(
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     manifest_name = manifest_name_of(preparation)
-
     digest_path = digest_path_of(corpus, cache_dir)
 
     def keep_it() -> Manifest:
@@ -276,8 +275,9 @@ def _tokenizer(
     else:
         tokenizer = _given_tokenizer(preparation)
         surveys, sample = [], _first_texts(corpus)
+    fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
-        show(f"tiktoken gives other ids on this text: encoding with {tokenizer.engine}, slower")
+        show(f"{fast} gives other ids on this text: encoding with {tokenizer.engine}, slower")
     return tokenizer, surveys
 
 
@@ -292,7 +292,7 @@ def _is_trained(preparation: Preparation) -> bool:
 
 def _given_tokenizer(preparation: Preparation) -> TextTokenizer:
     if _is_text(preparation):
-        return load_tokenizer("bytes")
+        return load_tokenizer("", "byte")
     return load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
 
 

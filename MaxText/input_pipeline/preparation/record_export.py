@@ -150,7 +150,8 @@ def _shape(preparation: Preparation) -> RecordShape:
     is_text = preparation.prepare_output_format in TEXT_FORMATS
     file_format = preparation.prepare_output_format.removeprefix("text_")
     assert file_format in ("tfrecord", "array_record", "parquet"), file_format
-    if preparation.prepare_record == "strided":
+    kind = "text" if is_text else preparation.prepare_record
+    if kind == "strided":
         if file_format != "parquet":
             raise UserError(
                 f"prepare_record=strided is written as parquet, and prepare_output_format is "
@@ -166,7 +167,7 @@ def _shape(preparation: Preparation) -> RecordShape:
                 )
     return RecordShape(
         file_format=file_format,
-        kind="text" if is_text else preparation.prepare_record,
+        kind=kind,
         field=_TEXT_FIELD if is_text else preparation.prepare_field or _DEFAULT_FIELDS[file_format],
         chunk_length=preparation.prepare_chunk_length,
         min_length=preparation.prep_min_length,
