@@ -1,10 +1,17 @@
 """A train state of a few kilobytes with the structures that real optimizers have."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from MaxText.checkpointing.manager import Checkpoints
+from MaxText.checkpointing.starting_point import Start, restore_or_initialize
+from MaxText.configuration.training_sections import Checkpoint
 from MaxText.training.state import TrainState
 
 CONFIG = {"base_emb_dim": 8, "opt_type": "adamw", "steps": 10, "mlp_activations": ("silu",)}
@@ -53,3 +60,20 @@ def assert_bit_equal(got: TrainState, wanted: TrainState) -> None:
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def start(
+    folder: Path,
+    section: Checkpoint | None = None,
+    state: TrainState | None = None,
+    config: Mapping[str, Any] = CONFIG,
+    initialize: Callable[[], TrainState] | None = None,
+) -> tuple[Start, list[str]]:
+    """Starts a run with checkpoints in `folder`: (Start, printed lines)."""
+    section, lines = section or Checkpoint(), []
+    state = fresh_state() if state is None else state
+    checkpoints = Checkpoints(folder / "checkpoints", section)
+    result = restore_or_initialize(
+        checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append
+    )
+    return result, lines

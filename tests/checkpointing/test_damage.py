@@ -22,7 +22,7 @@ from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.conversion.stored_arrays import StoredArrays
 from MaxText.errors import UserError
-from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state
+from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state, start
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -39,15 +39,6 @@ def little_to_look_at():
 def collected():
     yield
     gc.collect()
-
-
-def start(folder, section=None):
-    lines, section = [], section or Checkpoint()
-    result = restore_or_initialize(
-        Checkpoints(folder / "checkpoints", section), section, abstract(fresh_state()), fresh_state,
-        CONFIG, lines.append,
-    )  # fmt: skip
-    return result, "\n".join(lines)
 
 
 def contents(folder):
@@ -112,9 +103,9 @@ def test_truncated_arrays(run, kept, tmp_path):
     for path in (run / "checkpoints" / "4" / "items").rglob("d/*"):
         os.truncate(path, path.stat().st_size // 2)
     before = contents(run)
-    result, text = start(run)
+    result, lines = start(run)
     assert_bit_equal(result.state, kept[2])
-    assert "step 4" in next(line for line in text.splitlines() if "warning:" in line)
+    assert "step 4" in next(line for line in lines if "warning:" in line)
     # A path that the user names is never replaced by an older step.
     with pytest.raises(UserError, match=r"^load_full_state_path"):
         start(tmp_path / "new", Checkpoint(load_full_state_path=str(run)))
@@ -149,10 +140,10 @@ def silently_damaged(run, tmp_path):
 
 def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path):
     run, name = silently_damaged
-    result, text = start(run)
+    result, lines = start(run)
     assert result.first_step == 3
     assert_bit_equal(result.state, kept[2])
-    assert f"step 4: params/{name}: float32[" in text
+    assert f"step 4: params/{name}: float32[" in "\n".join(lines)
     for key in ("load_full_state_path", "load_parameters_path"):
         with pytest.raises(UserError, match=rf"{key}: .*params/{name}: float32"):
             start(tmp_path / "new", Checkpoint(**{key: str(run)}))
@@ -174,9 +165,9 @@ def test_a_checkpoint_without_checksums_is_taken_with_a_note(run, kept):
     content = json.loads(path.read_text())
     del content["integrity"]
     path.write_text(json.dumps(content))
-    result, text = start(run)
+    result, lines = start(run)
     assert_bit_equal(result.state, kept[4])
-    assert text.count("without checksums") == 1
+    assert "\n".join(lines).count("without checksums") == 1
 
 
 # --- Storage that fails -----------------------------------------------------------------------

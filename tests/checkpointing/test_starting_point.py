@@ -8,31 +8,18 @@ import pytest
 
 from MaxText.checkpointing.manager import Checkpoints
 from MaxText.checkpointing.matching import checkpoint_metadata
-from MaxText.checkpointing.starting_point import restore_or_initialize
 from MaxText.configuration.training_sections import Checkpoint
 from MaxText.errors import UserError
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import (
     CONFIG,
-    abstract,
     assert_bit_equal,
     fresh_state,
     on_host,
     optimizer,
+    start,
     update,
 )
-
-
-def start(folder, section=None, state=None, config=CONFIG, initialize=None):
-    """Starts a run with checkpoints in `folder`: (Start, printed lines)."""
-    section = section or Checkpoint()
-    state = fresh_state() if state is None else state
-    lines = []
-    checkpoints = Checkpoints(folder / "checkpoints", section)
-    result = restore_or_initialize(
-        checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append
-    )
-    return result, lines
 
 
 def with_sgd():

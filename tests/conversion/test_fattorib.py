@@ -11,11 +11,11 @@ from flax.serialization import msgpack_serialize
 from safetensors.numpy import load_file
 
 from MaxText.conversion import request
-from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import nested
 from MaxText.errors import UserError
+from tests.checkpointing.growing import by_name
 from tests.conversion.golden_models import of_fattorib
-from tests.conversion.running import run
+from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import same_bits, write
 
 ALIBI, SGU = of_fattorib("alibi_fused_h4"), of_fattorib("sgu_headqk_sequential_h4")
@@ -72,11 +72,7 @@ def test_a_run_becomes_a_state_dict_and_comes_back(here):
     head = {"lm_head.weight": exported["wte.weight"]}
     write(here / "theirs", config_json, renamed | buffers | head)
     run("from=hf:theirs", "to=again")
-    first, again = RunWeights("run"), RunWeights("again")
-    same_bits(
-        {name: again.read(name) for name in again.model.parameters},
-        {name: first.read(name) for name in first.model.parameters},
-    )
+    same_bits(*(by_name(parameters_in_run(name)) for name in ("again", "run")))
 
 
 def test_sequential_blocks_and_learned_positions(here):

@@ -8,11 +8,12 @@ import pytest
 
 from MaxText.configuration.loading import load
 from MaxText.conversion.importing import FolderWeights
-from MaxText.conversion.stored_arrays import RunWeights
 from MaxText.conversion.weights import model_of, nested
 from MaxText.errors import UserError
+from tests.checkpointing.growing import by_name
 from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree
-from tests.conversion.running import names, run
+from tests.conversion.running import names, parameters_in_run, run
+from tests.conversion.small_folders import same_bits
 
 KEYS = ("base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
         "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=40",
@@ -74,9 +75,7 @@ def test_llama(arguments, place, nesting, how, scaling, here):
     save_tree(here / "theirs" / place, tree | {"step": np.int32(8)})
     said = run(*KEYS, *arguments, "from=maxtext:theirs", "to=run")
     assert f"query_scaling={scaling}" in said
-    weights = RunWeights("run")
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
+    same_bits(by_name(parameters_in_run("run")), arrays)
 
 
 def test_llama31_pairs_neighbours(here):
@@ -90,8 +89,7 @@ def test_llama31_pairs_neighbours(here):
         for name, value in weights.keys.items()
     ]
     run(*keys, "from=maxtext:theirs", "to=run")
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(RunWeights("run").read(name), array, err_msg=name)
+    same_bits(by_name(parameters_in_run("run")), arrays)
 
 
 def test_gpt3(here):
@@ -102,9 +100,7 @@ def test_gpt3(here):
              ("pre_mlp_layer_norm", "mlp/mlp_layer_norm"))  # fmt: skip
     save_tree(here / "theirs", {"params": {"params": in_their_tree(arrays, *norms)}})
     assert "query_scaling=model" in run(*keys, "from=maxtext:theirs", "to=run")
-    weights = RunWeights("run")
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(weights.read(name), array, err_msg=name)
+    same_bits(by_name(parameters_in_run("run")), arrays)
     with pytest.raises(UserError, match="normalization_zero_centered=true"):
         run(*keys[:-1], "from=maxtext:theirs", "to=other")
 

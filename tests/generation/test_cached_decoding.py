@@ -10,7 +10,7 @@ from MaxText.generation.engine import Engine
 from MaxText.generation.token_choice import Choice
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, make_mesh
+from MaxText.parallelism.mesh import make_layout
 from tests.small_models import tiny_config
 
 
@@ -68,7 +68,7 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
         lambda x: x + 0.05 * generator.normal(size=x.shape).astype(np.float32),
         jax.jit(model.initialize)(jax.random.key(0)),
     )
-    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    layout = make_layout(config.mesh, jax.devices()[:1])
     engine = Engine(model, params, layout, Choice(temperature=0))
 
     def capacities_of(sequences):

@@ -13,7 +13,7 @@ from MaxText.generation.engine import Engine
 from MaxText.generation.generating import Limits, generate
 from MaxText.generation.token_choice import Choice
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, make_mesh
+from MaxText.parallelism.mesh import make_layout
 from tests.generation.test_cached_decoding import whole_logits
 from tests.small_models import some_quick, tiny_config
 
@@ -26,7 +26,7 @@ def small():
     config = tiny_config("llama2", max_target_length=WINDOW, weight_init="normal", init_std=0.5)
     model = Model(config.model)
     params = jax.jit(model.initialize)(jax.random.key(0))
-    layout = Layout(make_mesh(config.mesh, jax.devices()[:1]), config.mesh.logical_axis_rules)
+    layout = make_layout(config.mesh, jax.devices()[:1])
     engine = functools.cache(lambda choice: Engine(model, params, layout, choice))
     return model, params, layout, engine
 

@@ -10,7 +10,7 @@ import numpy as np
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import Layout, make_mesh
+from MaxText.parallelism.mesh import make_layout
 from tests.small_models import tiny_config
 
 
@@ -19,9 +19,7 @@ def tiny_trained(
 ) -> TrainedModel:
     """Random weights, large enough that the distributions are far from even."""
     config = tiny_config(decoder_block, **({"per_device_batch_size": 4} | keys))
-    layout = Layout(
-        make_mesh(config.mesh, devices or jax.devices()[:1]), config.mesh.logical_axis_rules
-    )
+    layout = make_layout(config.mesh, devices or jax.devices()[:1])
     model = Model(config.model)
     abstract = layout.abstract_state(model.initialize, model.parameters)
     params = layout.draw_state(model.initialize, abstract, seed=0)

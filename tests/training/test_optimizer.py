@@ -11,6 +11,7 @@ import pytest
 from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer, per_parameter
 from MaxText.training.schedule import learning_rate_schedule
+from tests.checkpointing.growing import by_name
 from tests.small_models import tiny_config
 
 RATE = 0.01
@@ -31,13 +32,6 @@ def optimizer_of(block="llama2", only=None, **keys):
         parameters = {only: parameters[only]}
     schedule = learning_rate_schedule(config.schedule)
     return make_optimizer(config.optimizer, schedule, parameters), parameters
-
-
-def by_name(tree):
-    return {
-        "/".join(entry.key for entry in path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def steps_of(gradients, **keys):
