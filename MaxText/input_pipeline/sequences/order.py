@@ -104,24 +104,20 @@ class WindowOrder:
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         """Windows of `rows` (int64 [B]), EMPTY past the last epoch."""
-        return np.array([self._window(row) for row in rows.tolist()], np.int64)
-
-    def _window(self, row: int) -> int:
-        if row >= self.num_rows:
-            return EMPTY
-        epoch, place = divmod(row, self._num_windows)
-        if not self._shuffle:
-            return place
-        seed = _epoch_seed(self._seed, epoch)
-        first, size = 0, self._num_windows
-        if self._groups is not None:
-            group = int(np.searchsorted(self._groups, place, side="right")) - 1
-            first = int(self._groups[group])
-            size = int(self._groups[group + 1]) - first
-        # Groups of one size get orders of their own.
-        return first + index_shuffle(
-            place - first, max_index=size - 1, seed=(seed + first) % 2**32, rounds=_ROUNDS
-        )
+        epochs, windows = np.divmod(rows, self._num_windows)
+        if self._shuffle:
+            first, sizes = np.zeros_like(rows), np.full_like(rows, self._num_windows)
+            if self._groups is not None:
+                group = np.searchsorted(self._groups, windows, side="right") - 1
+                first, sizes = self._groups[group], np.diff(self._groups)[group]
+            seeds = np.array([_epoch_seed(self._seed, epoch) for epoch in epochs.tolist()])
+            # Groups of one size get orders of their own.
+            seeds = (seeds + first) % 2**32
+            places = zip(
+                (windows - first).tolist(), (sizes - 1).tolist(), seeds.tolist(), strict=True
+            )
+            windows = first + [index_shuffle(*place, _ROUNDS) for place in places]
+        return np.where(rows < self.num_rows, windows, EMPTY)
 
 
 @functools.lru_cache(maxsize=64)

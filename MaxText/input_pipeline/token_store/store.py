@@ -170,12 +170,13 @@ class TokenStore:
         ids, width = np.empty(total, self._dtype), self._dtype.itemsize
         files = np.searchsorted(self._first, starts, side="right") - 1
         sizes = stops - starts
-        if total and np.all(sizes == sizes[0]) and np.all(stops <= self._first[files + 1]):
-            # Rows of one length that lie in one file each, as nearly always.
+        if total and sizes.all() and np.all(stops <= self._first[files + 1]):
+            # Each lies in one file, as nearly always.
             paths = [self.files[file] for file in files.tolist()]
             offsets = (starts - self._first[files]) * width
-            rows = ids.reshape(len(sizes), -1)
-            storage.read_ranges(paths, offsets.tolist(), list(rows))
+            ends = np.cumsum(sizes)
+            parts = [ids[i:j] for i, j in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+            storage.read_ranges(paths, offsets.tolist(), parts)
             return ids
         paths, offsets, parts, at = [], [], [], 0
         for file, start, stop in zip(files.tolist(), starts.tolist(), stops.tolist(), strict=True):
