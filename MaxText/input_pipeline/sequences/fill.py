@@ -56,7 +56,7 @@ def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.n
     if np.all(rows[1:] > rows[:-1]) and len(filled) == 1:
         return filled[0]
     order = np.argsort(rows)
-    return {name: np.concatenate([one[name] for one in filled])[order] for name in filled[0]}
+    return {name: _concatenated([one[name] for one in filled])[order] for name in filled[0]}
 
 
 def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:

@@ -159,7 +159,8 @@ class OrderedWindows:
     def pieces(self, places: np.ndarray, rows: np.ndarray) -> Piecewise:
         """What rows are made of: `places` are their numbers here, `rows` those in the batch."""
         windows = self.order[places]
-        spans = self.windows.spans(windows, random_words(self.seed, places))
+        draws = random_words(self.seed, places) if self.windows.random else places
+        spans = self.windows.spans(windows, draws)
         return Piecewise(self.windows, rows, spans, self.windows.without_weight(spans, windows))
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -68,12 +68,14 @@ class Windows(abc.ABC):
         fills n - 1 places on its own.
       has_documents: whether rows carry positions and segments.
       has_own_order: whether windows come in an order that shuffling must not change.
+      random: whether `spans` looks at its random numbers.
       padding_share: of the positions of all windows, those without a target because nothing is
         packed; 0 where documents are.
     """
 
     joined = True
     has_own_order = False
+    random = False
     padding_share = 0.0
 
     def __init__(self, data: TokenData, cutting: Cutting):
@@ -101,7 +103,7 @@ class Windows(abc.ABC):
 
         Args:
           windows: int64 [B], indices in [0, len) or EMPTY.
-          draws: uint64 [B], a random number for each row.
+          draws: uint64 [B], a random number for each row; anything where `random` is False.
         """
 
     @abc.abstractmethod
@@ -261,11 +263,11 @@ class StitchedWindows(Windows):
     def __init__(self, data: TokenData, cutting: Cutting, stitch: int, random: bool):
         super().__init__(data, cutting)
         self._stitch = stitch
-        self._random = random
+        self.random = random
 
     @property
     def description(self) -> str:
-        place = "a random place" if self._random else "the beginning"
+        place = "a random place" if self.random else "the beginning"
         return f"a window from {place} of {self._stitch} documents"
 
     def __len__(self) -> int:
@@ -277,7 +279,7 @@ class StitchedWindows(Windows):
         first = windows[rows] * self._stitch
         last = np.minimum(first + self._stitch, len(offsets) - 1)
         starts, ends = np.asarray(offsets[first]), np.asarray(offsets[last])
-        if self._random:
+        if self.random:
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
             starts = starts + (draws[rows] % places).astype(np.int64)
         stops = np.minimum(starts + self.length + 1, ends)
