@@ -7,7 +7,8 @@ Rates are per CPU second of all processes and threads, so that they hold for any
 and per second of wall time. The limits: fastokens' own call on the same texts, numpy writing the
 same ids, numpy reading the same places from a mapped file. The peers of the whole loader: plain
 Grain datasets over the same file and over ArrayRecord files with one record per row, read a batch
-at a time. Aims: preparing is 3 times as fast as the tokenizers library, the loader as the best peer.
+at a time. Aims: preparing is 3 times as fast as the tokenizers library, the loader as fast as the
+best peer.
 """
 
 import argparse
@@ -143,7 +144,8 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     costs = {name: Cost(*map(min, zip(*(r[name] for r in rounds), strict=True))) for name in runs}
     for output_format in ("bin", "array_record"):
         prepared(output_format, trained, output_format, 0)
-    show_rates("Text to ids (aim: prepare .bin at 3 times tokenizers)", "MB", num_bytes / 1e6, costs)
+    title = "Text to ids (aim: prepare .bin at 3 times tokenizers)"
+    show_rates(title, "MB", num_bytes / 1e6, costs)
 
 
 def read_ids(folder: pathlib.Path) -> np.ndarray:
