@@ -101,24 +101,23 @@ def slice_of_text(folder: pathlib.Path) -> str:
 
 
 def measure_encoding(source: str, folder: pathlib.Path) -> None:
-    """Text to ids, and to a data set; leaves `trained`, `bin` and `array_record` in `folder`."""
+    """Text to ids, and to a data set; leaves `trained` and `bin` in `folder`."""
     import fastokens
 
     from MaxText.input_pipeline.preparation.preparing import prepare
     from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
-    def prepared(output_format: str, tokenizer_path: str, name: str, workers: int) -> None:
+    def prepared(tokenizer_path: str, name: str, workers: int) -> None:
         keys = Preparation(
             prepare_source=source,
             tokenizer_path=tokenizer_path,
             tokenizer_vocab_size=VOCAB_SIZE,
-            prepare_output_format=output_format,  # pyright: ignore[reportArgumentType]
             prepare_num_workers=workers,
         )
         prepare(keys, str(folder / name), show=lambda line: None)
 
     trained = str(folder / "trained")
-    training = cost_of(lambda: prepared("bin", "", "trained", 0))
+    training = cost_of(lambda: prepared("", "trained", 0))
     texts = text_of(source)
     num_bytes = sum(len(text.encode()) for text in texts)
     print(f"{num_bytes / 1e6:.1f} MB of text in {len(texts):,} documents, {os.cpu_count()} cores")
@@ -128,66 +127,32 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
     engine = fastokens.Tokenizer.from_file(f"{trained}/tokenizer.json")
     names = (f"attempt-{number}" for number in itertools.count())
 
-    def prepare_as(output_format: str, workers: int) -> Callable[[], None]:
-        return lambda: prepared(output_format, trained, next(names), workers)
+    def prepare_with(workers: int) -> Callable[[], None]:
+        return lambda: prepared(trained, next(names), workers)
 
     runs: dict[str, Callable[[], Any]] = {
         "fastokens alone, encode_batch_flat": lambda: engine.encode_batch_flat(texts),
         "tokenizers": lambda: tokenizer.encode_by_definition(texts),
         "our encode": lambda: tokenizer.encode(texts),
-        "prepare .bin, a process per core": prepare_as("bin", 0),
-        "prepare .bin, 1 process": prepare_as("bin", 1),
-        "prepare array_record, a process per core": prepare_as("array_record", 0),
+        "prepare .bin, a process per core": prepare_with(0),
+        "prepare .bin, 1 process": prepare_with(1),
     }
     # In turn, so that all see the machine at its best once.
     rounds = [{name: cost_of(run) for name, run in runs.items()} for _ in range(ROUNDS)]
     costs = {name: Cost(*map(min, zip(*(r[name] for r in rounds), strict=True))) for name in runs}
-    for output_format in ("bin", "array_record"):
-        prepared(output_format, trained, output_format, 0)
+    prepared(trained, "bin", 0)
     title = "Text to ids (aim: prepare .bin at 3 times tokenizers)"
     show_rates(title, "MB", num_bytes / 1e6, costs)
 
 
-def read_ids(folder: pathlib.Path) -> np.ndarray:
-    """All ids of the training split of a .bin data set."""
-    files = sorted((folder / "train").glob("*.bin"))
-    return np.concatenate([np.fromfile(file, "<u2") for file in files])
-
-
-def measure_writing(folder: pathlib.Path) -> None:
-    """Ids to files."""
-    from MaxText.input_pipeline.preparation.part_files import PartWriter
-    from MaxText.input_pipeline.preparation.token_writer import FileFormat, SplitPlan, write_split
-
-    ids = read_ids(folder / "bin")
-    dtype = np.dtype("<u2")
-    offsets = np.load(folder / "bin" / "train" / "document_offsets.npy")
-
-    def raw() -> None:
-        with (folder / "raw").open("wb") as file:
-            ids.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def written(file_format: FileFormat) -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            parts = pathlib.Path(place)
-            writer = PartWriter(parts, "part", dtype)
-            for row, (start, stop) in enumerate(itertools.pairwise(offsets)):
-                writer.add(ids[start:stop], 0, "text", row)
-            (parts / "train").mkdir()
-            write_split(
-                SplitPlan(
-                    parts, (writer.finish(),), parts / "train", VOCAB_SIZE, dtype, file_format
-                )
-            )
-
-    costs = {
-        "numpy.tofile and fsync": cost_of(raw),
-        "parts and .bin, with digests and counts": cost_of(lambda: written("bin")),
-        "parts and array_record": cost_of(lambda: written("array_record")),
-    }
-    show_rates("Ids to files", "M tokens", ids.size / 1e6, costs)
+def all_ids(folder: pathlib.Path) -> np.ndarray:
+    """Maps one file with all ids of the training split, for readers of a single array."""
+    path = folder / "all_ids"
+    if not path.exists():
+        with path.open("wb") as file:
+            for each in sorted((folder / "train").glob("*.bin")):
+                file.write(each.read_bytes())
+    return np.memmap(path, "<u2", mode="r")
 
 
 def open_store(folder: pathlib.Path) -> Any:
@@ -207,9 +172,7 @@ def open_store(folder: pathlib.Path) -> Any:
 
 def measure_random_reads(folder: pathlib.Path) -> None:
     """Windows of LENGTH + 1 tokens at random places, BATCH at a time, as int32."""
-    (file, *more) = sorted((folder / "bin" / "train").glob("*.bin"))
-    assert not more, "one file holds this text"
-    mapped = np.memmap(file, "<u2", mode="r")
+    mapped = all_ids(folder / "bin")
     generator = np.random.default_rng(0)
 
     def starts() -> np.ndarray:
@@ -247,7 +210,7 @@ def write_peer(folder: pathlib.Path, path: pathlib.Path) -> None:
         array_record_module,  # pyright: ignore[reportAttributeAccessIssue]
     )
 
-    ids = read_ids(folder / "bin")
+    ids = all_ids(folder / "bin")
     writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for row in ids[: ids.size // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1):
         writer.write(row.tobytes())
@@ -280,7 +243,7 @@ def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
     """Shuffled batches by Grain's MapDataset, a row of the mapped ids per element."""
     import grain
 
-    ids = np.memmap(next((folder / "train").glob("*.bin")), "<u2", "r")
+    ids = all_ids(folder)
     offsets = np.load(folder / "train" / "document_offsets.npy")
 
     def row(number: int) -> dict[str, Any]:
@@ -390,7 +353,6 @@ def measure_extremes(folder: pathlib.Path) -> None:
 
 
 STAGES: dict[str, Callable[[pathlib.Path], None]] = {
-    "write": measure_writing,
     "read": measure_random_reads,
     "load": measure_loader,
     "extremes": measure_extremes,

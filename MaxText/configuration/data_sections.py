@@ -207,9 +207,9 @@ class Preparation(Section):
         "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
     ] = key(
         "bin",
-        "bin, array_record: a data set for training, flat or in records with checksums. tfrecord, "
-        "parquet: token records as other programs read them. text_tfrecord, text_array_record: the "
-        "text itself as records.",
+        "bin (or array_record, an older name): a data set for training. tfrecord, parquet: token "
+        "records as other programs read them. text_tfrecord, text_array_record: the text itself "
+        "as records.",
     )
     prepare_record: Literal["documents", "chunks", "strided"] = key(
         "documents",

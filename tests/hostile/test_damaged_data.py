@@ -52,14 +52,14 @@ def _prepared(path: Path, documents: list[np.ndarray]) -> None:
 _CHECKED = {
     "a.tfrecord": token_files.write_tfrecord, "a.tfrecord.gz": _tfrecord_gz,
     "a.array_record": token_files.write_array_record,
-    "train/tokens-00000-of-00001.array_record": _prepared, "manifest.json": _prepared,
+    "train/tokens-00000.array_record": _prepared, "manifest.json": _prepared,
     "a.idx": _megatron, "a.parquet": token_files.write_parquet, "torch.tar": _tar_of_torch,
 }  # fmt: skip
 # Ids that were changed into other ids cannot be told from those that were written.
 _UNCHECKED = {
     "a.bin": _megatron, "stream.arrow": token_files.write_arrow,
     "file.arrow": lambda path, documents: token_files.write_arrow(path, documents, False),
-    "a.tar": token_files.write_tar, "train/tokens-00000-of-00001.bin": _prepared,
+    "a.tar": token_files.write_tar, "train/tokens-00000.bin": _prepared,
 }  # fmt: skip
 
 

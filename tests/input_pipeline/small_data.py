@@ -1,8 +1,10 @@
 """Small data sets of known ids, and the batches that training and evaluation read from them."""
 
+import contextlib
 import dataclasses
+import hashlib
 import itertools
-import tempfile
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,20 +13,18 @@ import numpy as np
 from MaxText.configuration.data_sections import Data
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import eval_loader, train_loader
-from MaxText.input_pipeline.preparation.part_files import PartWriter
-from MaxText.input_pipeline.preparation.token_writer import (
-    FileFormat,
-    SplitPlan,
-    narrowest_dtype,
-    write_split,
-)
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
+from MaxText.input_pipeline.preparation.token_shards import narrowest_dtype
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
     Manifest,
+    RecordFile,
     SourceEntry,
+    Split,
     TokenizerEntry,
+    unigram_entropy,
 )
 from MaxText.layers.batch import Batch
 
@@ -54,7 +54,7 @@ def write_data_set(
     vocab_size: int = VOCAB_SIZE,
     chunk_length: int = 64,
     records_per_file: int = 5,
-    file_format: FileFormat = "bin",
+    file_format: str = "bin",
 ) -> Manifest:
     """Writes documents as a data set whose small files make every boundary occur."""
     entries = {
@@ -81,19 +81,34 @@ def write_data_set(
 def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, file_format):
     """Document i is row i of numbers.txt and 3 bytes of text per id."""
     folder.mkdir(parents=True)
-    dtype = np.dtype(narrowest_dtype(vocab_size)).newbyteorder("<")
-    with tempfile.TemporaryDirectory() as name:
-        parts_folder = Path(name)
-        writer = PartWriter(parts_folder, "part", dtype)
-        for row, document in enumerate(documents):
-            writer.add(document, 3 * len(document), "numbers.txt", row)
-        parts = (writer.finish(),)
-        return write_split(
-            SplitPlan(
-                parts_folder, parts, folder, vocab_size, dtype, file_format=file_format,
-                chunk_length=chunk_length, records_per_file=records_per_file,
-            )
-        )  # fmt: skip
+    ids = np.concatenate(documents).astype(narrowest_dtype(vocab_size))
+    offsets = np.cumsum([0, *map(len, documents)])
+    files = []
+    for number, at in enumerate(range(0, ids.size, chunk_length * records_per_file)):
+        of_file = ids[at : at + chunk_length * records_per_file]
+        path = folder / f"tokens-{number:05d}.{file_format}"
+        records = of_file.size
+        if file_format == "bin":
+            path.write_bytes(of_file.tobytes())
+        else:
+            chunks = [of_file[i : i + chunk_length] for i in range(0, of_file.size, chunk_length)]
+            with contextlib.closing(ArrayRecordWriter(path)) as writer:
+                for chunk in chunks:
+                    writer.write(chunk.tobytes())
+            records = len(chunks)
+        size = path.stat().st_size
+        files.append(
+            RecordFile(name=path.name, num_bytes=size, num_records=records, num_tokens=of_file.size)
+        )
+    np.save(folder / "document_offsets.npy", offsets)
+    np.save(folder / "document_rows.npy", np.arange(len(documents), dtype=np.int32))
+    (folder / "source_files.json").write_text(json.dumps([[0, "numbers.txt"]]))
+    return Split(
+        files=tuple(files), num_tokens=ids.size, num_documents=len(documents),
+        num_text_bytes=3 * ids.size, unigram_entropy=round(unigram_entropy(np.bincount(ids)), 6),
+        largest_id=int(ids.max()), tokens_sha256=hashlib.sha256(ids).hexdigest(),
+        offsets_sha256=hashlib.sha256(offsets.astype("<i8")).hexdigest(),
+    )  # fmt: skip
 
 
 def data_keys(folder: Path | str, **keys) -> Data:

@@ -1,32 +1,31 @@
-"""Encodes the units of a corpus with Apache Beam: the same work, the same bytes.
+"""Tokenization of the shards of a corpus on Apache Beam.
 
-Beam's workers need the corpus and the folder of the data set under the same paths as this machine
-has them (a shared file system), because finished units are files. Imports no jax.
+Beam's workers need the corpus and the staging folder under the same paths as this machine (a shared
+file system), because finished shards are files.
 """
 
 import functools
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation.unit_encoding import Encoding, EncodingJob, encode_unit
+from MaxText.input_pipeline.preparation.token_shards import ShardJob, Tokenization, tokenize_shard
 from MaxText.input_pipeline.sync import write_whole
 
 _REFUSED = ".refused"
 
 
-def encode_with_beam(encoding: Encoding, jobs: Sequence[EncodingJob], beam_options: str) -> None:
-    """Encodes all units; finished ones are in `encoding.folder` afterwards.
+def tokenize_with_beam(
+    tokenization: Tokenization, jobs: Sequence[ShardJob], beam_options: str
+) -> None:
+    """Tokenizes all shards.
 
     Args:
-      encoding: shared by all units.
-      jobs: the units.
-      beam_options: options as on Beam's command line, for example
+      beam_options: As on Beam's command line, for example
         `--direct_running_mode=multi_processing --direct_num_workers=2`.
 
     Raises:
-      UserError: Beam is not installed, or text is refused as by `encode_unit`.
+      UserError: Beam is not installed, or as `tokenize_shard`.
     """
     try:
         import apache_beam  # pyright: ignore[reportMissingImports]
@@ -38,26 +37,28 @@ def encode_with_beam(encoding: Encoding, jobs: Sequence[EncodingJob], beam_optio
             "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
             "install 'MaxText[beam]', or set prepare_runner=local."
         ) from error
-    for leftover in encoding.folder.glob(f"*{_REFUSED}"):
+    folder = tokenization.staging / "shards"
+    for leftover in folder.glob(f"*{_REFUSED}"):
         leftover.unlink()
     options = PipelineOptions(shlex.split(beam_options))
     with apache_beam.Pipeline(options=options) as pipeline:
         # Reshuffled: Beam would otherwise fuse everything into one piece of work.
         _ = (
             pipeline
-            | "Units" >> apache_beam.Create(list(jobs))
+            | "Shards" >> apache_beam.Create(list(jobs))
             | apache_beam.Reshuffle()
-            | "Encode" >> apache_beam.Map(functools.partial(_encode, encoding))
+            | "Tokenize" >> apache_beam.Map(functools.partial(_tokenize, tokenization))
         )
-    refused = sorted(encoding.folder.glob(f"*{_REFUSED}"))
+    refused = sorted(folder.glob(f"*{_REFUSED}"))
     if refused:
         raise UserError(refused[0].read_text(encoding="utf-8"))
 
 
-def _encode(encoding: Encoding, job: EncodingJob) -> int:
-    """Encodes a unit; what the user can mend goes into a file, for Beam would wrap and retry it."""
+def _tokenize(tokenization: Tokenization, job: ShardJob) -> int:
+    """Tokenizes a shard. User errors go to a file, because Beam would wrap and retry them."""
     try:
-        encode_unit(encoding, job, lambda done: None)
+        tokenize_shard(tokenization, job, lambda done: None)
     except UserError as error:
-        write_whole(Path(encoding.folder, f"{job.number:06d}{_REFUSED}"), str(error))
+        path = tokenization.staging / "shards" / f"{job.number:06d}{_REFUSED}"
+        write_whole(path, str(error))
     return job.number

@@ -1,13 +1,15 @@
-"""Turns text into a prepared data set, or into records for other programs: `prepare`.
+"""Preparation of text as a tokenized dataset, or as records for other programs.
 
-A folder appears under its name only when it is complete: everything is written into the hidden
-`.<name>.preparing` beside it, synced, and renamed at the end. A preparation that was killed goes on
-from there when the same command runs again. Imports no jax.
+A folder appears under its name only when it is complete. Everything is written to the hidden
+`.<name>.preparing` next to it, synced, and renamed at the end. A preparation that was killed
+resumes there when the same command runs again.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections import Counter
@@ -17,54 +19,49 @@ from typing import Any
 
 from MaxText.configuration.data_sections import Data, Preparation
 from MaxText.errors import UserError
+from MaxText.input_pipeline import sync
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus
-from MaxText.input_pipeline.preparation import building_lock, work_processes
-from MaxText.input_pipeline.preparation.building import (
-    BYTES_READ_WORTH_A_PROCESS,
-    Request,
+from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.preparation.job import (
+    READ_BYTES_PER_PROCESS,
     Workers,
     build_data_set,
 )
 from MaxText.input_pipeline.preparation.progress import show_progress
 from MaxText.input_pipeline.preparation.record_export import (
+    OPTIONS_OF_RECORDS,
+    RECORD_FORMATS,
     TEXT_FORMATS,
     damaged_files,
     export_records,
+    record_shape,
 )
-from MaxText.input_pipeline.preparation.survey import (
-    SAMPLED_UNITS,
-    SurveyJob,
-    SurveySettings,
-    UnitSurvey,
+from MaxText.input_pipeline.preparation.sampling import (
+    SAMPLED_SHARDS,
+    ReadJob,
+    ReadSettings,
+    ShardText,
     corpus_digest,
     join_samples,
+    read_shard,
     sampling_jobs,
-    survey_unit,
 )
-from MaxText.input_pipeline.preparation.unit_encoding import Recipe
-from MaxText.input_pipeline.preparation.unwritable import cannot_write
+from MaxText.input_pipeline.preparation.token_shards import Tokenization
 from MaxText.input_pipeline.storage import file_infos, is_url, local_path
-from MaxText.input_pipeline.sync import sync_file, write_whole
-from MaxText.input_pipeline.token_store.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    read_manifest,
-)
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.loading import TextTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.training import train_tokenizer
 
 Show = Callable[[str], None]
 
-_RECORD_FORMATS = ("tfrecord", "parquet", *TEXT_FORMATS)
-
-# Of records for other programs: the manifest of the data set that they were made from.
+# Next to records for other programs: the manifest of the dataset that they were made from.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
 
-# Text on which the engine that encodes is compared with the one that defines the ids.
+# Text on which the fast engine is compared with the one that defines the ids.
 _COMPARED_CHARACTERS = 500_000
 
-# Keys whose change makes another data set. Sources and tokenizer are compared by content instead.
+# Keys whose change makes another dataset. Sources and tokenizers are compared by content instead.
 _OPTIONS = (
     "tokenizer_vocab_size",
     "tokenizer_special_tokens",
@@ -79,19 +76,11 @@ _OPTIONS = (
 )
 _OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
 _OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
-_OPTIONS_OF_RECORDS = (
-    "prepare_record",
-    "prepare_field",
-    "prepare_chunk_length",
-    "prepare_num_shards",
-    "prepare_name",
-    "prep_min_length",
-    "prep_max_length",
-    "prep_stride",
-    "prep_ignore_label",
-)
-# Who does the work shows nowhere in a data set, its manifest included.
+# Keys that change nothing in a dataset, its manifest included.
 _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options"}
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def prepare(
@@ -102,57 +91,54 @@ def prepare(
     cache_dir: str | None = None,
     max_bad_records: int = 0,
 ) -> Manifest:
-    """Makes the data set `dataset_path`, or keeps it when it is already what is asked for.
+    """Makes the dataset `dataset_path`, or keeps it if it already is what is asked for.
 
-    When another process makes it just now, waits and keeps what that one made.
+    If another process is making it, waits and keeps the result.
 
     Args:
-      preparation: the keys about preparation.
-      dataset_path: folder to make, local or a URL.
-      show: takes lines about what was done.
-      cache_dir: data_cache_dir: where a data set that goes to a bucket is made first (None for its
-        default), and digests of texts are kept (None keeps none).
-      max_bad_records: bad rows and files of the text that are left out and counted.
+      dataset_path: Folder, local or a URL.
+      show: Takes lines about the progress.
+      cache_dir: data_cache_dir: a dataset for a bucket is staged there (None: its default), and
+        digests of texts are kept there (None: nowhere).
+      max_bad_records: Malformed rows and unreadable files of the text that are skipped.
 
     Returns:
-      The manifest of the data set, or of the one that records were made from.
+      The manifest of the dataset, or of the one that records were made from.
 
     Raises:
-      UserError: no readable text, an unusable tokenizer, or a folder in the way.
+      UserError: No readable text, an unusable tokenizer, or a folder in the way.
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     if is_url(dataset_path):
         from MaxText.input_pipeline.preparation.uploading import prepare_in_bucket
 
-        place = Path(cache_dir or Data().data_cache_dir).expanduser()
-        return prepare_in_bucket(preparation, dataset_path, place, show, max_bad_records)
+        staging = Path(cache_dir or Data().data_cache_dir).expanduser()
+        return prepare_in_bucket(preparation, dataset_path, staging, show, max_bad_records)
     folder = Path(local_path(dataset_path))
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-    manifest_name = manifest_name_of(preparation)
+    name = manifest_name_of(preparation)
     digest_path = digest_path_of(corpus, cache_dir)
 
     def keep_it() -> Manifest:
-        place = str(folder)
-        return keep(preparation, corpus, folder, manifest_name, digest_path, show, place=place)
+        return keep(preparation, corpus, folder, digest_path, show, place=str(folder))
 
-    if (folder / manifest_name).exists():
-        # Without the lock: the folder may be read-only.
-        return keep_it()
+    if (folder / name).exists():
+        return keep_it()  # without the lock: the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"dataset_path={dataset_path} exists and is no data set of the kind that is asked for. "
             "Choose another folder, or delete it."
         )
-    manifest = make_once(preparation, corpus, folder, manifest_name, keep_it, show)
-    _note_digest(digest_path, manifest.source.sha256)
+    manifest = make_once(preparation, corpus, folder, keep_it, show)
+    _save_digest(digest_path, manifest.source.sha256)
     return manifest
 
 
 def manifest_name_of(preparation: Preparation) -> str:
-    """The file that makes a folder what is asked for."""
-    is_records = preparation.prepare_output_format in _RECORD_FORMATS
+    """Returns the name of the file that is in a folder once it is complete."""
+    is_records = preparation.prepare_output_format in RECORD_FORMATS
     return _RECORDS_MANIFEST_NAME if is_records else MANIFEST_NAME
 
 
@@ -160,125 +146,116 @@ def make_once(
     preparation: Preparation,
     corpus: Corpus,
     folder: Path,
-    manifest_name: str,
     keep: Callable[[], Manifest],
     show: Show,
 ) -> Manifest:
-    """Makes a data set, or waits for another process that makes it.
+    """Makes a dataset, or waits for another process that makes it.
 
     Args:
-      preparation: the keys about preparation.
-      corpus: the text.
-      folder: to make; empty if it exists.
-      manifest_name: of the file in it by which it is known to be complete.
-      keep: called instead where it is complete once nobody else works on it.
-      show: takes lines about what was done.
-
-    Returns:
-      Its manifest, or what `keep` gives.
+      folder: Absent or empty.
+      keep: Returns the manifest if another process has completed it.
 
     Raises:
-      UserError: as `prepare`.
+      UserError: As `prepare`.
     """
-    building = folder.with_name(f".{folder.name}.preparing")
+    staging = folder.with_name(f".{folder.name}.preparing")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with building_lock.hold(folder.with_name(f".{folder.name}.lock"), show):
-            if (folder / manifest_name).exists():
-                # Left by a process that was killed after giving the folder its name.
-                shutil.rmtree(building, ignore_errors=True)
+        with sync.lock(folder.with_name(f".{folder.name}.lock"), show):
+            if (folder / manifest_name_of(preparation)).exists():
+                # Left by a process that was killed after it had renamed the folder.
+                shutil.rmtree(staging, ignore_errors=True)
                 return keep()
             try:
-                manifest = _make(preparation, corpus, building, show)
-                _finish(building, preparation, folder, show)
+                manifest = _make(preparation, corpus, staging, show)
+                _finish(staging, preparation, folder, show)
             except BaseException as error:
-                if not any((building / "parts").glob("*.json")):
-                    shutil.rmtree(building, ignore_errors=True)
-                elif building.exists():
+                if not any((staging / "shards").glob("*.json")):
+                    shutil.rmtree(staging, ignore_errors=True)
+                elif staging.exists():
                     first = "mend that, then " if isinstance(error, UserError) else ""
-                    show(
-                        f"Finished parts are kept in {building}: {first}run the same command again"
-                    )
+                    show(f"Finished parts are kept in {staging}: {first}run the same command again")
                 raise
     except OSError as error:
-        # Readers name what is wrong with the text, so this is about the folder.
+        # Readers name errors of the text themselves, so this one is about the folder.
         raise cannot_write(folder, error) from error
     show(f"Wrote {folder}")
     return manifest
 
 
-def _make(preparation: Preparation, corpus: Corpus, building: Path, show: Show) -> Manifest:
-    """Builds the data set in `building`."""
+def _make(preparation: Preparation, corpus: Corpus, staging: Path, show: Show) -> Manifest:
+    if preparation.prepare_output_format in RECORD_FORMATS:
+        record_shape(preparation)  # its errors come before the work
     num_processes = preparation.prepare_num_workers or num_cores()
     is_beam = preparation.prepare_runner == "beam"
     workers = Workers(num_processes, preparation.beam_options if is_beam else None)
-    tokenizer, surveys = _tokenizer(preparation, corpus, workers, show)
+    tokenizer, digests = _tokenizer(preparation, corpus, workers, show)
     is_text = _is_text(preparation)
     before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
-    is_array_record = preparation.prepare_output_format == "array_record"
-    request = Request(
-        corpus=corpus,
-        recipe=Recipe(
-            tokenizer=tokenizer,
-            before=before,
-            after=after,
-            seed=preparation.prepare_seed,
-            validation_fraction=preparation.validation_fraction,
-            fix_text=preparation.prepare_fix_text,
-            minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
-            is_text=is_text,
-        ),
-        file_format="array_record" if is_array_record else "bin",
-        options=_options(preparation),
-        expected_sha256={survey.number: survey.sha256 for survey in surveys},
+    tokenization = Tokenization(
+        staging=staging,
+        tokenizer=tokenizer,
+        before=before,
+        after=after,
+        seed=preparation.prepare_seed,
+        validation_fraction=preparation.validation_fraction,
+        fix_text=preparation.prepare_fix_text,
+        minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
+        is_text=is_text,
     )
-    return build_data_set(building, request, workers, show)
+    return build_data_set(corpus, tokenization, _options(preparation), digests, workers, show)
 
 
-def _finish(building: Path, preparation: Preparation, folder: Path, show: Show) -> None:
-    """Gives the complete data set, or the records made from it, their final name."""
-    complete = building / "data_set"
-    if preparation.prepare_output_format in _RECORD_FORMATS:
-        records = building / "records"
-        _open_records(records, complete, preparation)
+def _finish(staging: Path, preparation: Preparation, folder: Path, show: Show) -> None:
+    """Gives the complete dataset, or the records made from it, their final name."""
+    complete = staging / "data_set"
+    if preparation.prepare_output_format in RECORD_FORMATS:
+        records = staging / "records"
         export_records(complete, preparation, records, show)
         shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
-        sync_file(records / _RECORDS_MANIFEST_NAME)
-        sync_file(records)
+        sync.sync_file(records / _RECORDS_MANIFEST_NAME)
+        sync.sync_file(records)
         complete = records
     complete.rename(folder)
-    sync_file(folder.parent)
-    shutil.rmtree(building, ignore_errors=True)
+    sync.sync_file(folder.parent)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
-def _open_records(records: Path, complete: Path, preparation: Preparation) -> None:
-    """Deletes what a stopped preparation wrote of records that differ from what is asked for."""
-    request = records.with_name("records_request.json")
-    asked = {
-        "options": preparation.model_dump(mode="json", include={*_OPTIONS_OF_RECORDS}),
-        "data set": read_manifest(str(complete)).fingerprint,
-        "format": preparation.prepare_output_format,
-    }
-    text = json.dumps(asked, indent=1, sort_keys=True) + "\n"
-    if not request.exists() or request.read_text(encoding="utf-8") != text:
-        shutil.rmtree(records, ignore_errors=True)
-        write_whole(request, text)
+def cannot_write(place: object, error: OSError) -> UserError:
+    """Returns the error for a folder that cannot be written, with a remedy.
+
+    Args:
+      error: Of the system, or of a library that gives only its text.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error  # of stdout, piped to `head` for example
+    reason = error.strerror or str(error)
+    if error.errno in _FULL or any(os.strerror(number) in reason for number in _FULL):
+        remedy = "Make room or choose another dataset_path"
+    elif error.errno in _REFUSED:
+        remedy = "Get the right to write there or choose another dataset_path"
+    else:
+        remedy = "Mend that or choose another dataset_path"
+    return UserError(
+        f"{error.filename or place} cannot be written ({reason}). {remedy}, and run the same "
+        "command again: what was finished is kept."
+    )
 
 
 def _tokenizer(
     preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
-) -> tuple[TextTokenizer, list[UnitSurvey]]:
-    """The tokenizer to use, and what was read of the corpus to train it."""
+) -> tuple[TextTokenizer, dict[int, str]]:
+    """Returns the tokenizer, and the digests of the shards that were read to train it."""
     if _is_trained(preparation):
-        surveys, sample = _sample(preparation, corpus, workers, show)
+        texts, sample = _sample(preparation, corpus, workers, show)
         tokenizer = _train(preparation, sample, show)
     else:
         tokenizer = _given_tokenizer(preparation)
-        surveys, sample = [], _first_texts(corpus)
+        texts, sample = [], _first_texts(corpus)
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         show(f"{fast} gives other ids on this text: encoding with {tokenizer.engine}, slower")
-    return tokenizer, surveys
+    return tokenizer, {text.number: text.sha256 for text in texts}
 
 
 def _is_text(preparation: Preparation) -> bool:
@@ -297,11 +274,11 @@ def _given_tokenizer(preparation: Preparation) -> TextTokenizer:
 
 
 def _first_texts(corpus: Corpus) -> list[str]:
-    """About _COMPARED_CHARACTERS of text from the beginning."""
+    """Returns about _COMPARED_CHARACTERS of text from the beginning."""
     texts: list[str] = []
     left = _COMPARED_CHARACTERS
-    for unit in corpus.shards:
-        for document in unit.documents(Counter()):
+    for shard in corpus.shards:
+        for document in shard.documents(Counter()):
             texts.append(document.text)
             left -= len(document.text)
             if left <= 0:
@@ -311,31 +288,29 @@ def _first_texts(corpus: Corpus) -> list[str]:
 
 def _sample(
     preparation: Preparation, corpus: Corpus, workers: Workers, show: Show
-) -> tuple[list[UnitSurvey], tuple[str, ...]]:
-    """Texts to train a tokenizer on, and the survey of the units that they are from."""
+) -> tuple[list[ShardText], tuple[str, ...]]:
+    """Reads shards and returns them and the texts to train a tokenizer on."""
     seed = preparation.prepare_seed
-    most_units = SAMPLED_UNITS
-    while True:
-        jobs = sampling_jobs(corpus, seed, most_units=most_units)
-        surveys = _survey(preparation, corpus, jobs, workers, show)
-        fraction = 0.0 if corpus.splits else preparation.validation_fraction
-        sample = join_samples(surveys, seed, fraction)
-        if sample or most_units >= len(corpus.shards):
-            return surveys, sample
-        # The units drawn are empty; others may not be.
-        most_units = len(corpus.shards)
+    fraction = 0.0 if corpus.splits else preparation.validation_fraction
+    for max_shards in (SAMPLED_SHARDS, len(corpus.shards)):
+        # All shards only if the ones drawn first are empty.
+        texts = _read(preparation, corpus, sampling_jobs(corpus, seed, max_shards), workers, show)
+        sample = join_samples(texts, seed, fraction)
+        if sample or max_shards >= len(corpus.shards):
+            break
+    return texts, sample
 
 
-def _survey(
-    preparation: Preparation, corpus: Corpus, jobs: list[SurveyJob], workers: Workers, show: Show
-) -> list[UnitSurvey]:
-    """Reads units in processes; their surveys in order."""
-    num_bytes = sum(job.unit.num_bytes for job in jobs)
-    num_processes, _ = workers.for_corpus(corpus, BYTES_READ_WORTH_A_PROCESS)
-    settings = SurveySettings(preparation.prepare_seed, preparation.prepare_fix_text)
+def _read(
+    preparation: Preparation, corpus: Corpus, jobs: list[ReadJob], workers: Workers, show: Show
+) -> list[ShardText]:
+    """Reads shards in processes; returns them in order."""
+    num_bytes = sum(job.shard.num_bytes for job in jobs)
+    num_processes, _ = workers.for_corpus(corpus, READ_BYTES_PER_PROCESS)
+    settings = ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
     with show_progress("Reading", num_bytes, show) as advance:
-        surveys = work_processes.run(survey_unit, settings, jobs, num_processes, advance)
-        return sorted(surveys, key=lambda survey: survey.number)
+        texts = work_processes.run(read_shard, settings, jobs, num_processes, advance)
+        return sorted(texts, key=lambda text: text.number)
 
 
 def _train(preparation: Preparation, sample: Sequence[str], show: Show) -> TextTokenizer:
@@ -357,7 +332,7 @@ def _train(preparation: Preparation, sample: Sequence[str], show: Show) -> TextT
 def _control_ids(
     preparation: Preparation, tokenizer: TextTokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids before and after each document."""
+    """Returns the ids before and after each document."""
     entry = tokenizer.entry
     separator = preparation.prepare_separator_id
     if separator >= entry.vocab_size:
@@ -390,27 +365,21 @@ def keep(
     preparation: Preparation,
     corpus: Corpus,
     folder: Path,
-    manifest_name: str,
     digest_path: Path | None,
     show: Show,
     *,
     place: str,
 ) -> Manifest:
-    """The manifest that is there, if it is of the same text, tokenizer and options.
+    """Returns the manifest in `folder` if it is of the same text, tokenizer and options.
 
     Args:
-      preparation: the keys about preparation.
-      corpus: the text.
-      folder: that holds the manifest.
-      manifest_name: of its file.
-      digest_path: where the digest of the text is kept, see `digest_path_of`.
-      show: told that the data set is kept.
-      place: of the data set, for messages.
+      digest_path: See `digest_path_of`.
+      place: Name of the dataset in messages.
 
     Raises:
-      UserError: it is of something else; says what.
+      UserError: It is of something else; names the differences.
     """
-    manifest = read_manifest(str(folder), manifest_name)
+    manifest = read_manifest(str(folder), manifest_name_of(preparation))
     differences = _different_options(preparation, manifest)
     if _is_trained(preparation):
         was = manifest.options
@@ -420,13 +389,13 @@ def keep(
         same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
     if not same:
         differences.append(f"its tokenizer was other ({manifest.tokenizer.origin})")
-    if not differences and preparation.prepare_output_format in _RECORD_FORMATS:
+    if not differences and preparation.prepare_output_format in RECORD_FORMATS:
         damaged = damaged_files(folder, preparation.prepare_output_format)
         differences += [f"{name} is missing or cut short" for name in damaged[:1]]
-    # Reading all text is for the case that nothing else differs and its files were never read.
+    # All text is read only if nothing else differs and its files changed since they were read.
     if not differences:
-        sha256 = _kept_digest(digest_path) or _text_sha256(preparation, corpus, show)
-        _note_digest(digest_path, sha256)
+        sha256 = _saved_digest(digest_path) or _text_sha256(preparation, corpus, show)
+        _save_digest(digest_path, sha256)
         if sha256 != manifest.source.sha256:
             differences.append(f"its text was other ({manifest.source.description})")
     if differences:
@@ -439,14 +408,14 @@ def keep(
 
 
 def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
-    """Where the digest of a corpus is kept once its text was read.
+    """Returns the cache file for the digest of a corpus.
 
-    The name says which files it is of, with their sizes and times, so a file that was edited gets
-    another one. None where a file system tells no times, or nothing is to be kept.
+    Its name is a hash of the names, sizes and times of the files, so that an edited file gets
+    another one. None if a file system has no times, or nothing is to be cached.
     """
-    ranges = [part for shard in corpus.shards for part in shard.ranges]
     if cache_dir is None:
         return None
+    ranges = [part for shard in corpus.shards for part in shard.ranges]
     files = file_infos(list(dict.fromkeys(part.file.path for part in ranges)))
     if not all(file.tag for file in files):
         return None
@@ -457,26 +426,25 @@ def digest_path_of(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
     return Path(cache_dir).expanduser() / "text_digests" / name[:32]
 
 
-def _kept_digest(path: Path | None) -> str:
-    """The digest that was noted, empty where there is none."""
+def _saved_digest(path: Path | None) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="ascii") if path else ""
     return ""
 
 
-def _note_digest(path: Path | None, sha256: str) -> None:
-    """Keeps a digest; where that is not possible, all text is read the next time."""
+def _save_digest(path: Path | None, sha256: str) -> None:
+    """Caches a digest; if that fails, all text is read again the next time."""
     if path:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, sha256)
+            sync.write_whole(path, sha256)
 
 
 def _text_sha256(preparation: Preparation, corpus: Corpus, show: Show) -> str:
     workers = Workers(preparation.prepare_num_workers or num_cores())
-    jobs = [SurveyJob(number, unit) for number, unit in enumerate(corpus.shards)]
-    surveys = _survey(preparation, corpus, jobs, workers, show)
-    return corpus_digest([survey.sha256 for survey in surveys])
+    jobs = [ReadJob(number, shard) for number, shard in enumerate(corpus.shards)]
+    texts = _read(preparation, corpus, jobs, workers, show)
+    return corpus_digest([text.sha256 for text in texts])
 
 
 def _different_options(preparation: Preparation, manifest: Manifest) -> list[str]:
@@ -485,19 +453,22 @@ def _different_options(preparation: Preparation, manifest: Manifest) -> list[str
         keys = [key for key in keys if key not in _OPTIONS_OF_IDS]
     if not _is_trained(preparation):
         keys = [key for key in keys if key not in _OPTIONS_OF_TRAINED_TOKENIZERS]
-    if preparation.prepare_output_format in _RECORD_FORMATS:
-        keys += _OPTIONS_OF_RECORDS
+    if preparation.prepare_output_format in RECORD_FORMATS:
+        keys += OPTIONS_OF_RECORDS
     asked = _options(preparation)
-    # A data set made before a key was there was made as the key's default says.
-    was = _options(Preparation()) | manifest.options
-    for options in (was, asked):
-        # Training reads the same from either.
-        if options["prepare_output_format"] == "array_record":
-            options["prepare_output_format"] = "bin"
+    # Keys that are younger than the dataset had their default.
+    was = _bin_for_array_record(_options(Preparation()) | manifest.options)
     return [
         f"{key} was {was[key]!r} and is {asked[key]!r}" for key in keys if was[key] != asked[key]
     ]
 
 
 def _options(preparation: Preparation) -> dict[str, Any]:
-    return preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)
+    return _bin_for_array_record(preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA))
+
+
+def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the older format of token files, from which training reads the same."""
+    if options["prepare_output_format"] == "array_record":
+        options["prepare_output_format"] = "bin"
+    return options

@@ -1,7 +1,7 @@
-"""Writes one file of records out of a prepared data set: `write_shard`.
+"""Record files written from a tokenized dataset.
 
-A file is a pure function of its job, whoever writes it and whenever. It appears under its name
-only when it is complete and on disk. Imports no jax.
+A file is a pure function of its job. It appears under its name only when it is complete and on
+disk.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -19,27 +19,29 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
-from MaxText.input_pipeline.preparation.strided_windows import rows_of_windows, strided_windows
+from MaxText.input_pipeline.preparation.strided_windows import (
+    StridedWindows,
+    rows_of_windows,
+    strided_windows,
+)
 from MaxText.input_pipeline.sync import publish, sync_file, writing_name
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 
-# Tokens read, encoded and handed to the writer at a time; also the size of a parquet row group.
+# Tokens read, encoded and written at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordShape:
-    """What a record is.
+    """Contents of a record.
 
     Attributes:
-      file_format: of the files.
-      kind: documents, chunks or strided windows of ids, or the text of a document, of which the
-        data set holds the bytes.
-      field: name of the ids or the text in a record; strided windows have names of their own.
-      chunk_length: tokens of a chunk; the next chunk begins with the last of these.
-      min_length, max_length, stride: of strided windows, see strided_windows.
-      ignore_label: label of strided windows where there is no token to predict.
+      kind: Ids of documents, chunks or strided windows, or the text of documents.
+      field: Name of the ids or the text; strided windows have names of their own.
+      chunk_length: Tokens of a chunk; the next chunk begins with the last of these.
+      min_length, max_length, stride: See strided_windows.
+      ignore_label: Label of strided windows where there is no token to predict.
     """
 
     file_format: Literal["tfrecord", "array_record", "parquet"]
@@ -53,17 +55,12 @@ class RecordShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardJob:
-    """One file to write.
+class RecordFileJob:
+    """A file to write: documents (or chunks) [first, stop) of a split of the dataset `prepared`.
 
     Attributes:
-      prepared: folder of the data set.
-      split: part of it.
-      shape: see RecordShape.
-      first, stop: documents (of chunks: numbers of chunks) that the file holds.
-      folder: where the file goes.
-      name: name of the split's files before the number.
-      shard, num_shards: which of the split's files this is.
+      name: Begins the names of the files of the split.
+      number, num_files: Which of the files of the split this one is.
     """
 
     prepared: Path
@@ -73,31 +70,26 @@ class ShardJob:
     stop: int
     folder: Path
     name: str
-    shard: int
-    num_shards: int
+    number: int
+    num_files: int
 
     def file_name(self, num_records: int) -> str:
-        """Final name; GPT-Neo's reader takes the number of token records from it."""
+        """Returns the final name; GPT-Neo's reader takes the number of records from it."""
         if self.shape.kind == "text":
-            return f"{self.name}_data_{self.shard:05d}.{self.shape.file_format}"
+            return f"{self.name}_data_{self.number:05d}.{self.shape.file_format}"
         if self.shape.file_format == "tfrecord":
-            return f"{self.name}_{self.shard:05d}_{num_records}.tfrecords"
-        return f"{self.name}-{self.shard:05d}-of-{self.num_shards:05d}.parquet"
+            return f"{self.name}_{self.number:05d}_{num_records}.tfrecords"
+        return f"{self.name}-{self.number:05d}-of-{self.num_files:05d}.parquet"
 
 
-class ShardEntry(pydantic.BaseModel):
-    """What the ledger says about a finished file.
+class FinishedFile(pydantic.BaseModel):
+    """Ledger entry of a record file.
 
     Attributes:
-      split, shard: which one it is.
-      file: its name.
-      num_bytes: its size.
-      num_records: records in it.
-      num_tokens: ids (of text: bytes) in all its records, padding left out; the token that two
-        chunks share and those that windows share count each time.
-      dropped_documents: documents of its range that no record holds any part of.
-      dropped_tokens: tokens of its range that are in no record.
-      sha256: of the file.
+      num_tokens: Ids (of text: bytes) in all its records without padding. The token that two
+        chunks share, and those that windows share, count each time.
+      dropped_documents: Documents of its range that are in no record.
+      dropped_tokens: Tokens of its range that are in no record.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -114,57 +106,47 @@ class ShardEntry(pydantic.BaseModel):
 
 
 def num_chunks(num_tokens: int, chunk_length: int) -> int:
-    """Chunks of a stream: each token but the first is in one of them after its first token."""
+    """Returns the chunks of a token sequence, each of which begins with the last token before."""
     return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
 
 
-class _Places(NamedTuple):
-    """Where the records of a file lie in the stream, and what no record holds."""
-
-    starts: np.ndarray
-    stops: np.ndarray
-    dropped_documents: int = 0
-    dropped_tokens: int = 0
-
-
-def _places(job: ShardJob, stream: TokenStore) -> _Places:
+def _ranges(job: RecordFileJob, store: TokenStore) -> StridedWindows:
+    """Returns the token ranges of the records."""
     shape = job.shape
     if shape.kind == "chunks":
         starts = np.arange(job.first, job.stop, dtype=np.int64) * (shape.chunk_length - 1)
-        return _Places(starts, np.minimum(starts + shape.chunk_length, len(stream)))
-    offsets = np.asarray(stream.document_offsets[job.first : job.stop + 1])
+        return StridedWindows(starts, np.minimum(starts + shape.chunk_length, len(store)))
+    offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
     if shape.kind in ("documents", "text"):
-        return _Places(offsets[:-1], offsets[1:])
-    return _Places(*strided_windows(offsets, shape.min_length, shape.max_length, shape.stride))
+        return StridedWindows(offsets[:-1], offsets[1:])
+    return strided_windows(offsets, shape.min_length, shape.max_length, shape.stride)
 
 
-def _batches(places: _Places, stream: TokenStore) -> Iterator[list[np.ndarray]]:
-    """The pieces of the stream in order, about _BATCH_TOKENS tokens at a time."""
-    first, num_records = 0, places.starts.size
-    ends = np.cumsum(places.stops - places.starts)
+def _batches(ranges: StridedWindows, store: TokenStore) -> Iterator[list[np.ndarray]]:
+    """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
+    first, num_records = 0, ranges.starts_W.size
+    ends = np.cumsum(ranges.stops_W - ranges.starts_W)
     while first < num_records:
         done = int(ends[first - 1]) if first else 0
         stop = int(np.searchsorted(ends, done + _BATCH_TOKENS, side="right"))
         stop = max(stop, first + 1)
-        starts, stops = places.starts[first:stop], places.stops[first:stop]
-        ids = stream.read(starts, stops)
-        yield np.split(ids, np.cumsum(stops - starts)[:-1])
+        starts, stops = ranges.starts_W[first:stop], ranges.stops_W[first:stop]
+        yield np.split(store.read(starts, stops), np.cumsum(stops - starts)[:-1])
         first = stop
 
 
-def write_shard(job: ShardJob) -> ShardEntry:
-    """Writes the file of a job, over one that is there.
+def write_record_file(job: RecordFileJob) -> FinishedFile:
+    """Writes a file, replacing one of that name.
 
     Raises:
-      UserError: the prepared data is damaged, the folder cannot be written to, or pyarrow is
-        missing.
+      UserError: The dataset is damaged, the folder cannot be written, or pyarrow is missing.
     """
     manifest = read_manifest(str(job.prepared))
-    stream = open_flat(job.prepared, manifest, job.split)
-    places = _places(job, stream)
-    path = job.folder / job.file_name(places.starts.size)
+    store = open_flat(job.prepared, manifest, job.split)
+    ranges = _ranges(job, store)
+    path = job.folder / job.file_name(ranges.starts_W.size)
     writing = writing_name(path)
-    batches = _batches(places, stream)
+    batches = _batches(ranges, store)
     try:
         if job.shape.file_format == "parquet":
             _write_parquet(writing, job.shape, manifest.filler_id, batches)
@@ -183,25 +165,24 @@ def write_shard(job: ShardJob) -> ShardEntry:
     finally:
         with contextlib.suppress(OSError):
             writing.unlink(missing_ok=True)
-    sizes = places.stops - places.starts
+    sizes = ranges.stops_W - ranges.starts_W
     if job.shape.kind == "strided":
         # The last token of a whole window is a label only.
         sizes = np.minimum(sizes, job.shape.max_length)
-    return ShardEntry(
+    return FinishedFile(
         split=job.split,
-        shard=job.shard,
+        shard=job.number,
         file=path.name,
         num_bytes=num_bytes,
-        num_records=places.starts.size,
+        num_records=ranges.starts_W.size,
         num_tokens=int(sizes.sum()),
-        dropped_documents=places.dropped_documents,
-        dropped_tokens=places.dropped_tokens,
+        dropped_documents=ranges.dropped_documents,
+        dropped_tokens=ranges.dropped_tokens,
         sha256=digest,
     )
 
 
 def _write_examples(path: Path, shape: RecordShape, batches: Iterable[list[np.ndarray]]) -> None:
-    """Writes each piece as a tf.train.Example."""
     open_writer = TFRecordWriter if shape.file_format == "tfrecord" else ArrayRecordWriter
     with contextlib.closing(open_writer(path)) as writer:
         for piece in itertools.chain.from_iterable(batches):
@@ -236,11 +217,7 @@ def _write_parquet(
 
 
 def require_pyarrow() -> tuple[Any, Any]:
-    """pyarrow and pyarrow.parquet.
-
-    Raises:
-      UserError: they are not installed.
-    """
+    """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
     try:
         import pyarrow
         from pyarrow import parquet

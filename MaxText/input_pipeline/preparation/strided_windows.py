@@ -27,8 +27,8 @@ class StridedWindows(NamedTuple):
 
     starts_W: np.ndarray
     stops_W: np.ndarray
-    dropped_documents: int
-    dropped_tokens: int
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
 
 
 def strided_windows(

@@ -84,7 +84,6 @@ def open_text(
             preparation,
             _corpus(files, text_field),
             folder,
-            MANIFEST_NAME,
             lambda: read_manifest(str(folder)),
             show,
         )

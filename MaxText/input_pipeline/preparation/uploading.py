@@ -10,7 +10,6 @@ from MaxText.configuration.data_sections import Preparation
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.local_copies import copied_folder
-from MaxText.input_pipeline.preparation import building_lock
 from MaxText.input_pipeline.preparation.preparing import (
     digest_path_of,
     keep,
@@ -18,6 +17,7 @@ from MaxText.input_pipeline.preparation.preparing import (
     prepare,
 )
 from MaxText.input_pipeline.storage import file_system, path_type
+from MaxText.input_pipeline.sync import lock
 from MaxText.input_pipeline.token_store.manifest import Manifest
 
 
@@ -56,7 +56,7 @@ def prepare_in_bucket(
             source, field = preparation.prepare_source, preparation.text_field
             corpus = open_corpus(source, field, max_bad_records=max_bad_records)
             digest_path = digest_path_of(corpus, cache_dir)
-            return keep(preparation, corpus, kept, name, digest_path, show, place=url)
+            return keep(preparation, corpus, kept, digest_path, show, place=url)
         folder = place / "data_set"
         manifest = prepare(preparation, str(folder), show, max_bad_records=max_bad_records)
         _upload(folder, url, name)
@@ -71,14 +71,14 @@ def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         # Its own errors are those of the folder; those of the work inside have words of theirs.
-        lock = contextlib.ExitStack()
-        lock.enter_context(building_lock.hold(place.with_suffix(".lock"), show))
+        held = contextlib.ExitStack()
+        held.enter_context(lock(place.with_suffix(".lock"), show))
     except OSError as error:
         raise UserError(
             f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
             "data_cache_dir to a folder on a disk with room."
         ) from error
-    with lock:
+    with held:
         yield
 
 

@@ -32,9 +32,9 @@ from MaxText.input_pipeline.array_cache import Arrays, delete_unused, unwritable
 from MaxText.input_pipeline.cores import num_cores
 from MaxText.input_pipeline.data_errors import BadRecord, UnreadableFile
 from MaxText.input_pipeline.document_sources.token_tables import TokenDocument
-from MaxText.input_pipeline.preparation import building_lock, work_processes
+from MaxText.input_pipeline.preparation import work_processes
 from MaxText.input_pipeline.storage import FileInfo
-from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.sync import lock, sync_file, write_whole
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.input_pipeline.transient import is_transient
 
@@ -124,7 +124,7 @@ def import_records(
     if imported is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with building_lock.hold(folder.parent / f".{folder.name}.lock", show):
+            with lock(folder.parent / f".{folder.name}.lock", show):
                 imported = _load(folder)
                 if imported is None:
                     delete_unused(folder.parent)

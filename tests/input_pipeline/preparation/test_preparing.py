@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import hashlib
 import json
 import os
 import sys
@@ -15,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import building, preparing
-from MaxText.input_pipeline.preparation.preparing import prepare
-from MaxText.input_pipeline.preparation.unwritable import cannot_write
+from MaxText.input_pipeline.preparation import job, preparing
+from MaxText.input_pipeline.preparation.preparing import cannot_write, prepare
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests.input_pipeline.small_data import contents
 from tests.input_pipeline.token_store.token_files import open_data, tokens_of
@@ -69,6 +69,9 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     shares = np.unique(tokens, return_counts=True)[1] / tokens.size
     assert split.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-5)
     assert split.largest_id == tokens.max()
+    assert split.tokens_sha256 == hashlib.sha256(tokens.astype("<u2")).hexdigest()
+    offsets = np.load(folder / "train" / "document_offsets.npy")
+    assert split.offsets_sha256 == hashlib.sha256(offsets.astype("<i8")).hexdigest()
     assert split.num_text_bytes == len("".join(train).encode())
     assert manifest.tokenizer.eos_id == 0
     assert (tokens == 0).sum() == split.num_documents
@@ -85,7 +88,7 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     keys=st.sampled_from(
         [
             {}, {"add_bos": True}, {"add_eos": False, "prepare_minimum_tokens": 5},
-            {"prepare_separator_id": 7, "prepare_output_format": "array_record"},
+            {"prepare_separator_id": 7},
             {"prepare_minimum_tokens": 30},
         ]
     ),
@@ -129,7 +132,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
 )  # fmt: skip
 def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
-    monkeypatch.setattr(building.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
+    monkeypatch.setattr(job.Workers, "for_corpus", lambda self, *_: (self.num_processes, 1))
     for workers in (1, 2):
         asked = options(corpus, prepare_num_workers=workers, prepare_num_shards=3, **keys)
         prepare(asked, str(tmp_path / str(workers)), lambda line: None)
@@ -338,8 +341,8 @@ def test_text_that_changes_meanwhile(corpus, tmp_path, monkeypatch):
 
 
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
-    read = mock.Mock(side_effect=preparing.survey_unit)
-    monkeypatch.setattr(preparing, "survey_unit", read)
+    read = mock.Mock(side_effect=preparing.read_shard)
+    monkeypatch.setattr(preparing, "read_shard", read)
     asked, out, cache = options(corpus, tokenizer_path="bytes"), str(tmp_path / "out"), "cache"
     for _ in range(2):
         prepare(asked, out, lambda line: None, cache_dir=str(tmp_path / cache))

@@ -11,7 +11,7 @@ from subprocess import PIPE
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import building, unit_encoding
+from MaxText.input_pipeline.preparation import job, token_shards
 from MaxText.input_pipeline.sync import publish, writing_name
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from tests import programs
@@ -97,13 +97,13 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 WORKERS = """
 import functools, sys, time
 from MaxText.configuration.data_sections import Preparation
-from MaxText.input_pipeline.preparation import building, preparing
-encode = building.encode_unit
+from MaxText.input_pipeline.preparation import job, preparing
+encode = job.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)
     time.sleep(60)
-building.encode_unit = encode_then_wait
-building.Workers.for_corpus = lambda self, *arguments: (2, 1)
+job.tokenize_shard = encode_then_wait
+job.Workers.for_corpus = lambda self, *arguments: (2, 1)
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
     keys = Preparation(prepare_source=sys.argv[1], tokenizer_path="bytes")
@@ -114,7 +114,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux lists processes of others")
 def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
     write_texts(tmp_path / "text", count=6)
-    parts = tmp_path / ".d.preparing" / "parts"
+    parts = tmp_path / ".d.preparing" / "shards"
     with start(tmp_path, WORKERS, tmp_path / "text", tmp_path / "d") as process:
         while not list(parts.glob("*.json")) and process.poll() is None:
             time.sleep(0.01)
@@ -135,13 +135,13 @@ def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
 
 INTERRUPTED = """
 import os, runpy, signal, sys
-from MaxText.input_pipeline.preparation import building
+from MaxText.input_pipeline.preparation import job
 signal.signal(signal.SIGINT, signal.default_int_handler)
-encode = building.encode_unit
+encode = job.tokenize_shard
 def encode_then_stop(*arguments):
     encode(*arguments)
     os.kill(os.getpid(), signal.SIGINT)
-building.encode_unit = encode_then_stop
+job.tokenize_shard = encode_then_stop
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
@@ -173,14 +173,14 @@ def interrupted(tmp_path, monkeypatch):
     write_texts(tmp_path / "text", count=6)
     split_small(monkeypatch, 600)
 
-    def fail_later(encoding, job, advance):
-        if job.number == 2:
+    def fail_later(tokenization, shard, advance):
+        if shard.number == 2:
             raise OSError(28, "No space left on device")
-        return unit_encoding.encode_unit(encoding, job, advance)
+        return token_shards.tokenize_shard(tokenization, shard, advance)
 
     lines = []
     with monkeypatch.context() as context:
-        context.setattr(building, "encode_unit", fail_later)
+        context.setattr(job, "tokenize_shard", fail_later)
         with pytest.raises(UserError, match=r"d .*No space left on device"):
             made(byte_options(tmp_path / "text"), tmp_path / "d", lines.append)
     assert ".d.preparing" in lines[-1]
@@ -188,10 +188,11 @@ def interrupted(tmp_path, monkeypatch):
 
 
 def damaged_files(folder):
-    parts = folder / ".d.preparing" / "parts"
-    (parts / "000000-train.tokens").write_bytes(b"12")
-    (parts / "000001.json").write_bytes(b"{")
-    (parts / "000003-train.tokens.0123.writing").write_bytes(b"left by a killed process")
+    staging = folder / ".d.preparing"
+    (staging / "data_set/train/tokens-000000.bin").write_bytes(b"12")
+    (staging / "data_set/train/tokens-000007.bin").write_bytes(b"of a text that had more shards")
+    (staging / "shards/000001.json").write_bytes(b"{")
+    (staging / "shards/000003-train.npz.0123.writing").write_bytes(b"left by a killed process")
 
 
 def changed_text(folder):

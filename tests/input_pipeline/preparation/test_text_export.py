@@ -4,10 +4,12 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from MaxText.configuration.data_sections import Preparation
 from MaxText.input_pipeline.formats import tf_example
+from MaxText.input_pipeline.preparation.array_record_writer import ArrayRecordWriter
 from MaxText.input_pipeline.preparation.preparing import prepare
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
@@ -117,6 +119,7 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     assert [line.split()[0] for line in lines] == ["Kept"]
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
+    refused("prepare_num_shards was 0 and is 2", export, path, out, prepare_num_shards=2)
     refused("no data set of the kind", export, path, tmp_path)
     refused(r"prepare_name=\.\./x", export, path, tmp_path / "b", prepare_name="../x")
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
@@ -141,3 +144,25 @@ def test_no_text(tmp_path):
     lines = []
     export(path, tmp_path / "out", lines)
     assert any(line.endswith("left out: 1 empty") for line in lines)
+
+
+def test_array_record_on_a_full_disk(tmp_path):
+    # A file cannot grow beyond the limit, as if the disk were full there.
+    resource = pytest.importorskip("resource", reason="limits of processes are of Unix")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_file():
+        writer = ArrayRecordWriter(tmp_path / "a.array_record")
+        try:
+            for number in range(10):
+                writer.write(np.random.default_rng(number).bytes(100_000))
+        finally:
+            writer.close()
+
+    write_file()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"write\(\)"):
+            write_file()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.preparation import building_lock, work_processes
+from MaxText.input_pipeline import sync
+from MaxText.input_pipeline.preparation import work_processes
 from tests.refusals import refused
 
 
@@ -73,7 +74,7 @@ def lock(tmp_path):
 
 
 def hold_lock(path, pipe):
-    with building_lock.hold(path, print):
+    with sync.lock(path, print):
         pipe.send("held")
         time.sleep(60)
 
@@ -92,7 +93,7 @@ def test_lock_of_a_living_and_a_killed_process(lock):
         process.kill()
         process.join()
 
-    with building_lock.hold(lock, show):
+    with sync.lock(lock, show):
         assert process.exitcode == -signal.SIGKILL
     assert not lock.exists()
     (line,) = lines

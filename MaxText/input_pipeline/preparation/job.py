@@ -1,0 +1,288 @@
+"""Resumable construction of a tokenized dataset in a staging folder.
+
+    <staging>/request.json   how the text is tokenized
+    <staging>/shards/        records of finished shards, see token_shards
+    <staging>/data_set/      the dataset, complete once it has a manifest
+
+The folder outlives the process. The next process that builds the same dataset tokenizes the shards
+that are left.
+"""
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from MaxText.counting import counted
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.documents import too_many_error
+from MaxText.input_pipeline.preparation import work_processes
+from MaxText.input_pipeline.preparation.held_out import TRAIN, VALIDATION, shard_of
+from MaxText.input_pipeline.preparation.progress import show_progress
+from MaxText.input_pipeline.preparation.sampling import corpus_digest
+from MaxText.input_pipeline.preparation.token_shards import (
+    ShardJob,
+    Tokenization,
+    TokenizedShard,
+    finished_shard,
+    tokenize_shard,
+    write_documents,
+)
+from MaxText.input_pipeline.sync import sync_file, write_whole
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Manifest,
+    SourceEntry,
+    Split,
+)
+
+Show = Callable[[str], None]
+
+# A process takes up to a second to start, half of it for imports. With less text for each, threads
+# of one process are faster.
+_TOKENIZED_BYTES_PER_PROCESS = 32_000_000
+READ_BYTES_PER_PROCESS = 256_000_000
+"""Least text that is worth a process of its own where text is only read."""
+
+_MAX_NAMED_ERRORS = 10
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Processes of this machine, or options of the Apache Beam runner that tokenizes instead."""
+
+    num_processes: int
+    beam_options: str | None = None
+
+    def for_corpus(
+        self, corpus: Corpus, bytes_per_process: int = _TOKENIZED_BYTES_PER_PROCESS
+    ) -> tuple[int, int]:
+        """Returns the processes, and threads of each, that suit the size of a corpus."""
+        num_bytes = sum(shard.num_bytes for shard in corpus.shards)
+        useful = max(min(num_bytes // bytes_per_process, len(corpus.shards)), 1)
+        num_processes = min(self.num_processes, useful)
+        return num_processes, max(self.num_processes // num_processes, 1)
+
+
+def build_data_set(
+    corpus: Corpus,
+    tokenization: Tokenization,
+    options: dict[str, Any],
+    digests: Mapping[int, str],
+    workers: Workers,
+    show: Show,
+) -> Manifest:
+    """Builds `<tokenization.staging>/data_set`, resuming an earlier process.
+
+    Only one process may work on a staging folder at a time.
+
+    Args:
+      options: Preparation keys for the manifest.
+      digests: Shard number -> digest of its text, for shards that were read before.
+
+    Raises:
+      UserError: There is no document with text, a file cannot be read or changed while it was
+        read, or a process was killed.
+    """
+    start = time.monotonic()
+    staging = tokenization.staging
+    _open_staging(tokenization, show)
+    shards, kept = _tokenize_all(corpus, tokenization, digests, workers, show)
+    if tokenization.validation_fraction > 0 and not corpus.splits:
+        _fill_empty_split(corpus, tokenization, shards, show)
+    skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
+    bad = _report_bad(corpus, shards, show)
+    if not any(shard.num_tokens for shard in shards):
+        shutil.rmtree(staging / "shards", ignore_errors=True)  # of no use to another try
+        reasons = ", ".join(f"{count:,} {why}" for why, count in skipped.items()) or "no rows"
+        raise UserError(
+            f"prepare_source={corpus.description} has no document with text "
+            f"({corpus.num_files:,} files: {reasons}).{f' {bad[0]}' if bad else ''}"
+        )
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        # The separator is the id that ends documents, if there is one.
+        tokenizer=tokenization.tokenizer.entry.model_copy(
+            update={"eos_id": tokenization.after[0]} if tokenization.after else {}
+        ),
+        dtype=tokenization.dtype,
+        format="bin",
+        chunk_length=1,
+        splits=_finish_splits(tokenization, shards, show),
+        source=SourceEntry(
+            description=corpus.description,
+            sha256=corpus_digest([shard.sha256 for shard in shards]),
+            num_files=corpus.num_files,
+            skipped=dict(sorted(skipped.items())),
+        ),
+        options=options,
+    )
+    target = staging / "data_set"
+    for path in tokenization.tokenizer.save(target):
+        sync_file(path)
+    write_whole(target / MANIFEST_NAME, manifest.to_json())
+    seconds = time.monotonic() - start
+    _report(tokenization, shards, kept, manifest, seconds, show)
+    return manifest
+
+
+def _open_staging(tokenization: Tokenization, show: Show) -> None:
+    """Creates the folder, and deletes what another request or a killed process left in it."""
+    staging = tokenization.staging
+    request = staging / "request.json"
+    if staging.exists():
+        try:
+            same = request.read_text(encoding="utf-8") == tokenization.summary()
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            show(f"Deleting {staging}: an unfinished data set of another tokenizer or options")
+            shutil.rmtree(staging)
+    for name in ("shards", "data_set"):
+        (staging / name).mkdir(parents=True, exist_ok=True)
+        for leftover in (staging / name).rglob("*.writing"):
+            leftover.unlink()
+    if not request.exists():
+        write_whole(request, tokenization.summary())
+
+
+def _tokenize_all(
+    corpus: Corpus,
+    tokenization: Tokenization,
+    digests: Mapping[int, str],
+    workers: Workers,
+    show: Show,
+) -> tuple[list[TokenizedShard], set[int]]:
+    """Returns all shards, and the numbers of those that an earlier process had tokenized."""
+    splits = corpus.splits or [""] * len(corpus.shards)
+    if corpus.splits:
+        names = ", ".join(dict.fromkeys(splits))
+        show(f"The source has splits of its own ({names}): validation_fraction is not used")
+    jobs = [
+        ShardJob(number, shard, split, expected_sha256=digests.get(number, ""))
+        for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
+    ]
+    before = {number: finished_shard(tokenization, number) for number in range(len(jobs))}
+    num_finished = sum(shard is not None for shard in before.values())
+    if num_finished:
+        show(f"Going on: {num_finished:,} of {len(jobs):,} parts were finished before")
+    if workers.beam_options is not None:
+        from MaxText.input_pipeline.preparation.beam_runner import tokenize_with_beam
+
+        tokenize_with_beam(tokenization.with_threads(1), jobs, workers.beam_options)
+    else:
+        num_processes, num_threads = workers.for_corpus(corpus)
+        shared = tokenization.with_threads(num_threads)
+        num_bytes = sum(shard.num_bytes for shard in corpus.shards)
+        with show_progress("Encoding", num_bytes, show) as advance:
+            for _ in work_processes.run(tokenize_shard, shared, jobs, num_processes, advance):
+                pass
+    shards = []
+    for number in range(len(jobs)):
+        shard = finished_shard(tokenization, number)
+        assert shard is not None, f"shard {number} is not in {tokenization.staging}"
+        shards.append(shard)
+    # A shard whose text changed in between was tokenized again.
+    return shards, {number for number, shard in before.items() if shards[number] == shard}
+
+
+def _fill_empty_split(
+    corpus: Corpus, tokenization: Tokenization, shards: list[TokenizedShard], show: Show
+) -> None:
+    """Moves one document where the hash left a split empty.
+
+    The document with the lowest hash is then held out, or the one with the highest is not. This is
+    known only when all shards are done, and changes one of them.
+    """
+    train, validation = (
+        sum(shard.splits[split].num_documents for shard in shards) for split in (TRAIN, VALIDATION)
+    )
+    if train + validation == 1:
+        show("There is 1 document, so none is held out: evaluation needs two or more")
+    if train == 0 and validation > 0:
+        moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
+    elif validation == 0 and train > 1:
+        moved = (min(shard.lowest for shard in shards if shard.lowest)[1], True)
+    else:
+        return
+    number = shard_of(moved[0])
+    job = ShardJob(
+        number, corpus.shards[number], moved=moved, expected_sha256=shards[number].sha256
+    )
+    shards[number] = tokenize_shard(tokenization, job, lambda done: None)
+
+
+def _finish_splits(
+    tokenization: Tokenization, shards: Sequence[TokenizedShard], show: Show
+) -> dict[str, Split]:
+    """Completes the folder of each split that has documents."""
+    target = tokenization.staging / "data_set"
+    num_bytes = sum(path.stat().st_size for path in target.rglob("tokens-*"))
+    entries = {}
+    with show_progress("Checksums", num_bytes, show) as advance:
+        for split in sorted({split for shard in shards for split in shard.splits}):
+            parts = [
+                (number, shard.splits[split])
+                for number, shard in enumerate(shards)
+                if split in shard.splits and shard.splits[split].num_documents
+            ]
+            if parts:
+                entries[split] = write_documents(tokenization, split, parts, advance)
+                sync_file(target / split)
+    for folder in target.iterdir():
+        if folder.is_dir() and folder.name not in entries:
+            shutil.rmtree(folder)
+    sync_file(target)
+    return entries
+
+
+def _report_bad(corpus: Corpus, shards: Sequence[TokenizedShard], show: Show) -> list[str]:
+    """Names malformed rows and unreadable files; the limit holds for all shards together."""
+    bad = [message for shard in shards for message in shard.bad]
+    limit = max((shard.max_bad_records for shard in corpus.shards), default=0)
+    if len(bad) > limit:
+        raise too_many_error(limit, bad[0])
+    for message in bad[:_MAX_NAMED_ERRORS]:
+        show(f"warning: left out: {message}")
+    if len(bad) > _MAX_NAMED_ERRORS:
+        show(f"warning: left out: {len(bad) - _MAX_NAMED_ERRORS} more rows and files like these")
+    return bad
+
+
+def _report(
+    tokenization: Tokenization,
+    shards: Sequence[TokenizedShard],
+    kept: set[int],
+    manifest: Manifest,
+    seconds: float,
+    show: Show,
+) -> None:
+    num_documents = sum(split.num_documents for split in manifest.splits.values())
+    num_bytes = sum(shard.num_bytes for shard in shards)
+    source = manifest.source
+    line = (
+        f"Read {counted(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, "
+        f"from {counted(source.num_files, 'file')}"
+    )
+    if source.skipped:
+        line += "; left out: "
+        line += ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())
+    show(line)
+    unit = "bytes" if tokenization.is_text else "tokens"
+    if kept:
+        num_tokens = sum(shards[number].num_tokens for number in kept)
+        parts = f"{len(kept):,} of {len(shards):,} parts"
+        show(f"Kept {num_tokens:,} {unit} in {parts}, encoded before")
+    new = [shard for number, shard in enumerate(shards) if number not in kept]
+    if new:
+        num_tokens = sum(shard.num_tokens for shard in new)
+        speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
+        cpu_speed = num_tokens / max(sum(shard.cpu_seconds for shard in new), 1e-3)
+        show(
+            f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s, "
+            f"{cpu_speed:,.0f} {unit} per CPU second ({tokenization.tokenizer.engine})"
+        )

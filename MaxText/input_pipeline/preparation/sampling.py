@@ -1,0 +1,181 @@
+"""Digests of a corpus, and a sample of its text to train a tokenizer on."""
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.corpus import Corpus
+from MaxText.input_pipeline.document_sources.shards import Shard
+from MaxText.input_pipeline.preparation.held_out import (
+    HELD_OUT,
+    SAMPLED,
+    TRAIN,
+    document_number,
+    hashes,
+    held_out_below,
+)
+
+# On 31 MB of Python, 8 MB train in 1.5 s on two cores and all of it in 5.0 s, which saves 1.2 % of
+# the tokens; 2 MB cost 2.5 % more tokens than 8.
+SAMPLE_BYTES = 8_000_000
+
+# The sampled shards hold at most 2 GB, read in seconds: terabytes are not read twice for 8 MB.
+SAMPLED_SHARDS = 32
+
+# Hashing documents one by one would take longer than reading short ones.
+_HASHED_TOGETHER = 1024
+_LONG_TEXT = 2**16
+
+
+def text_cleaner(fix_text: bool) -> Callable[[str], str]:
+    """Returns the function that text passes through before it is tokenized.
+
+    Args:
+      fix_text: Repair broken Unicode with ftfy (wrong encodings, look-alikes of quotes and
+        ligatures, line ends). The result is NFC.
+
+    Raises:
+      UserError: ftfy is needed and not installed.
+    """
+    if not fix_text:
+        return str
+    try:
+        import ftfy
+    except ImportError as error:
+        raise UserError(
+            "prepare_fix_text=true needs the package ftfy, which is not installed. Run: pip "
+            "install 'MaxText[data]'"
+        ) from error
+    return ftfy.fix_text
+
+
+class TextDigest:
+    """Running SHA-256 of the texts of documents and their lengths."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._pending: list[bytes] = []
+
+    def add(self, encoded: bytes) -> None:
+        """Appends one document in UTF-8."""
+        self._pending += (len(encoded).to_bytes(8, "little"), encoded)
+        # One long update is faster than many short ones; a long text is not copied.
+        if len(self._pending) >= _HASHED_TOGETHER or len(encoded) > _LONG_TEXT:
+            self._update()
+
+    def _update(self) -> None:
+        if len(self._pending) > 2:
+            self._hash.update(b"".join(self._pending))
+        else:
+            for piece in self._pending:
+                self._hash.update(piece)
+        self._pending = []
+
+    def hexdigest(self) -> str:
+        self._update()
+        return self._hash.hexdigest()
+
+
+def corpus_digest(of_shards: Sequence[str]) -> str:
+    """Combines the digests of all shards in order; that of a single shard is returned as it is."""
+    if len(of_shards) == 1:
+        return of_shards[0]
+    return hashlib.sha256("".join(of_shards).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """The keys prepare_seed and prepare_fix_text."""
+
+    seed: int
+    fix_text: bool = False
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A shard to read, and how many bytes of its text to keep as a sample."""
+
+    number: int
+    shard: Shard
+    sample_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ShardText:
+    """Digest of a shard, and (hash, number, UTF-8 text) of the documents with the least hashes."""
+
+    number: int
+    sha256: str
+    sample: tuple[tuple[int, int, bytes], ...] = field(repr=False)
+
+
+def read_shard(settings: ReadSettings, job: ReadJob, advance: Callable[[int], None]) -> ShardText:
+    """Reads a shard once, with at most one document beyond `sample_bytes` in memory.
+
+    Raises:
+      UserError: See Shard.documents.
+    """
+    digest = TextDigest()
+    clean = text_cleaner(settings.fix_text)
+    # Negative hashes: the top of the heap is the document to drop first.
+    kept: list[tuple[int, int, bytes]] = []
+    num_kept = 0
+    drawn_of: list[int] = []
+    for index, document in enumerate(job.shard.documents(Counter())):
+        encoded = document.text.encode()
+        digest.add(encoded)
+        advance(len(encoded))
+        if not job.sample_bytes:
+            continue
+        number = document_number(job.number, index)
+        if index % _HASHED_TOGETHER == 0:
+            numbers = number + np.arange(_HASHED_TOGETHER)
+            drawn_of = hashes(settings.seed, SAMPLED, numbers).tolist()
+        drawn = drawn_of[index % _HASHED_TOGETHER]
+        if kept and num_kept >= job.sample_bytes and -drawn < kept[0][0]:
+            continue
+        encoded = clean(document.text).encode()
+        heapq.heappush(kept, (-drawn, number, encoded))
+        num_kept += len(encoded)
+        while len(kept) > 1 and num_kept > job.sample_bytes:
+            num_kept -= len(heapq.heappop(kept)[2])
+    sample = tuple((-drawn, number, encoded) for drawn, number, encoded in kept)
+    return ShardText(job.number, digest.hexdigest(), sample)
+
+
+def sampling_jobs(corpus: Corpus, seed: int, max_shards: int = SAMPLED_SHARDS) -> list[ReadJob]:
+    """Chooses shards to sample, each with its share of SAMPLE_BYTES.
+
+    If the source has splits, only training shards are chosen.
+    """
+    numbers = np.arange(len(corpus.shards))
+    if TRAIN in corpus.splits:
+        numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
+    drawn = hashes(seed, SAMPLED, numbers)
+    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:max_shards]].tolist())
+    total = max(sum(corpus.shards[number].num_bytes for number in numbers), 1)
+    return [
+        ReadJob(number, shard, max(SAMPLE_BYTES * shard.num_bytes // total, 1))
+        for number in numbers
+        for shard in [corpus.shards[number]]
+    ]
+
+
+def join_samples(
+    texts: Sequence[ShardText], seed: int, validation_fraction: float
+) -> tuple[str, ...]:
+    """Returns the sampled texts in order, without those that are held out for validation."""
+    in_order = sorted((number, text) for each in texts for _, number, text in each.sample)
+    ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
+    threshold = held_out_below(validation_fraction)
+    sample = [
+        text for (_, text), rank in zip(in_order, ranks.tolist(), strict=True) if rank >= threshold
+    ]
+    # If nearly everything is held out, the sample may be all validation: better that than nothing.
+    sample = sample or [text for _, text in in_order]
+    return tuple(text[:SAMPLE_BYTES].decode(errors="ignore") for text in sample)

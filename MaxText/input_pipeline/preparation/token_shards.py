@@ -1,0 +1,474 @@
+"""Tokenization of the shards of a corpus into the token files of a dataset.
+
+    <staging>/data_set/<split>/tokens-000017.bin    ids of a shard, documents end to end
+    <staging>/shards/000017-<split>.npz             lengths and rows of its documents, id counts
+    <staging>/shards/000017.json                    TokenizedShard, written last
+
+A shard whose json exists is finished, even if its process was killed right afterwards. A shard
+without documents in a split has no files there.
+"""
+
+import array
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import pydantic
+
+from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.documents import Document, Skipped
+from MaxText.input_pipeline.document_sources.shards import Shard
+from MaxText.input_pipeline.preparation.held_out import (
+    HELD_OUT,
+    TRAIN,
+    VALIDATION,
+    document_number,
+    hashes,
+    held_out_below,
+)
+from MaxText.input_pipeline.preparation.sampling import (
+    ReadJob,
+    ReadSettings,
+    TextDigest,
+    read_shard,
+    text_cleaner,
+)
+from MaxText.input_pipeline.sync import publish, sync_file, write_whole, writing_name
+from MaxText.input_pipeline.token_store.manifest import (
+    OFFSETS_NAME,
+    ROWS_NAME,
+    SCHEMA_VERSION,
+    SOURCE_FILES_NAME,
+    RecordFile,
+    Split,
+    unigram_entropy,
+)
+from MaxText.input_pipeline.tokenization.loading import TextTokenizer
+
+# Text tokenized at a time: enough for several threads, little enough for memory (the tokenizers
+# library takes some hundred bytes per token while it works).
+_BATCH_CHARACTERS = 4_000_000
+
+
+def narrowest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Returns the smallest stored type for ids 0..vocab_size-1."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """Everything but the text that decides about the ids, and where they are staged.
+
+    Attributes:
+      before, after: Control ids around each document.
+      minimum_tokens: Documents of fewer ids, not counting control ids, are skipped.
+      is_text: The ids are the bytes of the text.
+    """
+
+    staging: Path
+    tokenizer: TextTokenizer
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    seed: int
+    validation_fraction: float
+    fix_text: bool
+    minimum_tokens: int
+    is_text: bool = False
+
+    @property
+    def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
+        return "uint8" if self.is_text else narrowest_dtype(self.tokenizer.entry.vocab_size)
+
+    def summary(self) -> str:
+        """Returns everything that decides about the ids as JSON."""
+        contents = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("staging", "tokenizer")
+        }
+        contents |= {
+            "schema_version": SCHEMA_VERSION,
+            "tokenizer": self.tokenizer.entry.sha256,
+            "vocab_size": self.tokenizer.entry.vocab_size,
+        }
+        return json.dumps(contents, indent=1, sort_keys=True) + "\n"
+
+    def with_threads(self, num_threads: int) -> "Tokenization":
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.num_threads = num_threads
+        return dataclasses.replace(self, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A shard to tokenize.
+
+    Attributes:
+      split: Split of all its documents; "" if a hash of their numbers decides.
+      moved: (document number, whether it is held out) of a document exempt from the hash.
+      expected_sha256: Digest that its text must have; "" if it was not read before.
+    """
+
+    number: int
+    shard: Shard
+    split: str = ""
+    moved: tuple[int, bool] | None = None
+    expected_sha256: str = ""
+
+    def splits(self, validation_fraction: float) -> list[str]:
+        """Returns the splits that its documents may belong to."""
+        if self.split:
+            return [self.split]
+        return [TRAIN, VALIDATION] if validation_fraction > 0 else [TRAIN]
+
+
+class ShardSplit(pydantic.BaseModel):
+    """The part of a split that comes from one shard.
+
+    Attributes:
+      num_text_bytes: UTF-8 bytes of the text behind the ids.
+      source_files: (index of its first document, name) of each source file, in order.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    num_tokens: int
+    num_documents: int
+    num_text_bytes: int
+    source_files: tuple[tuple[int, str], ...]
+
+
+class TokenizedShard(pydantic.BaseModel):
+    """Contents of a finished shard.
+
+    Attributes:
+      sha256: TextDigest of the text as read.
+      num_bytes: UTF-8 bytes of that text.
+      skipped: Reason -> number of skipped documents.
+      bad: Errors of the malformed rows and unreadable files among them.
+      lowest, highest: (hash, document number) of the extremes of the documents that were kept.
+      cpu_seconds: Time of all cores together.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    sha256: str
+    num_bytes: int
+    skipped: dict[str, int]
+    bad: tuple[str, ...] = ()
+    lowest: tuple[int, int] | None
+    highest: tuple[int, int] | None
+    moved: tuple[int, bool] | None
+    splits: dict[str, ShardSplit]
+    cpu_seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.splits.values())
+
+
+def _tokens_path(staging: Path, split: str, number: int) -> Path:
+    return staging / "data_set" / split / f"tokens-{number:06d}.bin"
+
+
+def _documents_path(staging: Path, split: str, number: int) -> Path:
+    return staging / "shards" / f"{number:06d}-{split}.npz"
+
+
+def _record_path(staging: Path, number: int) -> Path:
+    return staging / "shards" / f"{number:06d}.json"
+
+
+def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | None:
+    """Returns what an earlier process made of a shard; None if it is unfinished or damaged."""
+    staging, itemsize = tokenization.staging, np.dtype(tokenization.dtype).itemsize
+    try:
+        found = TokenizedShard.model_validate_json(_record_path(staging, number).read_bytes())
+        for split, part in found.splits.items():
+            if part.num_documents:
+                _documents_path(staging, split, number).stat()
+                size = _tokens_path(staging, split, number).stat().st_size
+                if size != part.num_tokens * itemsize:
+                    return None
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def tokenize_shard(
+    tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
+) -> TokenizedShard:
+    """Tokenizes a shard, or keeps what an earlier process made of the same text.
+
+    Args:
+      advance: Takes the bytes done since its last call, Shard.num_bytes in all.
+
+    Raises:
+      UserError: See Shard.documents; or the text changed since it was read before.
+    """
+    # Text on disk may be larger or (compressed) smaller than the text in it: progress stays below
+    # the total while working, and the rest follows at the end.
+    left = job.shard.num_bytes
+
+    def advance_within_shard(num_bytes: int) -> None:
+        nonlocal left
+        num_bytes = min(num_bytes, left)
+        left -= num_bytes
+        advance(num_bytes)
+
+    found = finished_shard(tokenization, job.number)
+    if found is None or not _is_of(found, tokenization, job, advance_within_shard):
+        record = _record_path(tokenization.staging, job.number)
+        record.unlink(missing_ok=True)
+        found = _tokenize(tokenization, job, advance_within_shard)
+        write_whole(record, found.model_dump_json())
+    if job.expected_sha256 not in ("", found.sha256):
+        raise UserError(
+            "Files of prepare_source changed while they were read. Run again when nothing writes "
+            "to them."
+        )
+    advance(left)
+    return found
+
+
+def _is_of(
+    found: TokenizedShard,
+    tokenization: Tokenization,
+    job: ShardJob,
+    advance: Callable[[int], None],
+) -> bool:
+    """Returns whether a finished shard fits the job; reads the text, which is fast."""
+    splits = job.splits(tokenization.validation_fraction)
+    if found.moved != job.moved or list(found.splits) != splits:
+        return False
+    settings = ReadSettings(tokenization.seed)
+    return read_shard(settings, ReadJob(job.number, job.shard), advance).sha256 == found.sha256
+
+
+def _tokenize(
+    tokenization: Tokenization, job: ShardJob, advance: Callable[[int], None]
+) -> TokenizedShard:
+    start = time.process_time()
+    clean = text_cleaner(tokenization.fix_text)
+    threshold = held_out_below(tokenization.validation_fraction)
+    minimum = max(tokenization.minimum_tokens, 1)
+    digest, skipped = TextDigest(), Skipped()
+    num_bytes = index = 0
+    ranked: list[tuple[int, int]] = []
+    with contextlib.ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(_SplitWriter(tokenization, split, job.number))
+            for split in job.splits(tokenization.validation_fraction)
+        }
+        for documents in _batches(job.shard.documents(skipped)):
+            numbers = document_number(job.number, index) + np.arange(len(documents))
+            index += len(documents)
+            texts = [clean(document.text) for document in documents]
+            ids = tokenization.tokenizer.encode(texts)
+            ranks = hashes(tokenization.seed, HELD_OUT, numbers).tolist()
+            read = 0
+            for document, text, ids_N, number, rank in zip(
+                documents, texts, ids, numbers.tolist(), ranks, strict=True
+            ):
+                encoded = document.text.encode()
+                digest.add(encoded)
+                read += len(encoded)
+                if len(ids_N) < minimum:
+                    skipped[f"shorter than {minimum} tokens"] += 1
+                    continue
+                ranked = [min([*ranked, (rank, number)]), max([*ranked, (rank, number)])]
+                held_out = rank < threshold
+                if job.moved and job.moved[0] == number:
+                    held_out = job.moved[1]
+                split = job.split or (VALIDATION if held_out else TRAIN)
+                if tokenization.fix_text:
+                    encoded = text.encode()
+                writers[split].add(ids_N, len(encoded), document)
+            for writer in writers.values():
+                writer.flush()
+            num_bytes += read
+            advance(read)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    return TokenizedShard(
+        sha256=digest.hexdigest(),
+        num_bytes=num_bytes,
+        skipped=dict(skipped),
+        bad=tuple(skipped.bad),
+        lowest=ranked[0] if ranked else None,
+        highest=ranked[1] if ranked else None,
+        moved=job.moved,
+        splits=splits,
+        cpu_seconds=time.process_time() - start,
+    )
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yields documents in groups of about _BATCH_CHARACTERS."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    """Writes the documents of a shard that belong to one split. Deletes its files on an error."""
+
+    def __init__(self, tokenization: Tokenization, split: str, number: int):
+        dtype = np.dtype(tokenization.dtype).newbyteorder("<")
+        self._before = np.array(tokenization.before, dtype)
+        self._after = np.array(tokenization.after, dtype)
+        self._path = _tokens_path(tokenization.staging, split, number)
+        self._documents_path = _documents_path(tokenization.staging, split, number)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._writing = writing_name(self._path)
+        self._file = self._writing.open("wb")
+        self._pending: list[np.ndarray] = []
+        self._counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
+        self._lengths, self._rows = array.array("q"), array.array("q")
+        self._source_files: list[tuple[int, str]] = []
+        self._num_text_bytes = 0
+
+    def __enter__(self) -> "_SplitWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # On a full disk the buffer cannot be written, which raises again.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._writing.unlink(missing_ok=True)
+
+    def add(self, ids_N: np.ndarray, num_text_bytes: int, document: Document) -> None:
+        if not self._source_files or self._source_files[-1][1] != document.file:
+            self._source_files.append((len(self._lengths), document.file))
+        self._lengths.append(len(self._before) + len(ids_N) + len(self._after))
+        self._rows.append(document.row)
+        self._num_text_bytes += num_text_bytes
+        self._pending += (self._before, ids_N, self._after)
+
+    def flush(self) -> None:
+        if self._pending:
+            ids = np.concatenate(self._pending)
+            counts_V = np.bincount(ids, minlength=self._counts_V.size)
+            assert counts_V.size == self._counts_V.size, "an id is not below vocab_size"
+            self._counts_V += counts_V
+            self._file.write(ids.astype(self._before.dtype).data)
+            self._pending = []
+
+    def finish(self) -> ShardSplit:
+        """Publishes the files; they are on disk when this returns."""
+        lengths, rows = np.asarray(self._lengths, np.int64), np.asarray(self._rows, np.int64)
+        if lengths.size:
+            self._file.close()
+            publish(self._writing, self._path)
+            writing = writing_name(self._documents_path)
+            ids = np.flatnonzero(self._counts_V)
+            with writing.open("wb") as file:
+                np.savez(file, lengths=lengths, rows=rows, ids=ids, counts=self._counts_V[ids])
+            publish(writing, self._documents_path)
+            sync_file(self._path.parent)
+        return ShardSplit(
+            num_tokens=int(lengths.sum()),
+            num_documents=lengths.size,
+            num_text_bytes=self._num_text_bytes,
+            source_files=tuple(self._source_files),
+        )
+
+
+def write_documents(
+    tokenization: Tokenization,
+    split: str,
+    shards: Sequence[tuple[int, ShardSplit]],
+    advance: Callable[[int], None],
+) -> Split:
+    """Writes the document files of a split, whose token files are complete.
+
+    Memory is that of the documents of one shard.
+
+    Args:
+      shards: Number and contents of the shards with documents in the split, in order.
+      advance: Takes the bytes of tokens digested since its last call.
+
+    Returns:
+      The entry for the manifest.
+    """
+    staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
+    itemsize = np.dtype(tokenization.dtype).itemsize
+    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256()
+    counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
+    num_documents = sum(part.num_documents for _, part in shards)
+    files: list[RecordFile] = []
+    source_files: list[tuple[int, str]] = []
+    first_document = num_tokens = 0
+
+    def arrays(number: int) -> Any:
+        return np.load(_documents_path(staging, split, number))
+
+    # Rows fit int32, except in sources that count something else than rows.
+    widest = max(int(arrays(number)["rows"].max()) for number, _ in shards)
+    row_type = np.dtype("<i4" if widest <= np.iinfo(np.int32).max else "<i8")
+    offset_type = np.dtype("<i8")
+    # Written front to back: a full disk is then an error, whereas it kills a process that fills a
+    # memory map.
+    with (folder / OFFSETS_NAME).open("wb") as offsets, (folder / ROWS_NAME).open("wb") as rows:
+        _begin_array(offsets, offset_type, num_documents + 1)
+        _begin_array(rows, row_type, num_documents)
+        first = np.zeros(1, offset_type).tobytes()
+        offsets.write(first)
+        offsets_digest.update(first)
+        for number, part in shards:
+            with arrays(number) as of_shard:
+                ends = (num_tokens + np.cumsum(of_shard["lengths"])).astype(offset_type).tobytes()
+                rows.write(of_shard["rows"].astype(row_type).tobytes())
+                counts_V[of_shard["ids"]] += of_shard["counts"]
+            offsets.write(ends)
+            offsets_digest.update(ends)
+            path = _tokens_path(staging, split, number)
+            with path.open("rb") as file:
+                for block in iter(lambda file=file: file.read(2**24), b""):
+                    tokens_digest.update(block)
+                    advance(len(block))
+            for document, name in part.source_files:
+                if not source_files or source_files[-1][1] != name:
+                    source_files.append((first_document + document, name))
+            num_bytes = part.num_tokens * itemsize
+            entry = {"num_records": part.num_tokens, "num_tokens": part.num_tokens}
+            files.append(RecordFile(name=path.name, num_bytes=num_bytes, **entry))
+            first_document += part.num_documents
+            num_tokens += part.num_tokens
+    for name in (OFFSETS_NAME, ROWS_NAME):
+        sync_file(folder / name)
+    lines = ",\n".join(json.dumps(entry) for entry in source_files)
+    write_whole(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
+    # Of a text that has fewer shards now than when an earlier process worked on it.
+    for path in set(folder.glob("tokens-*")) - {folder / file.name for file in files}:
+        path.unlink()
+    return Split(
+        files=tuple(files),
+        num_tokens=num_tokens,
+        num_documents=num_documents,
+        num_text_bytes=sum(part.num_text_bytes for _, part in shards),
+        unigram_entropy=round(unigram_entropy(counts_V), 6),
+        largest_id=int(np.flatnonzero(counts_V)[-1]),
+        tokens_sha256=tokens_digest.hexdigest(),
+        offsets_sha256=offsets_digest.hexdigest(),
+    )
+
+
+def _begin_array(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """Writes the header of an .npy file of [count] numbers."""
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)
