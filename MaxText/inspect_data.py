@@ -22,7 +22,7 @@ from MaxText.errors import UserError
 USAGE = """
 Shows what a data set holds and how training would see it.
 
-  python MaxText/inspect_data.py data/corpus                  ids, lengths, duplicates, rows
+  python MaxText/inspect_data.py data/corpus                  ids, lengths, duplicates
   python MaxText/inspect_data.py data/corpus step=1000        the batch of a step, as text
   python MaxText/inspect_data.py configs/gpt2.yml dataset_path=data/corpus step=1000
   python MaxText/inspect_data.py 'records/*.tfrecord' tokenizer_path=gpt2 max_target_length=1024
@@ -33,7 +33,6 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
   step=N         only the batch of step N (from 0), read exactly as train.py does
   num_devices=N  devices that share the batch, 1 by default
   sample=N       tokens to read at most, 200000000 by default; what is more is sampled evenly
-  output=PATH    also draw the lengths of documents, a PNG
 """
 
 _CONFIG_FILE = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
@@ -49,13 +48,11 @@ class Options:
       step: whose batch is shown; None for statistics.
       num_devices: devices that share a batch.
       sample: tokens read at most.
-      output: the picture; None for none.
     """
 
     step: int | None = None
     num_devices: int = 1
     sample: int = 200_000_000
-    output: Path | None = None
 
 
 def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
@@ -69,9 +66,7 @@ def own_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     for index, argument in enumerate(arguments):
         match = _KEY_AND_VALUE.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
-        if name == "output":
-            options.output = Path(text).expanduser() if text else None
-        elif name in _LEAST:
+        if name in _LEAST:
             digits = text.replace("_", "")
             if not (digits.isascii() and digits.isdigit()) or int(digits) < _LEAST[name]:
                 raise UserError(
@@ -94,7 +89,7 @@ def inspect(loaded: Loaded, options: Options) -> None:
     has_model = loaded.origins["vocab_size"].layer is not Layer.DEFAULT
     inspection = Inspection(loaded.config, options.num_devices, has_model, print)
     if options.step is None:
-        inspection.show_statistics(options.sample, options.output)
+        inspection.show_statistics(options.sample)
     else:
         inspection.show_batch(options.step)
 

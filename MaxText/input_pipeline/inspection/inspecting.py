@@ -1,4 +1,4 @@
-"""What inspect_data.py does: statistics of the data of a run, or the batch of one of its steps."""
+"""Statistics of the data of a run, or the batch of one of its steps, for inspect_data.py."""
 
 import os
 from collections.abc import Callable
@@ -11,12 +11,11 @@ from MaxText.configuration.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenedSource
 from MaxText.input_pipeline.inspection import report as inspection_report
-from MaxText.input_pipeline.inspection.data_statistics import (
+from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
-    measure_rows,
+    measure_sequences,
     measure_tokens,
 )
-from MaxText.input_pipeline.inspection.length_picture import draw_lengths
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import train_loader
 from MaxText.input_pipeline.preparation.progress import show_progress
@@ -25,13 +24,8 @@ from MaxText.input_pipeline.storage import local_path
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 
-# What no file has in its name.
-_NO_NAME = "/"
-
-# Bytes of an id as it is read, for the progress, which counts bytes.
-_ID_BYTES = 4
-
-# Messages of unreadable records that are shown.
+_IN_NO_FILE_NAME = "/"
+_ID_BYTES = 4  # progress is in bytes
 _SHOWN_BAD_RECORDS = 10
 
 
@@ -44,13 +38,11 @@ class Inspection:
         """Opens the data.
 
         Args:
-          config: of the run.
-          num_devices: devices that share a batch.
-          has_model: whether vocab_size is that of a model, which the ids have to fit.
-          show: takes the lines of the report.
+          num_devices: Devices that share a batch.
+          has_model: Whether vocab_size is that of a model, which ids must not exceed.
 
         Raises:
-          UserError: there is no data, or train.py would not read it.
+          UserError: There is no data, or train.py would refuse it.
         """
         if config.data.dataset_type == "synthetic":
             raise UserError(
@@ -64,7 +56,7 @@ class Inspection:
         data = config.data
         if os.path.isfile(local_path(data.dataset_path)):
             # Who names one file means it, also where it is the one that training leaves out.
-            data = data.model_copy(update={"eval_split": _NO_NAME})
+            data = data.model_copy(update={"eval_split": _IN_NO_FILE_NAME})
         vocab_size = config.model.shape.vocab_size
         self._length = config.model.shape.max_target_length
         self._config = config
@@ -84,10 +76,10 @@ class Inspection:
         self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, show)
 
     def show_batch(self, step: int) -> None:
-        """Shows the batch of a step, row by row.
+        """Shows the batch of a step.
 
         Raises:
-          UserError: the data ends before, cannot be read, or has ids that the model has not.
+          UserError: The data ends before, cannot be read, or has ids beyond vocab_size.
         """
         batches, masking = self._batches, self._config.masking
         if batches.num_steps is not None and step >= batches.num_steps:
@@ -111,7 +103,7 @@ class Inspection:
         filler_id = batches.opened[0].data.filler_id
 
         def show_tokens(tokens_T: np.ndarray) -> list[str]:
-            return inspection_report.show_row(tokens_T, self._tokenizer, mask_id)
+            return inspection_report.show_sequence(tokens_T, self._tokenizer, mask_id)
 
         self._lines(
             inspection_report.batch_lines(
@@ -121,53 +113,44 @@ class Inspection:
         # Labels are targets that need not occur among the tokens.
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
-    def show_statistics(self, most_tokens: int, picture: Path | None) -> None:
-        """Shows ids, documents and rows of each data set.
+    def show_statistics(self, max_tokens: int) -> None:
+        """Shows ids, documents and sequences of each dataset.
 
         Args:
-          most_tokens: tokens read at most of each; what is more is sampled evenly.
-          picture: the PNG for the lengths of documents; further data sets have theirs beside it,
-            with _2, _3 ... in the name. None draws none.
+          max_tokens: Tokens to read of each; evenly spread if there are more.
 
         Raises:
-          UserError: the data cannot be read, or has ids that the model has not.
+          UserError: The data cannot be read, or has ids beyond vocab_size.
         """
         largest_id = -1
-        for number, source in enumerate(self._batches.opened, 1):
+        for source in self._batches.opened:
             self._show(f"\n{source.entry.location}")
-            path = picture
-            if path is not None and number > 1:
-                path = path.with_stem(f"{path.stem}_{number}")
-            largest_id = max(largest_id, self._show_source(source, most_tokens, path))
+            largest_id = max(largest_id, self._show_source(source, max_tokens))
         if skipped := self._batches.skipped:
             self._show(f"\nRecords that cannot be read: {len(skipped):,}")
             self._lines([f"  {message}" for message in skipped[:_SHOWN_BAD_RECORDS]])
         self._check_ids(largest_id)
 
-    def _show_source(self, source: OpenedSource, most_tokens: int, picture: Path | None) -> int:
-        """Shows one data set; returns the largest id."""
+    def _show_source(self, source: OpenedSource, max_tokens: int) -> int:
+        """Shows one dataset; returns the largest id."""
         data, windows = source.data, source.rows.windows
-        num_bytes = _ID_BYTES * min(most_tokens, len(data.store))
+        num_bytes = _ID_BYTES * min(max_tokens, len(data.store))
         with show_progress("Reading tokens", num_bytes, self._show) as progress:
-            tokens = measure_tokens(data, most_tokens, lambda done: progress(_ID_BYTES * done))
+            tokens = measure_tokens(data, max_tokens, lambda done: progress(_ID_BYTES * done))
         self._lines(inspection_report.token_lines(data, tokens, self._tokenizer, self._vocab_size))
         lengths = document_lengths(data.store.document_offsets)
         self._lines(
             inspection_report.document_lines(lengths, tokens.documents, data.store.document_name)
         )
-        num_bytes = _ID_BYTES * min(most_tokens, len(windows) * windows.length)
-        with show_progress("Reading rows", num_bytes, self._show) as progress:
-            rows = measure_rows(source.rows, most_tokens, lambda done: progress(_ID_BYTES * done))
-        self._lines(
-            inspection_report.row_lines(rows, windows.length, source.rows.in_order().origin)
-        )
+        num_bytes = _ID_BYTES * min(max_tokens, len(windows) * windows.length)
+        with show_progress("Reading sequences", num_bytes, self._show) as progress:
+            sequences = measure_sequences(
+                source.rows, max_tokens, lambda done: progress(_ID_BYTES * done)
+            )
+        self._lines(inspection_report.sequence_lines(sequences, windows.length))
         if data.labels is not None:
-            self._show(f"  labels that count: ids up to {rows.largest_target}")
-        if picture is not None:
-            title = f"{source.entry.location}, {lengths.num_documents:,} documents"
-            draw_lengths(picture, lengths, self._length, title)
-            self._show(f"  picture of the lengths: {picture}")
-        return max(tokens.largest_id, rows.largest_target)
+            self._show(f"  labels that count: ids up to {sequences.largest_target}")
+        return max(tokens.largest_id, sequences.largest_target)
 
     def _check_ids(self, largest_id: int) -> None:
         if self._vocab_size is not None and largest_id >= self._vocab_size:
@@ -194,7 +177,7 @@ def _whole(per_device: float, num_devices: int) -> int:
 def _load(
     preparation: Preparation, folder: Path | None, show: Callable[[str], None]
 ) -> TextTokenizer | None:
-    """The tokenizer of the data set, else tokenizer_path; None where neither can be used."""
+    """Returns the tokenizer of the dataset, else tokenizer_path; None if neither can be used."""
     try:
         asked = preparation.tokenizer_path
         # tokenizer_type goes with the path that was asked for.

@@ -1,29 +1,26 @@
-"""What inspect_data.py prints: lines about tokens, documents, rows and single batches.
+"""Lines that inspect_data.py prints about tokens, documents, sequences and batches.
 
-Imports no jax.
-
-Legend: B rows, T tokens of a window.
+Legend: B sequences of a batch, T tokens of a sequence.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from MaxText.input_pipeline.inspection.data_statistics import (
+from MaxText.input_pipeline.inspection.statistics import (
+    Duplicates,
     Lengths,
-    Repeats,
-    RowStatistics,
+    SequenceStatistics,
     TokenStatistics,
 )
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 
-# Characters of a text that are shown at each end, and ids where there is no tokenizer.
+# Shown of a long sequence at each end: characters, or ids without a tokenizer.
 _SHOWN_CHARACTERS = 500
 _SHOWN_IDS = 60
 
-# How tokenizers spell the token for what they cannot write, and the ids it is searched among:
-# published tokenizers have it at the front of their vocabulary.
+# Spellings of the token for unknown text, which is at the front of a vocabulary.
 _UNKNOWN_SPELLINGS = {"<unk>", "<UNK>", "[UNK]", "<|unk|>", "⁇"}
 _FRONT_IDS = 1000
 
@@ -31,10 +28,11 @@ _LONGEST_BAR = 40
 _MASK = "[MASK]"
 
 Origin = Sequence[tuple[str, int, int]]
+"""(document, first token, number of tokens) for each document in a sequence."""
 
 
 def visible(text: str) -> str:
-    """`text` in one line, control characters as pictures (␊) and what shows nothing as escapes."""
+    """Returns `text` in one line: control characters as symbols (␊), others escaped."""
     return "".join(map(_visible_character, text))
 
 
@@ -63,14 +61,7 @@ def token_lines(
     tokenizer: TextTokenizer | None,
     vocab_size: int | None,
 ) -> list[str]:
-    """About the ids.
-
-    Args:
-      data: the split.
-      statistics: of its tokens.
-      tokenizer: that decodes them, None where there is none.
-      vocab_size: ids that the model knows, None where no model is meant.
-    """
+    """Describes the ids of a split; `vocab_size` is that of the model, if there is one."""
     read = f"all {statistics.num_read:,} read"
     if statistics.num_read < statistics.num_tokens:
         read = (
@@ -93,10 +84,11 @@ def token_lines(
     ):
         if limit is not None:
             lines.append(f"  {name} {limit} ids: {_fit(data, statistics, limit)}")
-    lines += [
-        f"  {meaning}, id {token}{_quoted(tokenizer, token)}: {_times(statistics, token)}"
-        for token, meaning in _named_ids(data, tokenizer).items()
-    ]
+    for token, meaning in _named_ids(data, tokenizer).items():
+        count = statistics.occurrences(token)
+        share = _share(count, statistics.num_read)
+        name = f"{meaning}, id {token}{_quoted(tokenizer, token)}"
+        lines.append(f"  {name}: {count:,} times, {share} of the tokens")
     return lines
 
 
@@ -110,59 +102,48 @@ def _fit(data: TokenData, statistics: TokenStatistics, limit: int) -> str:
     )
 
 
-def _times(statistics: TokenStatistics, token: int) -> str:
-    count = statistics.occurrences(token)
-    return f"{count:,} times, {_share(count, statistics.num_read)} of the tokens"
-
-
 def _named_ids(data: TokenData, tokenizer: TextTokenizer | None) -> dict[int, str]:
-    """Ids with a meaning, and the meaning."""
+    """Returns the meanings of special ids."""
     meanings: dict[int, list[str]] = {}
     if tokenizer is not None:
-        front = range(min(_FRONT_IDS, tokenizer.entry.vocab_size))
-        for token in front:
+        for token in range(min(_FRONT_IDS, tokenizer.entry.vocab_size)):
             if tokenizer.decode([token]).strip() in _UNKNOWN_SPELLINGS:
                 meanings.setdefault(token, []).append("unknown to the tokenizer")
-    if data.eos_id is not None:
-        meanings.setdefault(data.eos_id, []).append("end of text")
-    meanings.setdefault(data.filler_id, []).append("filling")
-    if data.mask_id is not None:
-        meanings.setdefault(data.mask_id, []).append("mask")
+    for token, name in ((data.eos_id, "end of text"), (data.filler_id, "padding"),
+                        (data.mask_id, "mask")):  # fmt: skip
+        if token is not None:
+            meanings.setdefault(token, []).append(name)
     for token in data.special_ids:
         meanings.setdefault(token, ["special"])
     return {token: " and ".join(words) for token, words in sorted(meanings.items())}
 
 
 def document_lines(
-    lengths: Lengths, repeats: Repeats, document_name: Callable[[int], str]
+    lengths: Lengths, duplicates: Duplicates, document_name: Callable[[int], str]
 ) -> list[str]:
-    """About the documents: lengths with a histogram, and duplicates."""
+    """Describes documents: lengths with a histogram, and duplicates."""
     count = lengths.num_documents
     mean = lengths.num_tokens / max(count, 1)
-    lines = [
+    repeated = (
+        f"  duplicates: {duplicates.num_repeats:,} of {duplicates.num_documents:,} documents equal "
+        f"an earlier one ({_share(duplicates.num_repeats, duplicates.num_documents)})"
+    )
+    if duplicates.example is not None:
+        first, second = map(document_name, duplicates.example)
+        repeated += (
+            f"; the most frequent occurs {duplicates.max_copies:,} times: {first} = {second}"
+        )
+    return [
         f"Documents: {count:,} of {lengths.tokens_L[0]:,} to {lengths.tokens_L[-1]:,} tokens, "
         f"median {lengths.quantile(0.5):,}, mean {mean:,.1f}, 99 % of them up to "
         f"{lengths.quantile(0.99):,}",
-        f"  {_repeats(repeats, 'documents', document_name)}",
+        repeated,
         *_histogram(lengths),
     ]
-    return lines
-
-
-def _repeats(repeats: Repeats, what: str, name: Callable[[int], str]) -> str:
-    text = (
-        f"duplicates: {repeats.num_repeats:,} of {repeats.num_sequences:,} {what} equal an earlier "
-        f"one ({_share(repeats.num_repeats, repeats.num_sequences)})"
-    )
-    if repeats.example is None:
-        return text
-    first, second = repeats.example
-    often = f"the most frequent occurs {repeats.most_often:,} times"
-    return f"{text}; {often}: {name(first)} = {name(second)}"
 
 
 def _histogram(lengths: Lengths) -> list[str]:
-    """A line for each power of two, with a bar as long as its share of the documents."""
+    """Returns a line for each power of two, with a bar for its share of the documents."""
     # Length 0 is a bin of its own.
     bin_L = np.frexp(lengths.tokens_L.astype(np.float64))[1]
     counts = np.bincount(bin_L, lengths.documents_L).astype(np.int64)
@@ -172,36 +153,22 @@ def _histogram(lengths: Lengths) -> list[str]:
     for number in range(int(bin_L[0]), counts.size):
         low, high = (1 << number) // 2, (1 << number) - 1
         span = f"{low:,} to {high:,}" if high > low else f"{low:,}"
-        # Whatever occurs has a bar.
         bar = "#" * int(np.ceil(_LONGEST_BAR * counts[number] / most))
         share = f"{tokens[number] / total:.1%}"
         lines.append(f"  {span:>26} {counts[number]:>11,} {share:>16}  {bar}".rstrip())
     return lines
 
 
-def row_lines(statistics: RowStatistics, length: int, origin: Callable[[int], Origin]) -> list[str]:
-    """About the rows of an epoch.
-
-    Args:
-      statistics: of the rows.
-      length: T, tokens of a row.
-      origin: what a window holds.
-    """
+def sequence_lines(statistics: SequenceStatistics, length: int) -> list[str]:
+    """Describes the sequences of an epoch, `length` tokens each."""
     read = "all read"
-    if statistics.num_read < statistics.num_windows:
+    if statistics.num_read < statistics.num_sequences:
         read = f"a sample of {statistics.num_read:,} read in evenly spread groups"
-
-    def name(window: int) -> str:
-        places = origin(window)
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        document, first, _ = places[0]
-        return f"window {window} (from token {first:,} of {document}{more})"
-
+    total = statistics.num_read * length
     return [
-        f"Rows of {length:,} tokens: {statistics.num_windows:,} in an epoch, {read}",
-        f"  targets that count: {statistics.num_counted:,} of {statistics.num_places:,} places "
-        f"({_share(statistics.num_counted, statistics.num_places)})",
-        f"  {_repeats(statistics.windows, 'rows', name)}",
+        f"Sequences of {length:,} tokens: {statistics.num_sequences:,} in an epoch, {read}",
+        f"  targets that count: {statistics.num_counted:,} of {total:,} "
+        f"({_share(statistics.num_counted, total)})",
     ]
 
 
@@ -212,33 +179,36 @@ def batch_lines(
     show_tokens: Callable[[np.ndarray], Iterable[str]],
     filler_id: int,
 ) -> list[str]:
-    """A whole batch, row by row.
+    """Describes a batch, sequence by sequence.
 
     Args:
-      step: its step.
-      arrays: by the names of Batch without suffix, [B, T].
-      origins: of each sample; a batch of shorter rows has several rows of each sample, in order.
-      show_tokens: lines for the ids of a row (int32 [at most T], without filling).
-      filler_id: id of places without token.
+      arrays: tokens, weights and maybe segments, [B, T].
+      origins: Of each sample. A batch of shortened sequences has several of each sample, in order.
+      show_tokens: Returns lines for the ids of a sequence (int32 [at most T], without padding).
+      filler_id: Id of padding.
     """
     tokens_BT, weights_BT = arrays["tokens"], arrays["weights"]
     num_rows, length = tokens_BT.shape
     rows_of_sample = num_rows // len(origins)
     lines = [
-        f"Step {step}: {num_rows:,} rows of {length:,} tokens, {np.count_nonzero(weights_BT):,} of "
-        f"{weights_BT.size:,} targets count, ids {tokens_BT.min()} to {tokens_BT.max()}. Ranges of "
-        "documents include the token after the row, where it is a target."
+        f"Step {step}: {num_rows:,} sequences of {length:,} tokens, "
+        f"{np.count_nonzero(weights_BT):,} of {weights_BT.size:,} targets count, ids "
+        f"{tokens_BT.min()} to {tokens_BT.max()}. Ranges of documents include the token after the "
+        "sequence, if it is a target."
     ]
+    if "segments" in arrays:
+        used_BT = (weights_BT > 0) | (arrays["segments"] > 0)
+    else:
+        used_BT = (weights_BT > 0) | (tokens_BT != filler_id)
     for row in range(num_rows):
-        used = _used_places(arrays, row, filler_id)
-        filling = f", {length - used:,} places of filling" if used < length else ""
-        lines.append(
-            f"Row {row}: {np.count_nonzero(weights_BT[row]):,} targets of {length:,}{filling}"
-        )
+        used = int(np.flatnonzero(used_BT[row])[-1]) + 1 if used_BT[row].any() else 0
+        padding = f", {length - used:,} tokens of padding" if used < length else ""
+        counted = np.count_nonzero(weights_BT[row])
+        lines.append(f"Sequence {row}: {counted:,} targets of {length:,}{padding}")
         sample, part = divmod(row, rows_of_sample)
         if part:
             lines.append(
-                f"  part {part + 1} of {rows_of_sample} of the documents of row {row - part}"
+                f"  part {part + 1} of {rows_of_sample} of the documents of sequence {row - part}"
             )
         else:
             lines += [
@@ -249,29 +219,13 @@ def batch_lines(
     return lines
 
 
-def _used_places(arrays: Mapping[str, np.ndarray], row: int, filler_id: int) -> int:
-    """Places of a row up to its last token that is no filling."""
-    used = arrays["weights"][row] > 0
-    if "segments" in arrays:
-        used = used | (arrays["segments"][row] > 0)
-    else:
-        used = used | (arrays["tokens"][row] != filler_id)
-    places = np.flatnonzero(used)
-    return int(places[-1]) + 1 if places.size else 0
-
-
-def show_row(
+def show_sequence(
     tokens_T: np.ndarray, tokenizer: TextTokenizer | None, mask_id: int | None = None
 ) -> list[str]:
-    """The beginning and the end of the text of a row; of its ids where there is no tokenizer.
-
-    Args:
-      tokens_T: int32, ids.
-      tokenizer: decodes them.
-      mask_id: id that is shown as [MASK].
-    """
+    """Returns both ends of the text of a sequence, or of its ids without a tokenizer."""
     if tokenizer is None:
-        return _show_ids(tokens_T.tolist(), mask_id)
+        words = [_MASK if token == mask_id else str(token) for token in tokens_T.tolist()]
+        return _both_ends(words, _SHOWN_IDS, "ids", " ")
     masked = np.flatnonzero(tokens_T == mask_id) if mask_id is not None else np.zeros(0, np.int64)
     pieces = np.split(tokens_T, np.sort(np.concatenate([masked, masked + 1])))
     # Between two cuts at a mask lies the mask itself: every second piece.
@@ -279,22 +233,11 @@ def show_row(
         _MASK if index % 2 else tokenizer.decode(piece.tolist())
         for index, piece in enumerate(pieces)
     )
-    if len(text) <= 2 * _SHOWN_CHARACTERS:
-        return [visible(text)]
-    left_out = len(text) - 2 * _SHOWN_CHARACTERS
-    return [
-        visible(text[:_SHOWN_CHARACTERS]),
-        f"... {left_out:,} more characters ...",
-        visible(text[-_SHOWN_CHARACTERS:]),
-    ]
+    return [*map(visible, _both_ends(text, _SHOWN_CHARACTERS, "characters", ""))]
 
 
-def _show_ids(ids: list[int], mask_id: int | None) -> list[str]:
-    words = [_MASK if token == mask_id else str(token) for token in ids]
-    if len(words) <= 2 * _SHOWN_IDS:
-        return [" ".join(words)]
-    return [
-        " ".join(words[:_SHOWN_IDS]),
-        f"... {len(words) - 2 * _SHOWN_IDS:,} more ids ...",
-        " ".join(words[-_SHOWN_IDS:]),
-    ]
+def _both_ends(words: Sequence[str], shown: int, unit: str, space: str) -> list[str]:
+    if len(words) <= 2 * shown:
+        return [space.join(words)]
+    left_out = f"... {len(words) - 2 * shown:,} more {unit} ..."
+    return [space.join(words[:shown]), left_out, space.join(words[-shown:])]

@@ -8,17 +8,21 @@ import pytest
 
 from MaxText.configuration.loading import configure
 from MaxText.errors import UserError
-from MaxText.input_pipeline.inspection import data_statistics
-from MaxText.input_pipeline.inspection.data_statistics import (
+from MaxText.input_pipeline.inspection import statistics
+from MaxText.input_pipeline.inspection.inspecting import Inspection
+from MaxText.input_pipeline.inspection.report import (
+    batch_lines,
+    document_lines,
+    show_sequence,
+    visible,
+)
+from MaxText.input_pipeline.inspection.statistics import (
     document_lengths,
-    find_repeats,
-    measure_rows,
+    find_duplicates,
+    measure_sequences,
     measure_tokens,
     spread,
 )
-from MaxText.input_pipeline.inspection.inspecting import Inspection
-from MaxText.input_pipeline.inspection.length_picture import draw_lengths
-from MaxText.input_pipeline.inspection.report import batch_lines, document_lines, show_row, visible
 from MaxText.input_pipeline.sequences.batch_schedule import BatchPlan
 from MaxText.input_pipeline.tokenization.loading import load_tokenizer
 from tests.input_pipeline.small_data import (
@@ -63,7 +67,7 @@ def repeats_of(sequences: list[np.ndarray]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("block", [7, 1000, 10**6])
 def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block):
     write(kind, tmp_path / "set", [documents[:50], documents[50:]])
-    monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(statistics, "BLOCK_TOKENS", block)
     seen: list[int] = []
     found = measure_tokens(open_data(tmp_path / "set", tmp_path / "cache"), ALL, seen.append)
     stream = np.concatenate(documents)
@@ -75,21 +79,21 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     assert found.occurrences(0) == 119  # all documents end with 0 but the planted one
     assert found.num_from(1000) == 1
     repeats = found.documents
-    assert (repeats.num_sequences, repeats.num_repeats, repeats.most_often) == repeats_of(documents)
-    assert (repeats.most_often, repeats.example) == (7, (7, 30))
+    assert (repeats.num_documents, repeats.num_repeats, repeats.max_copies) == repeats_of(documents)
+    assert (repeats.max_copies, repeats.example) == (7, (7, 30))
 
 
 def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     stream = np.arange(1, 1001)
     write_data_set(tmp_path / "set", {"train": np.split(stream, 20)})
-    monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", 100)
+    monkeypatch.setattr(statistics, "BLOCK_TOKENS", 100)
     data = open_data(tmp_path / "set", tmp_path)
     found = measure_tokens(data, 350, quiet)
     assert spread(10, 3).tolist() == [0, 3, 6]
     assert (found.num_tokens, found.num_read) == (1000, 300)
     expected = np.concatenate([stream[0:100], stream[300:400], stream[600:700]])
     np.testing.assert_array_equal(np.flatnonzero(found.counts_V), expected)
-    assert found.documents.num_sequences == 6
+    assert found.documents.num_documents == 6
     # Less than a block is asked for: one is read.
     assert measure_tokens(data, 1, quiet).num_read == 100
 
@@ -100,17 +104,14 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", [32, 10**6])
 def test_rows_are_those_of_an_epoch(tmp_path, documents, monkeypatch, keys, block):
     write_data_set(tmp_path / "set", {"train": documents})
-    monkeypatch.setattr(data_statistics, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(statistics, "BLOCK_TOKENS", block)
     source = rows_of(tmp_path / "set", 16, **keys)
-    found = measure_rows(source, ALL, quiet)
+    found = measure_sequences(source, ALL, quiet)
     count = len(source.windows)
     epoch = source.read(np.arange(count))
-    assert (found.num_windows, found.num_read) == (count, count)
-    assert found.num_places == epoch["weights"].size
+    assert (found.num_sequences, found.num_read) == (count, count)
     assert found.num_counted == epoch["weights"].sum()
-    rows = list(epoch["tokens"][epoch["weights"].any(axis=1)])
-    windows = found.windows
-    assert (windows.num_sequences, windows.num_repeats, windows.most_often) == repeats_of(rows)
+    assert found.largest_target == epoch["targets"][epoch["weights"] > 0].max()
 
 
 @pytest.mark.parametrize("count", [500, 2**20 + 500])  # also of several blocks
@@ -129,20 +130,20 @@ def test_rows_are_shown_from_both_ends_and_visibly():
     tokenizer = load_tokenizer("bytes")
     text = "".join(chr(65 + i % 26) for i in range(1203))
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    assert show_row(ids[:1000], tokenizer) == [text[:1000]]
-    assert show_row(ids, tokenizer)[::2] == [text[:500], text[-500:]]
-    assert "203" in show_row(ids, tokenizer)[1]
-    assert show_row(np.zeros(0, np.int32), tokenizer) == [""]
-    assert show_row(np.arange(120), None) == [" ".join(map(str, range(120)))]
-    assert "1 more" in show_row(np.arange(121), None)[1]
+    assert show_sequence(ids[:1000], tokenizer) == [text[:1000]]
+    assert show_sequence(ids, tokenizer)[::2] == [text[:500], text[-500:]]
+    assert "203" in show_sequence(ids, tokenizer)[1]
+    assert show_sequence(np.zeros(0, np.int32), tokenizer) == [""]
+    assert show_sequence(np.arange(120), None) == [" ".join(map(str, range(120)))]
+    assert "1 more" in show_sequence(np.arange(121), None)[1]
     masked = np.array([300, 65, 66, 300, 300, 67], np.int32)
-    assert show_row(masked, tokenizer, mask_id=300) == ["[MASK]AB[MASK][MASK]C"]
-    assert show_row(masked, None, mask_id=300) == ["[MASK] 65 66 [MASK] [MASK] 67"]
+    assert show_sequence(masked, tokenizer, mask_id=300) == ["[MASK]AB[MASK][MASK]C"]
+    assert show_sequence(masked, None, mask_id=300) == ["[MASK] 65 66 [MASK] [MASK] 67"]
 
 
 def test_histogram_and_rows_of_a_batch(told):
     lengths = document_lengths(np.cumsum([0, 0, 1, 1, 5, 7, 4, 32]))
-    repeats = find_repeats(np.array([3, 4, 3, 5, 6, 7], np.uint64), np.arange(6))
+    repeats = find_duplicates(np.array([3, 4, 3, 5, 6, 7], np.uint64), np.arange(6))
     # Of rows that are cut in two.
     arrays = {
         "tokens": np.array([[5, 6], [7, 0], [0, 0], [8, 0]]),
@@ -180,7 +181,7 @@ def test_the_batch_is_that_of_training(tmp_path):
     keys = {"dataset_path": str(tmp_path / "set")}
     stream = np.concatenate(text_set(tmp_path / "set"))
     shown = shown_batch(gradient_accumulation_steps=2, num_devices=2, **keys)
-    assert "Step 0: 8 rows of 8 tokens" in shown
+    assert "Step 0: 8 sequences of 8 tokens" in shown
     assert "\n  | first do\n" in shown
     assert "\n  | cument␊" in shown
     # 88 tokens make 11 windows: step 3 begins with window 6, and step 5 holds the last.
@@ -195,8 +196,9 @@ def test_tokens_are_shown_as_masks_or_ids(tmp_path):
     text_set(tmp_path / "set")
     masks = {"mlm_mask_prob": 1.0, "mlm_same_token_prob": 0.0, "mlm_random_token_prob": 0.0}
     keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm_mask_id": 299, **masks}
-    assert f"Row 0: 8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n" in (
-        shown_batch(mlm_training=True, **keys)
+    assert (
+        f"Sequence 0: 8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n"
+        in (shown_batch(mlm_training=True, **keys))
     )
     # Records are shown as text by the tokenizer beside them, without one as ids.
     tokenizer = load_tokenizer("bytes")
@@ -218,20 +220,17 @@ def test_mistakes(tmp_path):
     refused("dataset_type=synthetic", inspection, quiet, dataset_type="synthetic")
     lines: list[str] = []
     small = inspection(lines.append, has_model=True, vocab_size=200, **keys)
-    refused(r"vocab_size=200 .*id \d+", small.show_statistics, ALL, None)
+    refused(r"vocab_size=200 .*id \d+", small.show_statistics, ALL)
     assert "vocab_size = 200 ids: 3 " in "\n".join(lines)
-    with pytest.raises(UserError, match=str(tmp_path)):
-        draw_lengths(tmp_path, document_lengths(np.array([0, 1, 3, 900])), 64, "")
 
 
 def test_the_program_reports_statistics(tmp_path, users_environment, told):
     documents = text_set(tmp_path / "set")
-    keys = ["max_target_length=8", "vocab_size=300", "output=lengths.png"]
+    keys = ["max_target_length=8", "vocab_size=300"]
     # It needs a standard output of its own to set how that is encoded.
     result = run("inspect_data.py", ["set", *keys], tmp_path, users_environment)
     assert result.returncode == 0, result.stderr
     told(result.stdout)
     size = np.concatenate(documents).size
     assert f"Tokens: all {size} read" in result.stdout
-    assert f" {size - 3} of {8 * -(-(size - 1) // 8)} places" in result.stdout
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert f" {size - 3} of {8 * -(-(size - 1) // 8)} " in result.stdout
