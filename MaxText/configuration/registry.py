@@ -1,7 +1,7 @@
 """The registry of parts: what a key such as `mixer` may name. Imports no jax.
 
-Built-in parts are registered in layers/built_in.py, others by modules that `import_modules` names;
-both go through `register`.
+Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
+So that built-in parts are known without importing jax, the generated layers/built_in.py lists them.
 """
 
 import dataclasses
@@ -119,6 +119,8 @@ def register(
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
         earlier = None if target else _all().get((kind, name))
+        if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
+            return given  # built in
         if earlier is not None:
             where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
             raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")

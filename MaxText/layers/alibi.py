@@ -11,9 +11,11 @@ import numpy as np
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.part import Init, Position
 
 
+@register("position", "alibi")
 class ALiBi(Position):
     """Softmax attention lowers its scores."""
 

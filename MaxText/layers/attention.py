@@ -12,7 +12,7 @@ from flax import nnx
 from MaxText.configuration.layer_sections import Attention as AttentionSection
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
-from MaxText.configuration.registry import lookup
+from MaxText.configuration.registry import lookup, register
 from MaxText.layers.attention_core import Memory, Scoring, softmax_attention
 from MaxText.layers.attention_flops import keys_by_rule, keys_multiplied
 from MaxText.layers.capture import tag
@@ -33,6 +33,7 @@ OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "acti
 State = KeyValueCache | WindowCache
 
 
+@register("mixer", "attention")
 class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023)."""
 
@@ -230,6 +231,7 @@ class Attention(Mixer):
         return named(o_BTNH)
 
 
+@register("mixer", "local_attention")
 class LocalAttention(Attention):
     """Attention to the last `sliding_window_size` tokens."""
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from MaxText.configuration.dense_connections_section import DenseConnections as DenseSection
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.dense import Dense
 from MaxText.layers.depth_mixing import (
@@ -52,6 +53,7 @@ class Source(NamedTuple):
 Sources = tuple[Source, ...]
 
 
+@register("connection", "dense")
 class DenseConnections(Connection):
     """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
 

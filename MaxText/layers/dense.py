@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.weights import Init, Initializer, Shape, weight, zeros
 
 Axes = tuple[str | None, ...]
@@ -58,6 +59,7 @@ class Dense(nnx.Module):
         return y
 
 
+@register("projection", "dense")
 def projection(
     model: ModelSection,
     init: Init,

@@ -10,6 +10,7 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import FeedForward as FeedForwardSection
 from MaxText.configuration.model_sections import Layer
+from MaxText.configuration.registry import register
 from MaxText.layers.activations import (
     ACTIVATIONS,
     LEARNED,
@@ -28,6 +29,7 @@ from MaxText.parallelism.constraints import constrain
 _RANDOM_SLOPES = 10  # place of randomness within a layer; block.py has the others
 
 
+@register("feed_forward", "mlp")
 class MLP(FeedForward):
     """wo(prod_i activation_i(wi_i x)).
 

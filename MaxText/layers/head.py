@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.model_sections import Layer, Model
-from MaxText.configuration.registry import lookup
+from MaxText.configuration.registry import lookup, register
 from MaxText.layers.dense import Dense
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Head, Init
@@ -22,6 +22,7 @@ def head_of(section: Model) -> tuple[type[Head], Layer]:
     return lookup("head", section.head.name), Layer(section, section.shape.dimensions)
 
 
+@register("head", "linear")
 class LinearHead(Head):
     """A matrix, or the token table (a tied head); scaled and capped."""
 

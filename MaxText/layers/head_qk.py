@@ -14,6 +14,7 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model
+from MaxText.configuration.registry import register
 from MaxText.layers.attention_flops import keys_by_rule
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Dense
@@ -60,6 +61,7 @@ class Pointers:
         )
 
 
+@register("head", "head_qk")
 class HeadQK(LinearHead):
     """The plain head, and what its tokens point at."""
 

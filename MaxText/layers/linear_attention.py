@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from MaxText.configuration.layer_sections import Dimensions
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.attention import Attention, named
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops
@@ -238,6 +239,7 @@ def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
     return (above / size) / jnp.maximum(below / size, _TINY)
 
 
+@register("mixer", "linear_attention")
 class LinearAttention(Attention):
     """Attention whose state does not grow (layers/linear_attention.py)."""
 

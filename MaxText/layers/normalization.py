@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.configuration.layer_sections import Block
-from MaxText.configuration.registry import lookup
+from MaxText.configuration.registry import lookup, register
 from MaxText.layers.weights import Init, constant, weight, zeros
 
 
@@ -108,12 +108,14 @@ def normalization(
     return make(section, building, rngs, parametric=parametric)
 
 
+@register("norm", "rms_norm")
 def rms_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """RMSNorm over the residual stream."""
     epsilon = section.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
+@register("norm", "layer_norm")
 def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """LayerNorm over the residual stream."""
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
@@ -123,12 +125,14 @@ def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) 
     return norm
 
 
+@register("norm", "scale_norm")
 def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
     """ScaleNorm over the residual stream."""
     epsilon, initial = section.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
 
+@register("norm", "scale_norm_centered")
 def scale_norm_centered(
     section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool
 ) -> nnx.Module:

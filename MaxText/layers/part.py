@@ -157,6 +157,7 @@ class Mixer(Part):
         return cls.prefill is not Mixer.prefill
 
 
+@register("mixer", "none")
 class Nothing(Mixer):
     """No mixer: the layer has a feed-forward alone."""
 
@@ -176,6 +177,7 @@ class FeedForward(Part):
         raise NotImplementedError
 
 
+@register("position", "none")
 class Position(Part):
     """How the model knows where a token stands; this one adds and tells nothing."""
 
@@ -262,6 +264,7 @@ class Connection(Part):
         return after
 
 
+@register("connection", "residual")
 class ResidualStream(Connection):
     """Each layer reads the output of the one before it (He et al. 2016)."""
 

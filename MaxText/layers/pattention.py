@@ -15,6 +15,7 @@ from flax import nnx
 from MaxText.configuration.layer_sections import Pattention as PattentionSection
 from MaxText.configuration.layer_sections import SlotPlace
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
@@ -110,6 +111,7 @@ class Pattention(nnx.Module):
         return self.values(self.theta(scores))
 
 
+@register("projection", "pattention")
 class PattentionProjection(Pattention):
     """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads.
 
@@ -139,6 +141,7 @@ class PattentionProjection(Pattention):
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 
+@register("feed_forward", "pattention")
 class PattentionFeedForward(FeedForward, Pattention):
     """A Pattention in the place of the MLP."""
 

@@ -7,10 +7,12 @@ import jax
 from flax import nnx
 
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.part import Init, Position
 
 
+@register("position", "learned")
 class LearnedPositions(Embedding, Position):
     """A row of a table for each position (GPT-2)."""
 
@@ -24,6 +26,7 @@ class LearnedPositions(Embedding, Position):
         return self(positions_BT)
 
 
+@register("position", "axial")
 class AxialPositions(Position):
     """Positions as rows of two small tables: (first[p // b] + second[p % b]) / 2.
 

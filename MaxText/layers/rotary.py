@@ -15,10 +15,12 @@ from flax import nnx
 
 from MaxText.configuration.layer_sections import Position as PositionSection
 from MaxText.configuration.model_sections import Model as ModelSection
+from MaxText.configuration.registry import register
 from MaxText.layers.part import Init, Position
 from MaxText.parallelism.constraints import platform
 
 
+@register("position", "rotary")
 class Rotary(Position):
     """Queries and keys are turned by angles that grow with the position."""
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.configuration.model_sections import Objective
-from MaxText.configuration.registry import lookup
+from MaxText.configuration.registry import lookup, register
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
@@ -94,6 +94,7 @@ def num_tokens(batch: Batch) -> jax.Array:
     return jnp.maximum(jnp.sum(batch.segments_BT > 0).astype(jnp.float32), 1.0)
 
 
+@register("objective", "cross_entropy")
 def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
     """Cross entropy, and z_loss_multiplier * log(Z)^2."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -101,6 +102,7 @@ def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax
     return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
 
 
+@register("objective", "entmax")
 def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
     """The loss of alpha-entmax; alpha = 1 is softmax."""
     if keys.entmax_alpha > 1:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from MaxText.configuration.registry import lookup
+from MaxText.configuration.registry import lookup, register
 from MaxText.configuration.training_sections import Optimizer
 from MaxText.errors import UserError
 from MaxText.parallelism.constraints import ParameterInfo
@@ -169,6 +169,7 @@ def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransform
     return rule(section.parts.of(rule) or section, parameters)
 
 
+@register("optimizer", "adamw")
 def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
     if not section.adam_bias_correction:
@@ -182,17 +183,20 @@ def adamw(section: Optimizer, parameters: Names) -> optax.GradientTransformation
     )
 
 
+@register("optimizer", "lion")
 def lion(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     mu_dtype = section.mu_dtype or None
     return optax.scale_by_lion(b1=section.adam_b1, b2=section.adam_b2, mu_dtype=mu_dtype)
 
 
+@register("optimizer", "sgd")
 def sgd(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Stochastic gradient descent with momentum."""
     return optax.trace(decay=section.momentum, nesterov=section.nesterov)
 
 
+@register("optimizer", "muon")
 def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
     # A learning rate of -1 makes optax's complete rule hand over its direction unchanged.
@@ -235,6 +239,7 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
     return optax.GradientTransformation(adam.init, update)
 
 
+@register("optimizer", "adafactor")
 def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Shazeer and Stern 2018, algorithm 4; the learning rate is relative to a parameter's size.
 

@@ -17,6 +17,7 @@ PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
 
 def test_generated_files_are_up_to_date():
     assert BASE_YML.read_text(encoding="utf-8") == documentation.base_yml()
+    assert documentation.BUILT_IN_PY.read_text(encoding="utf-8") == documentation.built_in_py()
     text = documentation.CONFIGURATION_MD.read_text(encoding="utf-8")
     assert text == documentation.configuration_md()
 
