@@ -28,10 +28,10 @@ class ALiBi(Position):
 
 
 def slopes(num_heads: int, max_bias: float = 8.0) -> np.ndarray:
-    """Float32 [N]: what a score loses for every token between query and key.
+    """Returns what a score loses per token of distance, float32 [N].
 
-    2^(-max_bias i / N), i from 1 to N, where N is a power of two. Otherwise the slopes of the power
-    of two below N, and then every other slope of twice that power, from its first on.
+    2^(-max_bias i / N) for i = 1..N if N is a power of two. Otherwise the slopes of the power of
+    two below N, followed by every other slope of twice that power.
     """
     power = 2 ** (num_heads.bit_length() - 1)
     first = 2.0 ** (-max_bias * np.arange(1, power + 1) / power)

@@ -22,7 +22,7 @@ _MACARON, _MACARON_SLOPES = 5, 11  # RNG stream ids; block.py has the others
 
 
 def block_of(layer: Layer) -> type[Block]:
-    """The class of a layer's block."""
+    """Returns the block class of a layer."""
     own = layer.section.block
     block: type[Block] = ParallelBlock if own.block_arrangement == "parallel" else Block
     if own.mixer == "none":
@@ -37,17 +37,14 @@ def block_of(layer: Layer) -> type[Block]:
 
 
 def mixer_of(layer: Layer) -> type[Mixer] | None:
-    """The class of a layer's mixer; None for a layer without one."""
+    """Returns the mixer class of a layer; None for a layer without one."""
     if layer.section.block.mixer == "none":
         return None
     return block_of(layer).mixer_class(layer)
 
 
 class ParallelBlock(Block):
-    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, section 2.1.2).
-
-    Both norms may be one and the same (GPT-J).
-    """
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, 2.1.2); GPT-J has one norm."""
 
     not_recomputed = ("self_attention", "mlp")
 
@@ -73,7 +70,7 @@ class ParallelBlock(Block):
 
 
 class BlockWithoutMixer(Block):
-    """y = x + mlp(norm(x)), for a layer that has its feed-forward alone."""
+    """y = x + mlp(norm(x))."""
 
     def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
         self.doubles = layer.section.attention.none_doubles_residual
@@ -90,11 +87,9 @@ class BlockWithoutMixer(Block):
 
 @functools.cache
 def with_static_sgu(block: type[Block]) -> type[Block]:
-    """A block whose mixer has half of the channels, and static SGU the other half."""
+    """Returns a block whose mixer has half of the channels, and static SGU the other half."""
 
     class WithStaticSGU(block):  # type: ignore[misc, valid-type]
-        """See layers/static_sgu.py."""
-
         @classmethod
         def mixer_class(cls, layer: Layer) -> Any:
             return beside_static_sgu(super().mixer_class(layer))
@@ -104,11 +99,9 @@ def with_static_sgu(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def with_separate_norms(block: type[Block]) -> type[Block]:
-    """A block whose queries, keys and values have inputs and norms of their own."""
+    """Returns a block whose queries, keys and values have inputs and norms of their own."""
 
     class WithSeparateNorms(block):  # type: ignore[misc, valid-type]
-        """See layers/connections.py."""
-
         def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
             for way in "qkv":
                 setattr(self, self._name(way), self.norm(layer, init, rngs))
@@ -135,11 +128,9 @@ def with_separate_norms(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def macaron(block: type[Block]) -> type[Block]:
-    """A block with half a feed-forward before its mixer and half a one after it."""
+    """Returns a block with half a feed-forward before and after its mixer (Lu et al. 2019)."""
 
     class Macaron(block):  # type: ignore[misc, valid-type]
-        """Lu et al. 2019."""
-
         def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
             super().__init__(layer, init, rngs)
             section = layer.section
@@ -164,11 +155,9 @@ def macaron(block: type[Block]) -> type[Block]:
 
 @functools.cache
 def rezero(block: type[Block]) -> type[Block]:
-    """A block whose branches have gates in place of norms."""
+    """Returns a block with gates instead of norms (Bachlechner et al. 2020)."""
 
     class ReZero(block):  # type: ignore[misc, valid-type]
-        """Bachlechner et al. 2020."""
-
         not_recomputed = ()  # gates read all outputs
 
         def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):

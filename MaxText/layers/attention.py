@@ -84,12 +84,11 @@ class Attention(Mixer):
 
     @classmethod
     def window_of(cls, section: AttentionSection) -> int | None:
-        """The newest tokens that a token sees, itself included; None is all of them."""
+        """Returns the newest tokens that a token sees, itself included; None for all of them."""
         return None
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Products of queries with keys, and of probabilities with values."""
         section, per_key = keys.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
         window = cls.window_of(section)
         memories = section.num_mem_kv if cls.has_memories else 0
@@ -105,26 +104,18 @@ class Attention(Mixer):
     def state_bytes(
         cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Keys and values: of all tokens, or of a window."""
         of_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
         if (window := cls.window_of(keys.attention)) is not None:
             return 0, min(window, length) * of_token
         return of_token, keys.attention.num_mem_kv * of_token
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
-        """Output of whole sequences.
-
-        Args:
-          x_BTD: those of queries, of keys and of values.
-        """
         return self._run(x_BTD, context, None)[0], {}
 
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, State]:
-        """Output of prompts, and their keys and values."""
         return self._run(x_BTD, context, None)
 
     def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, State]:
-        """Output of the next tokens, and the keys and values up to them."""
         return self._run(x_BTD, context, state)
 
     def _run(self, inputs: Any, context: Context, state: State | None) -> tuple[jax.Array, Any]:
@@ -143,7 +134,7 @@ class Attention(Mixer):
         return tag(self.out(o_BTNH), "out_proj"), state
 
     def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
-        """v_BTKH of all tokens that are read."""
+        """Returns v_BTKH of all tokens."""
         return tag(self.value(v_BTD), "value_proj")
 
     def _core(
@@ -154,7 +145,6 @@ class Attention(Mixer):
         context: Context,
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
-        """From queries, keys and values to the weighted values."""
         section = self.section
         window = self.window_of(section)
         scoring = Scoring(
@@ -195,7 +185,7 @@ class Attention(Mixer):
         memory: Memory | None,
         context: Context,
     ) -> jax.Array:
-        """Tokens of a batch among themselves, in the form that suits where they lie."""
+        """Attends within a batch, with the implementation that suits its sharding."""
         section = self.section
         segments_BT, key = context.segments_BT, context.key_for(0)
         drops = self.dropout_rate > 0 and key is not None
@@ -253,5 +243,5 @@ class LocalAttention(Attention):
 
 
 def named(o_BTNH: jax.Array) -> jax.Array:
-    """With the name that policies of rematerialisation know; kernels name what they keep."""
+    """Tags the output for remat policies; kernels tag what they save themselves."""
     return tag(o_BTNH, "context")

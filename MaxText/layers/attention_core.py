@@ -29,16 +29,14 @@ Memory = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How scores are made of products, and who sees whom.
+    """Computation of scores from products, and the mask.
 
     Attributes:
-      causal: whether a token attends to itself and earlier tokens only.
-      window: W: a query at i sees keys from i - W + 1 on, and up to i + W where attention is not
-        causal (the interval of GPT-Neo's mesh-tensorflow program); None is all.
-      scale: multiplies products of queries and keys; None is 1 / sqrt(H).
-      soft_cap: c of c * tanh(score / c); 0 is off.
-      slopes_N: float32, what scores of each query head lose for every token of distance (ALiBi).
-      precision: of the products.
+      window: W. A query at i sees keys from i - W + 1 on, and up to i + W if attention is not
+        causal (as in GPT-Neo's mesh-tensorflow program).
+      scale: Factor of the products; None is 1 / sqrt(H).
+      soft_cap: c in c * tanh(score / c); 0 is off.
+      slopes_N: ALiBi slopes, float32.
     """
 
     causal: bool = True
@@ -49,11 +47,10 @@ class Scoring:
     precision: str | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """What products of heads of this size are multiplied by."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def sees(self, distance: jax.Array) -> jax.Array:
-        """Whether a query sees a key that stands `distance` tokens before it."""
+        """Returns whether a query sees the key `distance` tokens before it."""
         seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is None:
             return seen
@@ -73,22 +70,19 @@ def softmax_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scores, where a query sees a key of its segment) v.
+    """Returns softmax(scores) v, [B, T, N, H] in the format of `q_BTNH`.
 
-    Query head n reads key/value head n // G. Scores, softmax and its sums are float32.
+    Query head n reads key/value head n // G. Scores, softmax and sums are float32.
 
     Args:
-      segments_BT: tokens attend only to tokens with the same number; None is one segment.
-      memory: keys and values that every query sees, besides those of tokens.
-      block_size: query rows of a block. A causal block multiplies only the keys up to its last row,
-        so that about half the products of the full square are skipped. None is one block, as is
-        attention that is not causal. With a window, blocks are about as long as it is, and the
-        products of a token are 2 W (3 W if not causal) however long the text.
-      parts: equal parts of T that lie on different devices, while keys and values are whole. A
-        block then has rows of each part, and multiplies all keys.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
+      segments_BT: Attention stays within a segment; None is one segment.
+      memory: Keys and values that every query sees in addition.
+      block_size: Query rows of a block. A causal block multiplies only keys up to its last row,
+        which skips about half of the products. None is one block, as for non-causal attention. With
+        a window, blocks are about as long as the window: 2 W products per token (3 W if not
+        causal).
+      parts: Equal parts of T on different devices, while keys and values are unsharded. A block
+        then has rows of each part, and multiplies all keys.
     """
     length, causal, window = q_BTNH.shape[1], scoring.causal, scoring.window
     run = functools.partial(attend, scoring=scoring, memory=memory, dropout_rate=dropout_rate)
@@ -109,7 +103,6 @@ def softmax_attention(
         keys_end = end if causal and parts == 1 else length
 
         def of_block(x: jax.Array, axis: int, start: int = start, end: int = end) -> jax.Array:
-            """These rows of every part."""
             if parts == 1:
                 return x[:, start:end] if axis else x[start:end]
             x = x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])
@@ -137,7 +130,7 @@ def softmax_attention(
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
-    """Query rows of a block of windowed attention; None for texts of a few windows: one block."""
+    """Returns the query rows of a block of windowed attention; None for one block."""
     rows = max(window, _SMALLEST_WINDOW_BLOCK)
     return rows if length > (2 if causal else 3) * rows else None
 
@@ -151,12 +144,9 @@ def _in_windows(
     segments_BT: jax.Array | None,
     run: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Windowed attention: blocks of `rows` >= W queries, each with the keys of its neighbours.
+    """Attends in blocks of `rows` >= W queries, each with the keys of its neighbors.
 
-    All blocks are rows of one batch, so the program is as small for a long text as for a short one.
-
-    Args:
-      run: `attend` with what else it takes.
+    All blocks are rows of one batch, so the program does not grow with the length.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
@@ -168,7 +158,7 @@ def _in_windows(
         return x.reshape(batch * num_blocks, rows, *x.shape[2:])
 
     def neighbourhoods(x: jax.Array) -> jax.Array:
-        """[B * blocks, width, ...]: a block between those beside it."""
+        """Returns [B * blocks, width, ...]: each block with its neighbors."""
         spare = num_blocks * rows - length
         x = jnp.pad(x, ((0, 0), (behind, spare + before), *((0, 0),) * (x.ndim - 2)))
         parts = [
@@ -190,7 +180,7 @@ def _in_windows(
 
 
 def softmax_windows(section: Model) -> list[int | None]:
-    """W of each layer that has softmax attention; None sees all keys."""
+    """Returns W of each layer with softmax attention; None sees all keys."""
     mixers = ((lookup("mixer", layer.section.block.mixer), layer) for layer in section.layers)
     return [
         mixer.window_of(layer.section.attention) for mixer, layer in mixers if mixer.has_softmax
@@ -198,7 +188,7 @@ def softmax_windows(section: Model) -> list[int | None]:
 
 
 def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
-    """Keys or values [B, K, M + S, H] of each sequence behind those that all see."""
+    """Prepends memories to keys or values: [B, K, M + S, H]."""
     kept_KMH = kept_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
     kept = jnp.broadcast_to(kept_KMH, (*x_BKSH.shape[:-3], *kept_KMH.shape))
     return jnp.concatenate([kept, x_BKSH], axis=-2)
@@ -207,9 +197,7 @@ def after_memories(kept_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def copies_of_heads(
     q_BTNH: jax.Array, k_BSKH: jax.Array, of_queries: NamedSharding, of_keys: NamedSharding
 ) -> int:
-    """Of each key/value head, so that a mesh divides them as it does those of queries, and each
-    still serves whole queries.
-    """
+    """Returns the repeats of key/value heads with which the mesh divides them like queries."""
     axes, num_kv_heads = split_axes(of_queries, 2), k_BSKH.shape[2]
     if split_axes(of_keys, 2) == axes:
         return 1
@@ -230,18 +218,14 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention where the mask allows it.
+    """Returns attention where the mask allows it, [B, T, N, H] in the format of `q_BTNH`.
 
     Inside, R are the rows of all query heads of a group.
 
     Args:
-      keys: [B, K, S, H], or [K, S, H] for one row (KeyValueCache).
-      values: as keys.
-      mask_BTS: which keys are seen; B may be 1.
-      distance_BTS: how many tokens each key stands before each query; B may be 1.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
+      keys, values: [B, K, S, H], or [K, S, H] for a batch of one (KeyValueCache).
+      mask_BTS: Keys that are seen; B may be 1.
+      distance_BTS: Tokens from each key to each query; B may be 1.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]

@@ -10,24 +10,16 @@ from MaxText.layers.flash_attention import keys_multiplied as flash_keys_multipl
 
 
 def keys_by_rule(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Keys that a query counts on average, by the rule of MFU.
-
-    Args:
-      length: T, tokens of a sequence.
-      causal: whether a token sees only earlier ones.
-      window: keys a query may see, itself included; None is all of them.
-    """
+    """Returns the average number of keys per query by the MFU rule."""
     visible = min(window or length, length)
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
 def keys_multiplied(section: AttentionSection, length: int, window: int | None = None) -> float:
-    """Keys that a query is multiplied with on average, those masked afterwards included.
+    """Returns the average number of keys multiplied per query, masked ones included.
 
-    attention=dot_product multiplies the whole square, flash the blocks that its kernel on TPU does
-    not skip. The others take query rows in blocks, each
-    with the keys up to its last row; without a causal mask that is the whole square, too. With a
-    window, blocks are about as long as it is, each with those beside it.
+    attention=dot_product multiplies the whole square, flash the blocks that its TPU kernel does not
+    skip. The others take query rows in blocks, each with the keys up to its last row.
     """
     if section.attention == "flash" and length % TILE == 0:
         return flash_keys_multiplied(length, causal=section.causal, window=window)
@@ -42,7 +34,7 @@ def keys_multiplied(section: AttentionSection, length: int, window: int | None =
 
 
 def query_block(section: AttentionSection, length: int) -> int:
-    """Query rows that are multiplied at once, as attention_core.softmax_attention chooses them."""
+    """Returns the query rows multiplied together, as in attention_core.softmax_attention."""
     if section.attention == "dot_product" or not section.causal:
         return length
     return min(max(section.attention_block_size, -(-length // MAX_BLOCKS)), length)

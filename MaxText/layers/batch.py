@@ -13,15 +13,15 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One batch of windows; NumPy arrays on the host, jax arrays on devices.
+    """A batch of sequences; NumPy arrays on the host, jax arrays on devices.
 
     Attributes:
       tokens_BT: int32 input ids.
-      targets_BT: int32 ids to predict at each place.
+      targets_BT: int32 ids to predict.
       weights_BT: float32, 1 where the target counts in the loss, 0 at padding and boundaries.
-      positions_BT: int32 place within the document, or None for 0..T-1.
-      segments_BT: int32 number of the document within the window from 1, 0 is padding; None when
-        a window is one document. Attention stays within a segment.
+      positions_BT: int32 position within the document, None for 0..T-1.
+      segments_BT: int32 number of the document from 1, 0 is padding; None if a sequence is one
+        document. Attention stays within a segment.
     """
 
     tokens_BT: Any
@@ -32,11 +32,7 @@ class Batch:
 
 
 def batch_shapes(num_rows: int, length: int, with_documents: bool) -> Batch:
-    """Shapes of a batch, to compile for it before it is read.
-
-    Args:
-      with_documents: whether positions and segments are given (data key document_mask).
-    """
+    """Returns the shapes of a batch, to compile before data is read."""
     ids = jax.ShapeDtypeStruct((num_rows, length), np.int32)
     weights = jax.ShapeDtypeStruct((num_rows, length), np.float32)
     documents = ids if with_documents else None

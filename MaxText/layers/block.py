@@ -26,16 +26,13 @@ ATTENTION, MLP, _PATH = 1, 2, 2
 class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm(h)).
 
-    layers/arrangements.py has the others.
-
     Attributes:
-      not_recomputed: branches whose output nothing in the backward pass reads (layers/part.py).
+      not_recomputed: Branches whose output the backward pass does not read (layers/part.py).
     """
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)
 
     def __init__(self, layer: Layer, init: Init, rngs: nnx.Rngs):
-        """`init` has the layer's sizes."""
         section = layer.section
         self.dropout_rate = section.dropout.rate("residual")
         self.path_rate = section.dropout.rate("path")
@@ -45,26 +42,22 @@ class Block(nnx.Module):
         self.build_feed_forward(layer, init, rngs)
 
     def build_mixer(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
-        """Declares the mixer and the norm before it."""
         self.pre_self_attention_layer_norm = self.norm(layer, init, rngs)
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     @classmethod
     def mixer_class(cls, layer: Layer) -> type[Mixer]:
-        """The registered mixer of a layer."""
         return lookup("mixer", layer.section.block.mixer)
 
     def build_feed_forward(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> None:
-        """Declares the feed-forward and the norm before it."""
         self.pre_mlp_layer_norm = self.norm(layer, init, rngs)
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
 
     def feed_forward_class(self, layer: Layer) -> type[FeedForward]:
-        """The registered feed-forward of a layer."""
         return lookup("feed_forward", layer.section.feed_forward.feed_forward_type)
 
     def norm(self, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
-        """A norm before a branch."""
+        """Returns a norm before a branch."""
         own = layer.section.block
         return normalization(own, init, rngs, parametric=own.block_norm_parametric)
 
@@ -79,14 +72,14 @@ class Block(nnx.Module):
         return y_BTD, summed(scalars, more), state
 
     def mixer_input(self, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What queries, keys and values are made of."""
+        """Returns the inputs of queries, keys and values."""
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
         return y_BTD, y_BTD, y_BTD
 
     def mix(
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
-        """The mixer's output, its scalars and its decode state."""
+        """Returns the mixer's output, scalars and decode state."""
         mixer = self.self_attention
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
@@ -101,16 +94,14 @@ class Block(nnx.Module):
             return *checked(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """The feed-forward of the normed stream, and its scalars."""
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """The feed-forward itself."""
         with scope("mlp"):
             return checked(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
-        """What a branch adds to the residual stream, after dropout and drop path."""
+        """Returns a branch's contribution to the residual stream, after dropout and drop path."""
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
         if self.path_rate == 0.0 or key is None:
@@ -123,11 +114,11 @@ class Block(nnx.Module):
 
     @property
     def norms_of_ways(self) -> dict[str, nnx.Module]:
-        """Norms of single inputs, where queries, keys and values have their own."""
+        """Returns the norms of single inputs, if queries, keys and values have their own."""
         return {}
 
 
 def summed(first: Scalars, second: Scalars) -> Scalars:
-    """Scalars of both, those with the same name added up."""
+    """Adds up the scalars of both."""
     both = {name: first[name] + second[name] for name in first if name in second}
     return first | second | both

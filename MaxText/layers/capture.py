@@ -1,7 +1,7 @@
-"""Intermediate values by path, for whoever looks into a model: `Run.forward(capture=...)`.
+"""Intermediate values by module path, for `Run.forward(capture=...)`.
 
-Paths are those of modules, with the name of the value: layers/3/self_attention/probabilities.
-Nothing is recorded, and nothing computed, outside of `capturing`.
+A path ends in the name of the value: layers/3/self_attention/probabilities. Outside `capturing`
+nothing is computed or recorded.
 """
 
 import contextlib
@@ -16,12 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 @dataclasses.dataclass
 class Captured:
-    """What was recorded while a model was traced.
+    """Values recorded while a model was traced.
 
     Attributes:
-      patterns: of the paths to keep, with * as in file names.
-      values: path -> array.
-      paths: all that there were.
+      patterns: Paths to keep, with * as in file names.
+      paths: All paths that were seen.
     """
 
     patterns: Sequence[str]
@@ -44,13 +43,12 @@ def capturing(patterns: Sequence[str]) -> Iterator[Captured]:
 
 
 def is_on() -> bool:
-    """Whether values are recorded."""
     return _active.get() is not None
 
 
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Puts a name before the paths of what is recorded inside."""
+    """Prefixes the paths of what is recorded inside."""
     token = _path.set((*_path.get(), name))
     try:
         yield
@@ -59,7 +57,7 @@ def scope(name: str) -> Iterator[None]:
 
 
 def record(x: jax.Array, name: str) -> None:
-    """Records an intermediate value, if somebody asked for it."""
+    """Records an intermediate value if it was asked for."""
     captured = _active.get()
     if captured is None:
         return
@@ -73,6 +71,6 @@ def record(x: jax.Array, name: str) -> None:
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """An intermediate value with a name that remat policies and `capturing` know."""
+    """Names an intermediate value for remat policies and `capturing`."""
     record(x, name)
     return checkpoint_name(x, name)

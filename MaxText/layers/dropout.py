@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zeroes each element with probability `rate` and scales the rest by 1 / (1 - rate).
 
-    `key` None (evaluation) or rate 0 returns `x` itself.
+    Returns `x` itself if `key` is None (evaluation) or the rate is 0.
     """
     if key is None or rate == 0.0:
         return x
@@ -19,10 +19,6 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def drop_path(x_BTD: jax.Array, rate: float | jax.Array, key: jax.Array) -> jax.Array:
-    """Zeroes whole sequences with probability `rate` and scales the rest by 1 / (1 - rate).
-
-    What a part adds to the residual stream is left out for these sequences (stochastic depth; Huang
-    et al. 2016).
-    """
+    """Zeroes whole sequences with probability `rate`, scaling the rest (Huang et al. 2016)."""
     keep_B11 = jax.random.bernoulli(key, 1.0 - rate, (x_BTD.shape[0], 1, 1))
     return jnp.where(keep_B11, x_BTD / (1.0 - rate), 0).astype(x_BTD.dtype)

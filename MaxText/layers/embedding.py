@@ -22,10 +22,11 @@ class Embedding(nnx.Module):
         scale: float | None = None,
         used_in: jnp.dtype | None = None,
     ):
-        """
+        """Declares the table.
+
         Args:
-          scale: multiplies the rows that are read, not those of the tied head.
-          used_in: the widest format that it is read in, where it is not that of activations.
+          scale: Factor of the embeddings, not of the tied head.
+          used_in: Widest format in which it is read, if it is not that of activations.
         """
         D = building.dimensions.emb_dim
         self.dtype = building.dtype
@@ -39,7 +40,6 @@ class Embedding(nnx.Module):
         )  # fmt: skip
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        """Rows of the table, [B, T, D]."""
         rows_BTD = jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
         if self.scale is None:
             return rows_BTD
@@ -49,10 +49,9 @@ class Embedding(nnx.Module):
     def attend(
         self, x_BTD: jax.Array, dtype: jnp.dtype, rounded: jnp.dtype | None = None
     ) -> jax.Array:
-        """Products of x with every row, [B, T, V], computed in `dtype`.
+        """Returns products of x with every row, [B, T, V], computed in `dtype`.
 
-        Args:
-          rounded: what the table is rounded to first.
+        `rounded` is a format that the table is rounded to first.
         """
         table = self.embedding[...]
         if rounded is not None:

@@ -13,27 +13,18 @@ _SLACK = 1e-6
 
 
 def entmax(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Alpha-entmax of logits [..., V] along the last dimension, for 1 < alpha <= 2.
-
-    Returns:
-      Probabilities, many of them exactly 0.
-    """
+    """Returns alpha-entmax of logits [..., V], 1 < alpha <= 2; many probabilities are exactly 0."""
     return _probabilities(logits_V, _shift(logits_V, alpha), alpha)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Array:
-    """The Fenchel-Young loss of alpha-entmax, float32 [...], for 1 < alpha <= 2.
+    """Returns the Fenchel-Young loss of alpha-entmax, float32 [...], for 1 < alpha <= 2.
 
-    (p - onehot(target)) . logits + H(p), with p the entmax and H Tsallis' entropy
-    sum_j (p_j - p_j^alpha) / (alpha (alpha - 1)) (Peters et al. 2019, equation 9). It is convex,
-    never negative, and 0 only where p is 1 at the target; also where the target has probability 0
-    it is finite, and so is its gradient, p - onehot(target). With alpha towards 1 it becomes cross
-    entropy.
-
-    Args:
-      logits_V: [..., V].
-      targets: ids [...].
+    (p - onehot(target)) . logits + H(p), with p the entmax and H Tsallis' entropy sum_j (p_j -
+    p_j^alpha) / (alpha (alpha - 1)) (Peters et al. 2019, equation 9). It is convex and nonnegative,
+    0 only if p is 1 at the target, and finite where the target has probability 0, as is its
+    gradient p - onehot(target). It approaches cross entropy as alpha approaches 1.
     """
     return _loss_forward(logits_V, targets, alpha)[0]
 
@@ -82,12 +73,11 @@ def _probabilities(logits_V: jax.Array, shift_1: jax.Array, alpha: float) -> jax
 
 
 def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """The shift [..., 1] with which p sums to 1.
+    """Returns the shift [..., 1] with which p sums to 1.
 
     p = max(0, (alpha - 1) (z - max z) + 1 - shift) ** q, q = 1 / (alpha - 1). The q-norm of these
-    brackets is convex and falls with the shift, so Newton's method climbs from 0 to its solution
-    without passing it. It is exact after one step where all entries are equal, and takes about five
-    for logits of a language model.
+    brackets is convex and falls with the shift, so Newton's method climbs from 0 without
+    overshooting. It takes about five steps for the logits of a language model.
     """
     q = 1 / (alpha - 1)
     scaled_V = _scaled(logits_V, alpha)

@@ -34,15 +34,15 @@ class MLP(FeedForward):
     """wo(prod_i activation_i(wi_i x)).
 
     One activation is the MLP of Vaswani et al. 2017, (silu, linear) the SwiGLU of Shazeer 2020,
-    equation 6. Input kernels are named wi, or wi_0, wi_1, ... when there are several, and the
-    numbers of learned activations lie in activation, or activation_0, activation_1, ...
+    equation 6. Input kernels are wi, or wi_0, wi_1, ... if there are several; the numbers of
+    learned activations are in activation, or activation_0, activation_1, ...
     """
 
     not_recomputed = ("wo",)
 
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Any:
-        """Makes the MLP of a layer, or the experts of one that has several."""
+        """Returns the MLP of a layer, or its experts."""
         section, experts = layer.section.feed_forward, layer.section.mixture_of_experts
         if experts.num_experts > 1:
             return MixtureOfExperts(experts, section.mlp_activations, init, rngs)
@@ -55,7 +55,7 @@ class MLP(FeedForward):
         rngs: nnx.Rngs,
         place: int = _RANDOM_SLOPES,
     ):
-        """`place` is that of randomness within a layer."""
+        """Declares the kernels; `place` is the RNG stream id within a layer."""
         D, F = building.dimensions.emb_dim, building.dimensions.mlp_dim
         init = building.initializers
         bias = section.ffn_bias
@@ -73,7 +73,6 @@ class MLP(FeedForward):
         self.wo = Dense((F,), (D,), ("mlp", "embed"), init.output, building, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD and scalars to be summed over layers (none here)."""
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
             branch = tag(getattr(self, name)(x_BTD), "mlpwi")
@@ -84,7 +83,6 @@ class MLP(FeedForward):
         return tag(self.wo(h_BTF), "mlpwo"), {}
 
     def _activated(self, name: str, activation: str, x: jax.Array, context: Context) -> jax.Array:
-        """`x` of the kernel `name` after its activation."""
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":

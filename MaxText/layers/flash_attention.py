@@ -1,7 +1,7 @@
-"""Softmax attention by kernels of libraries, which keep scores on the chip (Dao et al. 2022).
+"""Softmax attention by library kernels that keep scores on the chip (Dao et al. 2022).
 
-On TPU that is splash attention of JAX (jax.experimental.pallas.ops.tpu.splash_attention), on GPU
-cuDNN's. Each kernel is written for one device: here is what divides the work among several.
+Splash attention of JAX on TPU, cuDNN's on GPU. Both kernels are written for one device; this module
+divides the work among several.
 
 Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim,
 W window.
@@ -37,12 +37,11 @@ _KEPT = "context"
 def kernel_refused(
     section: ModelSection, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
-    """Why no kernel serves a model on "gpu" or "tpu"; None where one does.
+    """Returns why no kernel serves a model on "gpu" or "tpu", None if one does.
 
     Args:
-      section: with its `auto` resolved.
-      num_length_parts: devices that share a sequence.
-      num_stages: of a pipeline.
+      num_length_parts: Devices that share a sequence.
+      num_stages: Pipeline stages.
     """
     attention, d = section.attention, section.shape.dimensions
     precision, dtype = section.numerics.matmul_precision, np.dtype(section.numerics.dtype)
@@ -84,12 +83,11 @@ def kernel_refused(
 
 
 def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
-    """Why cuDNN has no kernel for a model on these devices, found by compiling one layer's; None
-    where it has.
+    """Returns why cuDNN has no kernel for a model, None if it has one; compiles one layer's to see.
 
     Args:
-      section: that `kernel_refused` does not refuse.
-      devices: GPUs, here or those of a topology; absent ones cannot be tried.
+      section: One that `kernel_refused` accepts.
+      devices: GPUs, present or of a topology; absent ones cannot be tried.
     """
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
@@ -119,11 +117,7 @@ def cudnn_fails(section: ModelSection, devices: Iterable[Any]) -> str | None:
 
 
 def serves(q_BTNH: jax.Array, of_queries: NamedSharding | None) -> bool:
-    """Whether a kernel can take queries of this shape: not every batch is max_target_length long.
-
-    Args:
-      of_queries: how they lie; None on one device.
-    """
+    """Returns whether a kernel takes queries of this shape and sharding (None on one device)."""
     length = q_BTNH.shape[1]
     own = length if of_queries is None else of_queries.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
@@ -141,19 +135,15 @@ def flash_attention(
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """What attention_core.softmax_attention computes, without ALiBi, memories and dropout.
+    """Computes attention_core.softmax_attention without ALiBi, memories and dropout.
 
-    The output, and on TPU the logarithms of sums that the backward pass reads, have the name
-    "context" for policies of rematerialisation.
+    The output, and on TPU the log-sum-exp that the backward pass reads, are tagged "context" for
+    remat policies.
 
     Args:
-      of_queries: how `q_BTNH` is split; T over any axes, which `serves` has agreed to. None on one
-        device.
-      of_keys: how `k_BSKH` and `v_BSKH` are split; S is whole.
-      segments_BT: tokens attend only to tokens with the same number; None is one segment.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
+      of_queries: Sharding of `q_BTNH`, T over any axes that `serves` accepts; None on one device.
+      of_keys: Sharding of `k_BSKH` and `v_BSKH`; S is unsharded.
+      segments_BT: Attention stays within a segment; None is one segment.
     """
     assert scoring.slopes_N is None, scoring
     assert scoring.precision in (None, "default"), scoring
@@ -185,29 +175,24 @@ def flash_attention(
 
 
 def block_of(length: int) -> int:
-    """Rows and keys of a block of splash attention; `length` is a multiple of TILE."""
+    """Returns the rows and keys of a splash attention block; `length` is a multiple of TILE."""
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Operations of products in a call of splash attention, whose call declares none.
+    """Returns the matmul operations of a splash attention call, which declares none itself.
 
     Args:
-      name: of the kernel.
-      queries: shape of q_BNTH.
-      num_keys: that a query is multiplied with, as `keys_multiplied` says.
+      name: Of the kernel.
+      queries: Shape of q_BNTH.
+      num_keys: Average keys per query, see `keys_multiplied`.
     """
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 
 
 def keys_multiplied(length: int, *, causal: bool, window: int | None = None) -> float:
-    """Keys that a query is multiplied with on average by splash attention, hidden ones included.
-
-    Args:
-      length: a multiple of TILE.
-      window: see Scoring; None is all keys.
-    """
+    """Returns the average keys per query that splash attention multiplies, masked ones included."""
     block = block_of(length)
     blocks = np.arange(length // block)
     behind = blocks[:, None] - blocks
@@ -242,9 +227,9 @@ def _splash_kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """The kernel for all rows of the mask, its arrays on the host.
+    """Returns the kernel for all rows of the mask, with its arrays on the host.
 
-    The same one for all layers: it is a key of jit's cache, and its blocks take a while to count.
+    Cached: all layers share one, because it is a key of jit's cache and slow to build.
     """
     # Pallas takes a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -274,12 +259,7 @@ def _splash_kernel(
 
 
 def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
-    """Splash attention of one device's queries.
-
-    Args:
-      kernel: with this device's rows of the mask; None is all of it.
-      of_queries_BT, of_keys_BS: segments; None is one.
-    """
+    """Runs splash attention on one device; `kernel` has this device's rows of the mask."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     _, length, num_heads, head_dim = q_BTNH.shape
@@ -294,7 +274,7 @@ def _splash(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scorin
 
 
 def _cudnn(kernel, q_BTNH, k_BSKH, v_BSKH, of_queries_BT, of_keys_BS, *, scoring: Scoring):
-    """cuDNN's attention; the compiler knows no mask of segments but one of [T, S] in memory."""
+    """Runs cuDNN's attention; a mask of segments exists only as [T, S] in memory."""
     del kernel
     mask_B1TS = None
     if of_queries_BT is not None:

@@ -18,7 +18,7 @@ from MaxText.layers.part import Head, Init
 
 
 def head_of(section: Model) -> tuple[type[Head], Layer]:
-    """The class of a model's head, and the keys it is built with."""
+    """Returns the class of a model's head, and the layer keys it is built with."""
     return lookup("head", section.head.name), Layer(section, section.shape.dimensions)
 
 

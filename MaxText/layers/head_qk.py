@@ -27,13 +27,7 @@ from MaxText.layers.weights import orthogonal, zeros
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pointers:
-    """Tokens that the head may point at.
-
-    Attributes:
-      keys_BSE: h Wk.
-      tokens_BS: their ids.
-      segments_BS: None is one segment.
-    """
+    """Tokens that the head may point at: projected keys, ids and segments (None is one)."""
 
     keys_BSE: jax.Array
     tokens_BS: jax.Array
@@ -41,11 +35,9 @@ class Pointers:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row."""
         return self.tokens_BS.shape[1]
 
     def with_capacity(self, capacity: int) -> "Pointers":
-        """With room for more tokens, while text is generated."""
         spare = (0, capacity - self.capacity)
         return Pointers(
             jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
@@ -53,7 +45,6 @@ class Pointers:
         )
 
     def append(self, new: "Pointers", positions_BT: jax.Array) -> "Pointers":
-        """With T more tokens at these places."""
         rows = jnp.arange(len(positions_BT))[:, None]
         return Pointers(
             self.keys_BSE.at[rows, positions_BT].set(new.keys_BSE),
@@ -63,7 +54,7 @@ class Pointers:
 
 @register("head", "head_qk")
 class HeadQK(LinearHead):
-    """The plain head, and what its tokens point at."""
+    """The plain head plus Head-QK."""
 
     rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
     not_recomputed = ("head_qk",)
@@ -105,7 +96,7 @@ class HeadQK(LinearHead):
 
 
 class Pointing(nnx.Module):
-    """Adds to the logits of ids that the text has had; at first nothing, since Wq starts at 0."""
+    """Adds to the logits of ids that occurred in the text; nothing at first, as Wq starts at 0."""
 
     not_recomputed = ("key",)  # multiplied once for the whole sequence
 
@@ -119,17 +110,16 @@ class Pointing(nnx.Module):
     def pointers(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, segments_BT: jax.Array | None = None
     ) -> Pointers:
-        """What these tokens are found by."""
         return Pointers(self.key(h_BTD), tokens_BT, segments_BT)
 
     def __call__(
         self, logits_BTV: jax.Array, h_BTD: jax.Array, pointers: Pointers, places_BT: jax.Array
     ) -> jax.Array:
-        """Logits with what tokens up to their places add.
+        """Returns logits with the contributions of tokens up to their positions.
 
         Args:
-          h_BTD: the hidden states that the logits are of.
-          places_BT: where they stand among the tokens of `pointers`; B may be 1.
+          h_BTD: Hidden states of the logits.
+          places_BT: Positions of the hidden states among the tokens of `pointers`; B may be 1.
         """
         query_BTE = self.query(h_BTD)
         scores_BTS = jnp.einsum(

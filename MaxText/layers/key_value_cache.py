@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens: what attention keeps of them while text is generated.
+"""KV caches of attention.
 
 Legend: B sequences, T new tokens, S slots, K key/value heads, H head_dim.
 """
@@ -18,19 +18,16 @@ _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyValueCache:
-    """Slot s of a row holds the token at position s of that row.
+    """A cache in which slot s of a row holds the token at position s.
 
-    Rows need not be equally long: a slot at or beyond a row's length holds anything, which no query
-    sees, because a query sees only slots up to its own position.
+    Rows may have different lengths: slots beyond a row's length hold anything, because a query sees
+    only slots up to its own position. Memories, which every query sees, precede the slots.
 
-    A batch of one row has no dimension B: with it, the compiler for CPUs copies the slots twice in
-    every step, a third of the time that reading the weights of a small model takes.
-
-    Memories, which every query sees, stand before the slots of tokens.
+    A batch of one has no dimension B: with it, the CPU compiler copies all slots twice in every
+    step, a third of the time of reading the weights of a small model.
 
     Attributes:
       keys: [B, K, M + S, H] or [K, M + S, H], after norms and rotary.
-      values: as projected.
       num_memories: M.
     """
 
@@ -46,7 +43,7 @@ class KeyValueCache:
         capacity: int,
         memory: Memory | None = None,
     ) -> "KeyValueCache":
-        """A cache of `capacity` slots whose first T hold these."""
+        """Returns a cache of `capacity` slots whose first T hold these."""
 
         def slots(x_BTKH: jax.Array, kept_MKH: jax.Array | None) -> jax.Array:
             x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
@@ -63,7 +60,7 @@ class KeyValueCache:
     def append(
         self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array
     ) -> "KeyValueCache":
-        """With T more tokens of each row, which follow each other from positions_BT[:, 0]."""
+        """Appends T tokens to each row, consecutive from positions_BT[:, 0]."""
         first_B = positions_BT[:, 0]
 
         def write(slots_KSH, x_KTH, first):
@@ -80,7 +77,7 @@ class KeyValueCache:
         )
 
     def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, scoring: Scoring) -> jax.Array:
-        """What queries at these places see: [B, T, N, H]."""
+        """Attends from queries at these positions: [B, T, N, H]."""
         slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
         distance_BTS = positions_BT[:, :, None] - slots
         mask_BTS = scoring.sees(distance_BTS)
@@ -91,11 +88,9 @@ class KeyValueCache:
 
     @property
     def capacity(self) -> int:
-        """Slots of a row."""
         return self.keys.shape[-2] - self.num_memories
 
     def with_capacity(self, capacity: int) -> "KeyValueCache":
-        """With more slots."""
         spare = capacity - self.capacity
 
         def padded(slots: jax.Array) -> jax.Array:
@@ -109,12 +104,7 @@ class KeyValueCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowCache:
-    """The newest W tokens of each row, in a ring: the token at position p is in slot p mod W.
-
-    Attributes:
-      keys_BKWH: after norms and rotary.
-      values_BKWH: as projected.
-    """
+    """The newest W tokens of each row in a ring buffer: position p is in slot p mod W."""
 
     keys_BKWH: jax.Array
     values_BKWH: jax.Array
@@ -123,7 +113,7 @@ class WindowCache:
     def of_prompt(
         cls, k_BTKH: jax.Array, v_BTKH: jax.Array, lengths_B: jax.Array, window: int
     ) -> "WindowCache":
-        """Of the first `lengths_B` tokens of each row."""
+        """Returns the cache after the first `lengths_B` tokens of each row."""
         places_BW = _places_in_ring(lengths_B, window)
 
         def ring(x_BTKH: jax.Array) -> jax.Array:
@@ -140,7 +130,7 @@ class WindowCache:
         positions_BT: jax.Array,
         scoring: Scoring,
     ) -> tuple[jax.Array, "WindowCache"]:
-        """What T new tokens see, themselves included, and the ring with them."""
+        """Attends from T new tokens, themselves included; returns the cache with them."""
         window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
         old_BW = _places_in_ring(positions_BT[:, 0], window)
         places_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
@@ -163,7 +153,7 @@ class WindowCache:
 
 
 def _places_in_ring(lengths_B: jax.Array, window: int) -> jax.Array:
-    """[B, W]: which of the first `length` tokens each slot holds; negative for none."""
+    """Returns the position in each slot after `length` tokens, [B, W]; negative for none."""
     newest_B1 = lengths_B[:, None] - 1
     return newest_B1 - (newest_B1 - jnp.arange(window)[None]) % window
 
@@ -173,17 +163,16 @@ def _constrained(slots: jax.Array) -> jax.Array:
 
 
 def capacity_of(states: Any) -> int | None:
-    """Tokens that every part of decode states has room for; None for any number.
+    """Returns the tokens that every part of a decode state has room for, None for any number.
 
-    Args:
-      states: a tree. Those of its nodes that grow have `capacity` and `with_capacity`.
+    Nodes of the tree that grow have `capacity` and `with_capacity`.
     """
     nodes = jax.tree.leaves(states, is_leaf=_can_grow)
     return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 
 
 def with_capacity(states: Any, capacity: int) -> Any:
-    """The same decode states with room for more tokens."""
+    """Returns the decode states with room for more tokens."""
 
     def grown(node: Any) -> Any:
         return node.with_capacity(capacity) if _can_grow(node) else node

@@ -1,12 +1,12 @@
-"""Linear attention: a state of fixed size in place of all earlier keys and values.
+"""Linear attention: a state of fixed size instead of all earlier keys and values.
 
     o_t = phi(q_t) S_t / (phi(q_t) z_t + eps),  S_t = sum_{s<=t} exp(k_s) v_s^T,  z_t = sum exp(k_s)
 
 with phi the softmax over a head's dimensions (Shen et al. 2021, arXiv 1812.01243, made causal by
-GPT-Neo). Scores are not scaled. Everything is float32 inside.
+GPT-Neo). Scores are not scaled. Inside, everything is float32.
 
-exp(k) leaves float32 beyond 88, so the sums are kept divided by exp(m), m the largest k of the head
-so far, and eps with them. m only grows, so every factor between two tokens is at most 1.
+exp(k) overflows beyond 88, so the sums and eps are divided by exp(m), m the running maximum of k in
+the head. m only grows, so every factor between two tokens is at most 1.
 
 Legend: B sequences, T tokens, C chunk, K key/value heads, G query heads per key/value head, N = K G
 query heads, H head_dim.
@@ -32,13 +32,13 @@ _TINY = 1e-37
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What causal linear attention keeps of earlier tokens.
+    """Decode state of causal linear attention.
 
     Attributes:
       sums_BKHH: S / exp(m).
       counts_BKH: z / exp(m).
       largest_BK: m.
-      segment_B: segment of the newest token; sums hold tokens of that segment alone.
+      segment_B: Segment of the newest token, whose tokens alone are in the sums.
     """
 
     sums_BKHH: jax.Array
@@ -59,14 +59,14 @@ def causal_linear_attention(
     lengths_B: jax.Array | None = None,
     precision: str | None = None,
 ) -> tuple[jax.Array, LinearState]:
-    """Causal linear attention, chunk after chunk: O(T) products and memory.
+    """Computes causal linear attention in chunks: O(T) operations and memory.
 
     Args:
-      chunk: C; within a chunk tokens are multiplied with each other.
-      epsilon: added to the divisor.
-      state: of the tokens before; None is none.
-      segments_BT: tokens see only tokens of their own segment; segments follow each other.
-      lengths_B: tokens of each row; the state has none of those behind them.
+      chunk: C; tokens of a chunk are multiplied with each other.
+      epsilon: Added to the divisor.
+      state: After the tokens before; None for none.
+      segments_BT: Tokens see only their own segment; segments are contiguous.
+      lengths_B: Tokens of each row; later ones do not enter the state.
 
     Returns:
       [B, T, N, H] in the format of `q_BTNH`, and the state after the last token.
@@ -185,12 +185,9 @@ def bidirectional_linear_attention(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """softmax over dimensions of q, times (softmax over tokens of k)^T v (Shen et al. 2021).
+    """Returns softmax over dimensions of q, times (softmax over tokens of k)^T v.
 
-    Without segments O(T). With them the tokens of a row are multiplied with each other.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
+    O(T) without segments. With segments, all tokens of a row are multiplied with each other.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BTKH.shape[2]
@@ -220,7 +217,6 @@ def bidirectional_linear_attention(
 
 
 def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Running maximum over the tokens of each segment: [B, T, ...] as `k`."""
     changes_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
     edge_B1 = jnp.ones_like(changes_BT, shape=(len(segments_BT), 1))
     begins = jnp.concatenate([changes_BT, edge_B1] if reverse else [edge_B1, changes_BT], axis=1)
@@ -234,7 +230,7 @@ def _largest_so_far(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = Fal
 
 
 def _quotient(above: jax.Array, below: jax.Array) -> jax.Array:
-    """above / below, 0 where both are; the gradient divides by below twice, which may underflow."""
+    """Returns above / below, 0 where both are; its gradient divides by `below` twice."""
     size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
     return (above / size) / jnp.maximum(below / size, _TINY)
 
@@ -248,10 +244,7 @@ class LinearAttention(Attention):
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """By the rule a token is added to the state, k v^T, and reads it, q S.
-
-        Executed are the chunks' squares and the sum of keys as well.
-        """
+        """Counts k v^T and q S of a token by the rule; executed are the chunks' squares as well."""
         N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
         adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
         if not keys.attention.causal:
@@ -275,7 +268,6 @@ class LinearAttention(Attention):
     def state_bytes(
         cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Float32 sums, and the number of a segment."""
         K, H = dimensions.num_kv_heads, dimensions.head_dim
         return 0, 4 * (K * (H * H + H + 1) + 1)
 
@@ -287,7 +279,6 @@ class LinearAttention(Attention):
         context: Context,
         state: Any,
     ) -> tuple[jax.Array, LinearState | None]:
-        """Sums of keys and values in place of scores."""
         section = self.section
         if not section.causal:
             o_BTNH = bidirectional_linear_attention(

@@ -1,11 +1,10 @@
-"""Weighted sums over depth as one Pallas kernel each way, for TPU (Mosaic).
+"""Depth-wise aggregation as Pallas TPU kernels, one for each direction.
 
-The sources stay the arrays that they are: a kernel has one operand for each, so nothing is stacked.
-One program owns a few tokens with all their dimensions. It reads each source once for all ways, and
-may normalise sums before it writes them.
+Each source is an operand of its own, so nothing is stacked. A program owns a few tokens with all
+their dimensions, reads each source once for all streams, and may normalize sums before writing.
 
-Legend: N tokens of all sequences, D emb_dim, C ways, S sources, M ways whose sum is normalised;
-K = C * S weights of a token; E ways of a later sum, L = E * S.
+Legend: N tokens of all sequences, D emb_dim, C streams (ways), S sources, M normalized streams;
+K = C * S weights of a token; E streams of a later aggregation, L = E * S.
 """
 
 import functools
@@ -35,13 +34,12 @@ def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.A
     """y_c = norm_c(sum_s w_cs * scale_s * x_s).
 
     Args:
-      given: `weights` [N, K], w_cs at c * S + s; `sources`, x_ND each; `scales` [S, D], 1 where
-        they are absent; `factors` [M, D] of norms. All but sources are float32.
-      target: what the kernel is compiled for.
-      norms: which ways are normalised; N has to be a multiple of 16 then.
+      given: `weights` [N, K], w_cs at c * S + s; `sources`, x_ND each; `scales` [S, D], 1 if
+        absent; `factors` [M, D] of norms. All but sources are float32.
+      norms: Normalized streams; requires N to be a multiple of 16.
 
     Returns:
-      y_ND of each way, in the format of the sources.
+      y_ND of each stream, in the format of the sources.
     """
     sources = given["sources"]
     num_weights = given["weights"].shape[1]
@@ -59,25 +57,24 @@ def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.A
 def backward(
     given: Given, target: Target, norms: Norms = NO_NORMS, num_left: int = 0
 ) -> dict[str, Any]:
-    """Gradients of `forward`, added in place to those that the sources have already.
+    """Gradients of `forward`, accumulated in place into those of the sources.
 
         of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
 
-    g_c is the gradient of a sum before its norm. Such sums are made again from the sources, which
+    g_c is the gradient of a sum before its norm. Such sums are recomputed from the sources, which
     are on the chip anyway.
 
     Args:
-      given: what `forward` was given, and `of_sums`, gradients of what it returned; `accumulated`
-        of each source that is not left, where these are not 0: their memory is used for the result;
-        `later_sums`, gradients of the E ways of a later sum over all these sources before their
-        norms, and its `later_weights` [N, L], where it has left those of sources to this call.
-      num_left: how many sources, the first ones, have their gradients left to another call.
+      given: Arguments of `forward`, and `of_sums`, gradients of its results; `accumulated` of each
+        source that is not left, unless 0 (its memory is reused); `later_sums`, gradients before
+        their norms of the E streams of a later aggregation over all these sources, and its
+        `later_weights` [N, L], if that one left the gradients of sources to this call.
+      num_left: Number of first sources whose gradients are left to another call.
 
     Returns:
-      `of_weights` [N, K] float32; `of_sources`, [N, D] each, with what was there before, for scaled
-      sources of scale * x (depth_mixing.to_be_scaled), without those that were left; with norms
-      `of_factors` [M, D] float32; if gradients were left `of_unnormalized`, [N, D] of each
-      normalised way before its norm.
+      `of_weights` [N, K] float32; `of_sources`, [N, D] each, of scale * x for scaled sources
+      (depth_mixing.to_be_scaled); with norms `of_factors` [M, D] float32; if gradients were left,
+      `of_unnormalized`, [N, D] of each normalized stream before its norm.
     """
     weights, sources = given["weights"], given["sources"]
     num_made = len(sources) - num_left
@@ -116,13 +113,13 @@ def _call(
     flops_per_number: int,
     target: Target,
 ) -> dict[str, Any]:
-    """Results of a kernel over tiles of tokens.
+    """Runs a kernel over tiles of tokens.
 
     Args:
-      body: (chunk, target, refs of what is given, refs of results, scratch) -> None.
-      given: arrays; "scales" and "factors" are the same for all tiles. "accumulated" gives its
-        memory to "of_sources": either is the first in the order of its names.
-      results: shapes, but for the part of gradients of factors.
+      body: (chunk, target, input refs, result refs, scratch) -> None.
+      given: Arrays; "scales" and "factors" are the same for all tiles. "accumulated" donates its
+        memory to "of_sources": both come first in the order of names.
+      results: Shapes without the gradients of factors.
     """
     num_tokens, emb_dim = given["sources"][0].shape
 
@@ -181,7 +178,6 @@ def _call(
 
 
 def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
-    """Tokens of a tile."""
     rows = MAX_ROWS[target]
     if target == "tpu":
         # Both buffers of each block are counted.
@@ -196,7 +192,6 @@ def _rows(num_tokens: int, bytes_of_token: int, target: Target) -> int:
 
 
 def _chunk(emb_dim: int, largest: int) -> int:
-    """The largest power of two that divides the width."""
     return min(largest, emb_dim & -emb_dim)
 
 
@@ -208,7 +203,7 @@ def _for_each(number: int, do: Callable[[Any], Any]) -> None:
 
 
 class Tile(NamedTuple):
-    """A tile in parts that fit into registers."""
+    """A tile processed in parts that fit into registers."""
 
     shape: tuple[int, ...]
     chunk: int
@@ -216,23 +211,16 @@ class Tile(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Tokens of a part."""
         return min(self.shape[0], TPU_ROWS) if self.target == "tpu" else self.shape[0]
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
-        """do(slice of tokens) for each part."""
         _for_each(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
 
     def for_columns(self, do: Callable[[Any], Any]) -> None:
-        """do(slice of dimensions)."""
         _for_each(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
-        """Float32 [tokens] sums over all dimensions.
-
-        Args:
-          terms: slice of dimensions -> `number` arrays [tokens, dimensions].
-        """
+        """Returns `number` float32 [tokens] sums over all dimensions of terms(columns)."""
         width = min(self.chunk, 128) if self.target == "tpu" else self.chunk
 
         def folded(x):
@@ -250,7 +238,7 @@ class Tile(NamedTuple):
         return [jnp.sum(total, axis=1) for total in totals]
 
     def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
-        """[tokens, 1] of each normalised way, from sums of squares."""
+        """Returns [tokens, 1] of each normalized stream, from sums of squares."""
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
 
@@ -260,7 +248,6 @@ def _source(given, s, token, columns):
 
 
 def _sums(tile: Tile, given, ways: Sequence[int], token, columns) -> list[jax.Array]:
-    """Of some ways, float32."""
     num_sources = len(given["sources"])
     totals: list[Any] = [None] * len(ways)
     for s in range(num_sources):
@@ -303,8 +290,7 @@ def _forward_body(norms, chunk, target, given, results, scratch: Any = None):
 
 
 def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> None:
-    """Puts the gradients of sums before their norms into `normed`, [M, tokens, D] float32, and adds
-    to those of factors.
+    """Writes gradients before the norms to `normed` [M, tokens, D], and adds those of factors.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """
@@ -355,7 +341,6 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
 
     def at_tokens(token):
         def gradient(c, columns):
-            """Of a sum before its norm."""
             if c in norms.ways:
                 return scratch[norms.ways.index(c), token, columns]
             return of_sums[c][token, columns].astype(jnp.float32)

@@ -23,9 +23,9 @@ from MaxText.parallelism.constraints import batch_axes_in_force, constrain
 
 
 def places(section: MoESection, length: int, factor: float) -> tuple[int, int]:
-    """Tokens of a group, and C, those that an expert takes of one, for sequences of a length.
+    """Returns the tokens of a group and the capacity C of an expert for a sequence length.
 
-    A factor of a model with k experts per token counts tokens, not choices (GShard).
+    With k experts per token the factor counts tokens, not choices (GShard).
     """
     group = length
     if section.moe_group_size != -1 and length % section.moe_group_size == 0:
@@ -61,15 +61,13 @@ class Experts(nnx.Module):
         self.wo = matrices(width, D, ("mlp", "embed"), init.output)
 
     def inputs(self) -> list[jax.Array]:
-        """The matrices [E, D, F], one for each activation."""
         return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
 
     def outputs(self) -> jax.Array:
-        """The matrices [E, F, D]."""
         return self.wo[...].astype(self.dtype)
 
     def gated(self, branches: list[jax.Array]) -> jax.Array:
-        """The product of the activated branches."""
+        """Returns the product of the activated branches."""
         return math.prod(
             (ACTIVATIONS[name](x) for name, x in zip(self.activations, branches, strict=True)),
             start=1,  # type: ignore[arg-type]
@@ -80,14 +78,13 @@ class MixtureOfExperts(nnx.Module):
     """y = sum over a token's experts of gate * expert(x).
 
     Gates are the largest of p = softmax(x Wg), float32. With one expert per token the gate is p
-    itself (Fedus et al. 2021); with more they are divided by their sum (Lepikhin et al. 2020,
-    Jiang et al. 2024).
+    itself (Fedus et al. 2021); with more they are divided by their sum (Lepikhin et al. 2020, Jiang
+    et al. 2024).
 
-    With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices
-    of earlier tokens first. Tokens that find no place pass by on the residual stream. Without one
-    no token is left out. Groups are parts of a sequence, so a token's fate does not depend on the
-    batch around it. While text is generated no token is left out either: it is read in other parts
-    than in training, and filled up.
+    With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
+    earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
+    Groups are parts of a sequence, so a token's fate does not depend on the rest of the batch.
+    Nothing is dropped during generation, where a text arrives in other parts than in training.
     """
 
     rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
@@ -142,12 +139,12 @@ class MixtureOfExperts(nnx.Module):
         return y.reshape(batch, length, width), scalars
 
     def _without_drops(self, factor: float) -> float:
-        """-1, or `factor` where experts lie on several devices and have to have places."""
+        """Returns -1, or `factor` if experts are on several devices and need a capacity."""
         found = batch_axes_in_force("activation_exp")
         return factor if found is not None and found[1][0] else -1.0
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
-        """Which choices are followed, [G, S, k]: always the first, the second by its policy."""
+        """Returns the choices to follow, [G, S, k]: the first always, the second by its policy."""
         section = self.section
         followed = jnp.ones(gates.shape, bool)
         if section.num_experts_per_tok != 2:
@@ -169,11 +166,11 @@ class MixtureOfExperts(nnx.Module):
     def _losses(
         self, logits: jax.Array, p: jax.Array, choices: jax.Array, real: jax.Array
     ) -> Scalars:
-        """Load balance and z loss times their weights, summed over tokens.
+        """Returns load balance and z loss times their weights, summed over tokens.
 
         Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e
-        and P_e the mean of p_e; 1 where both are even (Lepikhin et al. 2020, section 2.2).
-        Router z loss: the square of log sum exp of the scores (Zoph et al. 2022, equation 5).
+        and P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: the square of
+        log sum exp of the scores (Zoph et al. 2022, equation 5).
         """
         section, num_experts = self.section, p.shape[-1]
         real = real[..., None].astype(jnp.float32)
@@ -239,7 +236,7 @@ class MixtureOfExperts(nnx.Module):
     def _dropless(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, kept: jax.Array
     ) -> jax.Array:
-        """Tokens sorted by expert, and one product of blocks of rows with matrices."""
+        """Sorts tokens by expert and multiplies blocks of rows with matrices."""
         experts, num_experts = self.experts, self.section.num_experts
         per_token = choices.shape[-1]
 
@@ -285,7 +282,7 @@ _ROUTING = 9  # place of randomness within a layer; block.py has the others
 
 
 def _for_each(initializer: Initializer) -> Initializer:
-    """The same for every matrix of a stack, each with a key of its own."""
+    """Applies an initializer to every matrix of a stack, each with its own key."""
 
     def initialize(key, shape, num_in_dims, dtype):
         keys = jax.random.split(key, shape[0])

@@ -1,7 +1,7 @@
-"""A model as the rest of the program sees it: an abstract parameter table and pure functions.
+"""A model as an abstract parameter table and pure functions.
 
-Modules declare the weights; from here on parameters are a plain nested dict of arrays, and the
-module is merged inside the trace. Host dispatch is that of a dict.
+Modules declare the weights. From here on parameters are a plain nested dict of arrays, and the
+module is merged inside the trace, so that host dispatch is that of a dict.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _OUT_OF_HEAD = ("logits_dense", "head_qk")
 
 
 def _as_stored(tree: Any) -> Parameters:
-    """The parameters of a decoder under the names that checkpoints have."""
+    """Returns the parameters of a decoder under the names that checkpoints have."""
     head = dict(tree.get("head", {}))
     beside = {name: head.pop(name) for name in _OUT_OF_HEAD if name in head}
     rest = {name: tree[name] for name in tree if name != "head"}
@@ -32,7 +32,6 @@ def _as_stored(tree: Any) -> Parameters:
 
 
 def _as_built(parameters: Parameters) -> Parameters:
-    """The inverse of `_as_stored`."""
     head = dict(parameters.get("head", {}))
     head |= {name: parameters[name] for name in _OUT_OF_HEAD if name in parameters}
     rest = {name: x for name, x in parameters.items() if name not in ("head", *_OUT_OF_HEAD)}
@@ -40,7 +39,7 @@ def _as_built(parameters: Parameters) -> Parameters:
 
 
 def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
-    """What the modules above a parameter declare of it (layers/part.py)."""
+    """Returns what the modules above a parameter declare about it (layers/part.py)."""
     row, is_recomputed = "", False
     for step in path:
         rows = getattr(type(module), "rows", {})
@@ -56,10 +55,9 @@ class Model:
     """The decoder of a configuration.
 
     Attributes:
-      section: the model's configuration, with backend defaults resolved.
-      parameters: name ("layers/mlp/wo/kernel") -> ParameterInfo, in the order of the tree.
-      abstract: nested dict like the parameters, of jax.ShapeDtypeStruct.
-      blueprint: how its layers are built and stored.
+      parameters: Name ("layers/mlp/wo/kernel") -> ParameterInfo, in the order of the tree.
+      abstract: Nested dict like the parameters, of jax.ShapeDtypeStruct.
+      blueprint: How its layers are built and stored.
     """
 
     def __init__(self, section: ModelSection):
@@ -79,21 +77,14 @@ class Model:
             self.parameters[name] = ParameterInfo(*(metadata[f] for f in ParameterInfo._fields))
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
-        """Where a layer's parameter is stored: the array's name, and the row of a stacked one.
-
-        Args:
-          name: within the layer, such as "mlp/wo/kernel".
-        """
+        """Returns the stored array and row of a layer's parameter such as "mlp/wo/kernel"."""
         if self.blueprint.is_stacked:
             return f"layers/{name}", layer
         path, row = self.blueprint.plan.path(layer)
         return f"layers/{path}/{name}", row
 
     def placed(self, name: str) -> tuple[str, Sequence[int] | None]:
-        """The inverse: a parameter's name within its layer, and the layers that its rows hold.
-
-        One outside of layers has None.
-        """
+        """Returns a parameter's name within its layer, and the layers of its rows (or None)."""
         folder, _, within = name.partition("/")
         plan = self.blueprint.plan
         if folder != "layers":
@@ -107,7 +98,7 @@ class Model:
         return within, plan.layers_of(int(run))
 
     def layer_of(self, name: str) -> Layer | None:
-        """The first layer that a parameter belongs to; None for one outside of layers."""
+        """Returns the first layer that a parameter belongs to, None outside of layers."""
         layers = self.placed(name)[1]
         return None if layers is None else self.section.layers[layers[0]]
 
@@ -116,23 +107,22 @@ class Model:
         return sum(info.size for info in self.parameters.values())
 
     def initialize(self, key: jax.Array) -> Parameters:
-        """Fresh parameters. Pure: call it under jit with output shardings."""
+        """Returns fresh parameters. Pure: call it under jit with output shardings."""
         state = nnx.state(Decoder(self.section, nnx.Rngs(params=key)))
         return _as_stored(nnx.to_pure_dict(state))
 
     def merge(self, parameters: Parameters) -> Decoder:
-        """The module with these parameters, whole or in parts, for use inside a trace."""
+        """Returns the module with these parameters, for use inside a trace."""
         layers = parameters["layers"]
         if isinstance(layers, tuple):
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, _as_built(parameters))
 
     def in_parts(self, parameters: Parameters) -> Parameters:
-        """Parameters for programs that generate text, which read all of them for each token.
+        """Returns parameters for generation, which reads all of them for each token.
 
-        Layers are arrays of their own, and what is always used in a narrower format has it already,
-        so that a step does not convert them. The arguments' arrays are given up one by
-        one: there is never a second copy of all.
+        Layers become arrays of their own, converted to the format they are used in, so that a step
+        does not convert them. Arrays are deleted one by one: there is never a second copy of all.
         """
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:

@@ -1,10 +1,8 @@
-"""Norms over the last dimension, with float32 statistics whatever the activation format.
+"""Norms over the last dimension with float32 statistics.
 
-The parameter `scale` holds the factor itself, or its difference from 1 where norms are
-zero-centred (normalization_zero_centered). Both start at a factor of 1. Weight decay pulls the
-parameter to 0, so the factor of a zero-centred norm to 1: a pattern of adamw_mask that exempts
-`scale`, which keeps factors from 0 otherwise, has nothing to prevent there. A norm without
-parameters has factor 1 and no bias.
+The parameter `scale` holds the factor, or its difference from 1 if normalization_zero_centered is
+set; both start at a factor of 1. Weight decay pulls the parameter to 0, so a zero-centered factor
+to 1. A norm without parameters has factor 1 and no bias.
 """
 
 import math
@@ -33,11 +31,7 @@ class RMSNorm(nnx.Module):
         parametric: bool = True,
         initial: float = 1.0,
     ):
-        """
-        Args:
-          size: of the scale.
-          initial: the factor that the scale begins with.
-        """
+        """Declares the scale; `initial` is the factor at the start."""
         self.size, self.epsilon = size, epsilon
         self.zero_centered = building.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
@@ -77,7 +71,7 @@ class ScaleNorm(RMSNorm):
 
 
 def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) * factors, in the format of x; None is a factor of 1."""
+    """Returns x / sqrt(mean(x^2) + epsilon) * factors in the format of x; None is a factor of 1."""
     x_float = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_float), axis=-1, keepdims=True)
     y = x_float * jax.lax.rsqrt(mean_square + epsilon)
@@ -85,7 +79,7 @@ def normalized(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.A
 
 
 def factor(scale: nnx.Param, zero_centered: bool) -> jax.Array:
-    """What a norm multiplies by, in float32: bfloat16 could not hold 1 and a small difference."""
+    """Returns a norm's factor in float32: bfloat16 cannot hold 1 plus a small difference."""
     stored = scale[...].astype(jnp.float32)
     return 1.0 + stored if zero_centered else stored
 
@@ -98,11 +92,11 @@ def normalization(
     parametric: bool = True,
     kind: str | None = None,
 ) -> nnx.Module:
-    """The norm that the configuration chooses, over the residual stream.
+    """Returns the configured norm of the residual stream.
 
     Args:
-      parametric: whether it has weights.
-      kind: another normalization_type than that of the section.
+      parametric: Whether it has weights.
+      kind: normalization_type, if not that of the section.
     """
     make = lookup("norm", kind or section.normalization_type)
     return make(section, building, rngs, parametric=parametric)
@@ -110,14 +104,12 @@ def normalization(
 
 @register("norm", "rms_norm")
 def rms_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    """RMSNorm over the residual stream."""
     epsilon = section.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
 @register("norm", "layer_norm")
 def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    """LayerNorm over the residual stream."""
     size, epsilon = init.dimensions.emb_dim, section.normalization_layer_epsilon
     norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
     if section.normalization_bias and parametric:
@@ -127,7 +119,6 @@ def layer_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) 
 
 @register("norm", "scale_norm")
 def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    """ScaleNorm over the residual stream."""
     epsilon, initial = section.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
@@ -136,5 +127,5 @@ def scale_norm(section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool) 
 def scale_norm_centered(
     section: Block, init: Init, rngs: nnx.Rngs, *, parametric: bool
 ) -> nnx.Module:
-    """LayerNorm with one scale and no bias, GPT-Neo's scalenorm."""
+    """Builds GPT-Neo's scalenorm: LayerNorm with one scale and no bias."""
     return LayerNorm(1, section.normalization_layer_epsilon, init, rngs, parametric=parametric)
