@@ -1,4 +1,4 @@
-"""Carries out a request: reads from one place, writes to another, leaves all of it or nothing."""
+"""Execution of a conversion: all of it or nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +49,10 @@ _SCALINGS = {
 
 
 def convert(request: Request, show: Show) -> None:
-    """Does what was asked for.
+    """Converts as requested; on errors nothing is left behind.
 
     Raises:
-      UserError: the source or the target cannot be used; nothing is left behind.
+      UserError: The source or the target cannot be used.
     """
     run_folder.check_free(request.target)
     if request.grow:
@@ -203,7 +203,7 @@ def _to_folder(request: Request, weights: Weights, show: Show) -> None:
 
 
 def _tokenizer(request: Request, weights: Weights) -> tuple[Path | None, str]:
-    """The folder of the tokenizer to export, and what to say where there is none."""
+    """Returns the tokenizer folder to export, or a message if there is none."""
     if request.tokenizer:
         folder = local_path(request.tokenizer)
         if not is_file(folder / TOKENIZER_NAME):
@@ -219,7 +219,7 @@ def _tokenizer(request: Request, weights: Weights) -> tuple[Path | None, str]:
 
 
 def _family(weights: Weights, asked: str, imported_as: Family | None) -> Family:
-    """The family asked for, else the one it was imported as if it still fits, else the first."""
+    """Returns the family asked for, else the one it was imported as if it still fits, else the first."""
     if not asked and imported_as is not None:
         try:
             return find_family(weights.config, imported_as.model_type)

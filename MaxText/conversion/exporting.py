@@ -1,11 +1,11 @@
-"""Weights of ours as a folder of Hugging Face, and what is folded into them on the way.
+"""Export to a Hugging Face checkpoint, and what is folded into weights for it.
 
-`AutoModelForCausalLM.from_pretrained` loads it if transformers has the family. A fixed zoom, for
-which no layout has a place, is folded into the value slots where that is exact: Pattention
-multiplies normalised scores by sqrt(zoom) (checkpointing/growth/zoom.py). TokenFormer's PyTorch
-code takes the number of slots for it, always. Where the root is the last thing that happens to the
-scores the value slots can carry the difference, because they are multiplied with the result. With
-l2_norm_gelu the root is inside of gelu, and the norm takes out every factor of the keys.
+`AutoModelForCausalLM.from_pretrained` loads the result if transformers has the family. A fixed
+zoom, which no checkpoint format has, is folded into the value slots where that is exact: Pattention
+multiplies normalized scores by sqrt(zoom) (checkpointing/growth/zoom.py), and TokenFormer's PyTorch
+code always takes the number of slots for it. If the root is applied last, value slots can carry the
+difference. With l2_norm_gelu the root is inside of gelu, and the norm cancels every factor of the
+keys.
 """
 
 import math
@@ -41,12 +41,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class FolderExport:
-    """What will be written: names, shapes and formats of all tensors, and config.json.
-
-    Attributes:
-      map: tensors of theirs and arrays of ours.
-      planned: every tensor to be written.
-    """
+    """Planned contents of a checkpoint: all tensors and config.json."""
 
     def __init__(
         self,
@@ -55,10 +50,11 @@ class FolderExport:
         dtype: str,
         formats: Mapping[str, str] | None = None,
     ):
-        """
+        """Plans the export.
+
         Args:
-          dtype: format of all tensors, or "" for the one that each array is stored in.
-          formats: of tensors that an import made wider: without `dtype` they are that again.
+          dtype: Format of all tensors, or "" for the stored formats.
+          formats: Of tensors that an import widened; restored without `dtype`.
         """
         self.weights, self.family, self._dtype = weights, family, dtype
         self.map = TensorMap(family, weights.model)
@@ -73,7 +69,7 @@ class FolderExport:
         return np.dtype(formats.pop() if len(formats) == 1 else "float32")
 
     def peak_bytes(self, max_shard_bytes: int) -> int:
-        """Memory at the peak: arrays that share tensors, as much while they are read, a file."""
+        """Returns peak memory: arrays that share tensors, their copies while read, and a file."""
         sizes = num_bytes(self.weights)
         groups = max(sum(sizes[name] for name in ours) for ours in self.map.groups)
         written = [planned.num_bytes for planned in self.planned.values()]
@@ -84,7 +80,7 @@ class FolderExport:
         """Writes the tensors; returns the names of the files.
 
         Raises:
-          UserError: a number does not fit the format that was asked for.
+          UserError: A number does not fit the requested format.
         """
         return safetensors_files.write(folder, self.planned, self._tensors(), max_shard_bytes)
 
@@ -109,11 +105,11 @@ class FolderExport:
         return cast
 
     def config_json(self, kept: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
-        """config.json.
+        """Returns config.json.
 
         Args:
-          kept: of the folder that the weights came from; what the table does not decide stays.
-          token_ids: of the tokenizer, where `kept` has none.
+          kept: Of the checkpoint that the weights came from; keys that no table decides stay.
+          token_ids: Of the tokenizer, where `kept` has none.
         """
         sizes: dict[str, int] = {}
         for planned in self.planned.values():
@@ -144,10 +140,9 @@ def write_configs(
     generation: Mapping[str, Any] | None,
     family: Family,
 ) -> list[str]:
-    """config.json, and generation_config.json: the one of the import, or the ids of tokens.
+    """Writes config.json and generation_config.json; returns the names of the files.
 
-    Returns:
-      The names of the files. Without transformers only an import brings the second.
+    The second is that of the import, or made by transformers if it is installed.
     """
     write_json(folder / CONFIG, config_json)
     if not generation and not family.in_transformers:
@@ -164,18 +159,13 @@ _NO_ZOOM = {"zoom_dim": 0.0} | {f"{place}_zoom_dim": -1.0 for place in get_args(
 
 
 class FoldedWeights(Weights):
-    """Weights whose value slots carry the zoom.
-
-    Attributes:
-      factors: parameter name -> what its numbers are multiplied by.
-    """
+    """Weights whose value slots carry the zoom: parameter name -> factor."""
 
     def __init__(self, weights: Weights, config: Config, factors: dict[str, float]):
         self.config, self.model, self.formats = config, weights.model, weights.formats
         self.factors, self._weights = factors, weights
 
     def read(self, ours: str) -> np.ndarray:
-        """One array, all layers stacked; each product is rounded once."""
         stored = self._weights.read(ours)
         if ours not in self.factors:
             return stored
@@ -185,11 +175,10 @@ class FoldedWeights(Weights):
 
 
 def fold(weights: Weights, asked: str) -> tuple[Weights, str]:
-    """The same function by weights without a zoom, and a line that says so.
+    """Returns the same function by weights without a zoom, and a line that says so.
 
-    Returns:
-      The weights as they are and an empty line where no zoom is fixed, or no family would take them
-      without it either.
+    Returns the weights as they are and an empty line if no zoom is fixed, or if no family would
+    accept them either way.
     """
     config = weights.config
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim

@@ -1,7 +1,6 @@
-"""What a table of a family is made of: rows of tensors and rows of settings.
+"""Elements of a family's tables: rows of tensors and of settings.
 
-One file of `families/` holds the tables of a family. Nothing else in the package knows a name of
-another program.
+Each file of `families/` has the tables of a family. No other module knows names of other programs.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor of theirs (in every layer, where `{layer}` stands in its name) and our arrays."""
+    """Maps one Hugging Face tensor (per layer if its name has `{layer}`) to parameters."""
 
     # its name. `{layer}` stands for the number of the layer from 0, `{num_layers}` for how many
     # there are; `{layer+2}` is 2 more. `{expert}` stands for the number of an expert.
@@ -38,17 +37,15 @@ class Row:
 
     @property
     def in_layers(self) -> bool:
-        """Whether every layer has such a tensor."""
         return any(match[1] == "layer" for match in _NUMBER.finditer(self.theirs))
 
     @property
     def in_experts(self) -> bool:
-        """Whether every expert has such a tensor."""
         return "{expert}" in self.theirs
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
-    """A name of a row in a model of so many layers, in one of them and of one expert."""
+    """Returns a row's name for one layer and expert."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
@@ -56,12 +53,12 @@ def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
 def row(
     theirs: str, ours: str, theirs_axes: str, ours_axes: str, older: tuple[str, ...] = ()
 ) -> Row:
-    """A row; `ours` are names separated by blanks, and `layers/` stands for itself."""
+    """Returns a row; `ours` are names separated by blanks, relative to `layers/`."""
     return Row(theirs, tuple(ours.split()), Layout(theirs_axes, ours_axes), older)
 
 
 def norm(theirs: str, ours: str, ends: tuple[str, str] = (".weight", ".bias")) -> tuple[Row, Row]:
-    """Rows of a norm: its scale, and the bias of LayerNorm."""
+    """Returns rows of a norm: its scale, and the bias of LayerNorm."""
     return (
         row(theirs + ends[0], f"{ours}/scale", "D", "D"),
         row(theirs + ends[1], f"{ours}/bias", "D", "D"),
@@ -75,7 +72,7 @@ def projection(
     ours_axes: str,
     ends: tuple[str, str] = (".weight", ".bias"),
 ) -> tuple[Row, Row]:
-    """Rows of a product, or of several that share a tensor, and of the bias on its outputs."""
+    """Returns rows of one or more projections that share a tensor, and of their biases."""
     last = ours_axes[-1]
     outputs = next(found for found in _DIMENSION.findall(theirs_axes) if last in found)
     letters = [letter for letter in ours_axes.split() if letter in outputs]
@@ -88,7 +85,7 @@ def projection(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of config.json and the keys of ours that say the same."""
+    """Maps one key of config.json to keys of ours."""
 
     # its name, and older names of it that are read but not written. "a.b" is key b of the object a.
     theirs: tuple[str, ...]
@@ -121,27 +118,27 @@ class Setting:
         return self.theirs[0]
 
     def given(self, config: Mapping[str, Any]) -> list[Any]:
-        """The values that a config.json has of it under its names."""
+        """Returns its values in a config.json, under all of its names."""
         found = [config[name] for name in self.theirs if name in config]
         return [value for value in found if self.unset is None or value != self.unset]
 
     def value_of_silence(self, config: Mapping[str, Any]) -> Any:
-        """The default; REQUIRED if there is none."""
+        """Returns the default; REQUIRED if there is none."""
         return _computed(self.default, config) if callable(self.default) else self.default
 
     def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
-        """Whether our keys have the value without being set."""
+        """Returns whether our keys have the value without being set."""
         return self.implied is not None and _computed(self.implied, config) == value
 
     def ours_of(self, value: Any, config: Mapping[str, Any]) -> Any:
-        """Our value of one of theirs, in a config.json; REQUIRED if we have none."""
+        """Returns our value of one of theirs; REQUIRED if there is none."""
         if self.read is not None:
             return self.read(value, config)
         pairs = ((value, value),) if self.values is None else self.values
         return next((ours for theirs, ours in pairs if theirs == value), REQUIRED)
 
     def theirs_of(self, values: Mapping[str, Any]) -> Any:
-        """Their value, from all our keys; REQUIRED if they have none."""
+        """Returns their value of ours; REQUIRED if there is none."""
         if self.write is not None:
             return self.write(values)
         value = values[self.ours[0]] if self.ours else None
@@ -159,65 +156,59 @@ def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, An
 def same(
     theirs: str, ours: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
 ) -> Setting:
-    """A setting both sides have; names are separated by blanks, the first of theirs is written."""
+    """A setting that both sides have; names are separated by blanks, the first of theirs is written."""
     return Setting(tuple(theirs.split()), tuple(ours.split()), default, values, implied=implied)
 
 
 def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
-    """A setting that we have no key for: the values that mean what our model does.
-
-    The first value is the one that holds where config.json is silent, so it need not be written.
-    """
+    """A setting without a key of ours: the values that mean what our model does, first the default."""
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
 
 
 def stated(theirs: str, *values: Any, default: Any = REQUIRED, remedy: str = "") -> Setting:
-    """A setting that says in config.json what the family's parts are; its first value is written.
-
-    Other values mean the same.
-    """
+    """A setting that states what the family's parts are; its first value is written."""
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), default, pairs, remedy=remedy)
 
 
 def computed(ours: str, value: Callable[[Mapping[str, Any]], Any]) -> Setting:
-    """A key of ours that config.json does not have, because the family computes it."""
+    """A key of ours that the family computes and config.json does not have."""
     return Setting((ours,), (ours,), value, is_written=False, is_computed=True)
 
 
 def derived(
     theirs: str, ours: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
 ) -> Setting:
-    """A setting that follows from others, and is written all the same."""
+    """A setting that follows from others and is written all the same."""
     return Setting((theirs,), (ours,), value, is_computed=True, unset=unset)
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
-    """A number of config.json; text and lists could be multiplied as well."""
+    """Returns a number of config.json (text and lists could be multiplied, too)."""
     if isinstance(config[name], str | list | tuple):
         raise TypeError(f"{name} is no number")
     return config[name]
 
 
 def like(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A default: the value of another key of config.json."""
+    """Returns a default: the value of another key of config.json."""
     return lambda config: config[name]
 
 
 def multiple(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A default: a multiple of another key of config.json."""
+    """Returns a default: a multiple of another key."""
     return lambda config: factor * _size(config, name)
 
 
 def ratio(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A default: one key of config.json divided by another."""
+    """Returns a default: one key divided by another."""
     return lambda config: _size(config, name) // _size(config, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Everything that is known about one `model_type` of Hugging Face."""
+    """The tables of one Hugging Face `model_type`."""
 
     model_type: str  # as in config.json
     architecture: str  # the class that `architectures` of config.json names
@@ -245,14 +236,14 @@ class Family:
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
-        """All keys of ours that no setting decides, with their values."""
+        """Our keys that no setting decides, with their values."""
         decided = {name for setting in self.settings for name in setting.ours}
         every = {**SHARED_PARTS, **self.own}
         return {name: value for name, value in every.items() if name not in decided}
 
     @property
     def in_layer(self) -> str:
-        """How the names of a layer's tensors begin, such as "model.layers.{layer}."."""
+        """Prefix of a layer's tensors, such as "model.layers.{layer}."."""
         name = next(row.theirs for row in self.rows if row.in_layers)
         return name[: name.index("}") + 2]
 

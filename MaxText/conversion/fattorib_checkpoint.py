@@ -18,18 +18,14 @@ _STEP = re.compile(r"params_(\d+)")
 
 
 class FattoribWeights(Weights):
-    """The parameters of a checkpoint under our names.
-
-    Attributes:
-      file: the msgpack file.
-    """
+    """Parameters of a checkpoint under our names."""
 
     def __init__(self, path: str, config: Config):
-        """Reads the file: all numbers, because msgpack has no index.
+        """Reads the whole file, because msgpack has no index.
 
         Args:
-          path: params_STEP, a folder with such files, of which the newest is read, or a file
-            of extract_weights.py; also gs://.
+          path: params_STEP, a folder with such files (the newest is read), or a file of
+            extract_weights.py; also gs://.
         """
         self.config, self.model = config, model_of(config)
         try:
@@ -56,7 +52,6 @@ class FattoribWeights(Weights):
         }
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours."""
         return self.map.array(ours, self.formats[ours], self._arrays.__getitem__)
 
 
@@ -79,7 +74,7 @@ def _restored(file: Any) -> Any:
 
 
 def _flattened(tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by path; the tree may lie in the state of a run, under params."""
+    """Returns arrays by path; the tree may be in the state of a run, under params."""
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
     leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")

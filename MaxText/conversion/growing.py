@@ -31,8 +31,6 @@ Show = Callable[[str], None]
 
 
 class GrownWeights(Weights):
-    """The larger model, made one array at a time."""
-
     def __init__(self, growth: Growth, config: Config):
         """Draws what new slots need of a fresh model, as train.py does with the same seed."""
         self.config = config
@@ -49,19 +47,17 @@ class GrownWeights(Weights):
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
 
     def read(self, ours: str) -> np.ndarray:
-        """One array, all layers stacked."""
         leaf = self._growth.plan.leaves[ours]
         fresh = np.asarray(self._fresh[ours]) if ours in self._fresh else 0.0
         return new_part(leaf, self._growth.source.read(ours), fresh=fresh)
 
     def peak_bytes(self) -> int:
-        """Memory at the peak, beyond the program itself."""
         sizes = num_bytes(self)
         return sum(sizes[name] for name in self._fresh) + run_folder.peak_bytes(self)
 
 
 def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show) -> None:
-    """Grows a model and writes it as a run whose only checkpoint holds its parameters."""
+    """Grows a model and writes it as a run whose only checkpoint has its parameters."""
     # A wrong path is told by the name that was typed.
     if request.source_kind == "hf":
         find_folder(request.source, "from")
@@ -98,7 +94,7 @@ def grow(request: Request, show_memory: Callable[[int, Show], None], show: Show)
 
 
 def _metadata(settled: Settled) -> dict[str, Any]:
-    """The ancestors of the new parameters, which themselves have cost nothing."""
+    """Returns the ancestors of the new parameters, which themselves have cost nothing."""
     assert settled.growth is not None
     source = settled.growth.source
     start = Start(
@@ -117,7 +113,7 @@ def _metadata(settled: Settled) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Source, target: Path) -> list[str]:
-    """The files of a tokenizer that lie with the smaller model; a data set keeps its own."""
+    """Copies the tokenizer of the smaller model; a dataset keeps its own."""
     if source.stored is None:
         folder = Path(source.folder)
     else:

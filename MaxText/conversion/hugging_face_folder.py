@@ -1,7 +1,7 @@
-"""A folder of Hugging Face: config.json and tensors, read one at a time.
+"""Hugging Face checkpoints: config.json and tensors, read one at a time.
 
-safetensors in one file or sharded with an index, and the older pytorch_model.bin, for which torch
-is needed. Nothing is downloaded: a hub id stands for what its cache already holds.
+safetensors in one file or sharded with an index, and the older pytorch_model.bin, which needs
+torch. Nothing is downloaded: a hub id means what its cache already has.
 """
 
 import json
@@ -25,7 +25,7 @@ _FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "floa
 
 
 class Found(NamedTuple):
-    """A tensor in a file: its shape, and its format by NumPy's name."""
+    """Shape and NumPy format of a tensor in a file."""
 
     shape: tuple[int, ...]
     format: str
@@ -36,7 +36,6 @@ class Found(NamedTuple):
 
 
 def local_path(text: str) -> Path:
-    """A path as it was typed, with ~ written out."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -44,7 +43,6 @@ def local_path(text: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file."""
     try:
         return path.is_file()
     except OSError as error:
@@ -53,20 +51,16 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path means a folder of Hugging Face: by its prefix, or by its config.json.
+    """Returns whether a path means a Hugging Face checkpoint: by its prefix or its config.json.
 
     Raises:
-      UserError: the folder may not be searched.
+      UserError: The folder may not be searched.
     """
     return path.startswith(PREFIX) or is_file(local_path(path) / CONFIG)
 
 
 def find_folder(path: str, key: str) -> Path:
-    """The folder behind `hf:PATH`, `hf:HUB_ID` or a path.
-
-    Args:
-      key: what the user set to it, for the message.
-    """
+    """Returns the folder of `hf:PATH`, `hf:HUB_ID` or a path that the user set as `key`."""
     name = path.removeprefix(PREFIX)
     folder = local_path(name)
     # Asked first, because it also says whether the folder may be searched.
@@ -95,7 +89,6 @@ def find_folder(path: str, key: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

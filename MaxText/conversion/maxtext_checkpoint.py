@@ -1,10 +1,9 @@
-"""A checkpoint of MaxText, or of a program made from it, as a source of weights.
+"""Checkpoints of MaxText, or of a program derived from it, as a source of weights.
 
-Its tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
-second dimension is the layer (param_scan_axis=1); layers that are unrolled are `layers_0`,
-`layers_1` and so on. Source of the names: AI-Hypercomputer/maxtext, its layers and its checkpoint
-conversion; for slots TokenFormer's and for dense connections MUDDFormer's JAX program, which were
-made from it.
+The tree is params/params/decoder/..., or with one `params`. Scanned layers are one array whose
+second dimension is the layer (param_scan_axis=1); unrolled layers are `layers_0`, `layers_1` and so
+on. Names are from AI-Hypercomputer/maxtext, and for slots and dense connections from TokenFormer's
+and MUDDFormer's JAX programs.
 """
 
 import math
@@ -82,7 +81,7 @@ _OF_SUM = re.compile(r"connections/after/(\d+)/(.*)")
 
 
 class _Place(NamedTuple):
-    """Where an array of ours lies."""
+    """Location of an array of ours."""
 
     paths: list[str]  # of their arrays: one, or several that are stacked, one for each row of ours
     shape: tuple[int, ...]  # of each
@@ -94,8 +93,8 @@ class MaxTextWeights(Weights):
     """A checkpoint of MaxText.
 
     Attributes:
-      query_scaling: where 1/sqrt(head_dim) is: MaxText's Llama and Mistral train it as a part of
-        the query's weights ("weights"), its gpt3, Qwen3 and other programs divide the scores
+      query_scaling: Location of 1/sqrt(head_dim): MaxText's Llama and Mistral train it as a part of
+        the query's weights ("weights"); its gpt3, Qwen3 and other programs divide the scores
         ("model").
     """
 
@@ -103,13 +102,13 @@ class MaxTextWeights(Weights):
         """Reads names and shapes; no numbers.
 
         Args:
-          path: a run, its checkpoints, a step folder or its items.
-          query_scaling: "weights" or "model"; "" takes "model" with LayerNorm (gpt3), with norms
-            of queries and keys, whose scale would undo a factor in the weights, and where the
-            arrays lie as MUDDFormer's program leaves them, else "weights".
+          path: A run, its checkpoints, a step folder or its items.
+          query_scaling: "weights" or "model"; "" takes "model" with LayerNorm (gpt3), with norms of
+            queries and keys, whose scale would undo a factor in the weights, and where the arrays
+            lie as MUDDFormer's program leaves them, else "weights".
 
         Raises:
-          UserError: no checkpoint there, arrays that the configuration does not have, or parts that
+          UserError: No checkpoint, arrays that the configuration does not have, or parts that
             MaxText stores in another form.
         """
         _check_parts(config, query_scaling)
@@ -134,7 +133,6 @@ class MaxTextWeights(Weights):
         }
 
     def _match(self) -> dict[str, _Place]:
-        """Where each array of ours lies in the checkpoint."""
         found = {
             path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
         }
@@ -158,7 +156,6 @@ class MaxTextWeights(Weights):
         return places
 
     def _place(self, ours: str, shape: tuple[int, ...], prefix: str, written_out: bool) -> _Place:
-        """Where one array of ours should lie."""
         num_layers = self.model.section.shape.dimensions.num_layers
         if ours == _SOURCE_NORM:
             first, later = _SOURCE_NORM_NAMES
@@ -189,7 +186,6 @@ class MaxTextWeights(Weights):
         return f"{self._layer_names.get(part, part)}/{rest}"
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours."""
         place = self._places[ours]
         parts = [self._arrays.read(path) for path in place.paths]
         array = np.stack(parts) if place.is_stack else parts[0]
@@ -208,7 +204,7 @@ class MaxTextWeights(Weights):
 
 
 def _slots_of(within: str) -> str:
-    """A name within a layer without kernel or bias, as in _SLOT_NAMES."""
+    """Returns a name within a layer without kernel or bias, as in _SLOT_NAMES."""
     return within.rpartition("/")[0]
 
 
@@ -249,7 +245,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
 
 
 def _check_sums(config: Config) -> None:
-    """Refuses sums that MUDDFormer's program does not have, and whose names tell nothing of it."""
+    """Refuses aggregations that MUDDFormer's program does not have."""
     dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
     if not dense.dense_conn:
         return
@@ -267,7 +263,7 @@ def _check_sums(config: Config) -> None:
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
-    """The folder with the arrays, from a run, its checkpoints, a step or the folder itself."""
+    """Returns the folder with the arrays, from a run, its checkpoints, a step or the folder itself."""
     for folder in (given, given / "checkpoints"):
         steps = (
             [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []

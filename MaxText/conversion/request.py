@@ -1,4 +1,4 @@
-"""What the command line of convert.py asks for. No jax is imported here."""
+"""Command line of convert.py."""
 
 import dataclasses
 import os
@@ -61,8 +61,6 @@ _NAMES = ("from", "to", *_OPTIONS)
 
 @dataclasses.dataclass
 class Request:
-    """A conversion."""
-
     # a folder of Hugging Face, a run, or a checkpoint of another program, without its prefix
     source: str = ""
     source_kind: str = ""  # "hf", "run", "maxtext" or "fattorib"
@@ -83,13 +81,12 @@ class Request:
 
     @property
     def arguments(self) -> list[str]:
-        """What configuration.loading.load reads."""
+        """Arguments for configuration.loading.load."""
         named = [self.config_file] if self.config_file else []
         return [*named, *(f"{name}={text}" for name, text in self.keys.items())]
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """Reads a command line."""
     request, given = Request(), {}
     for argument in arguments:
         match = ARGUMENT.fullmatch(argument)
@@ -126,7 +123,7 @@ def _spelled(names: Sequence[str]) -> str:
 
 
 def _check_spelling(request: Request) -> None:
-    """Refuses a name that is like an option and no key; the configuration refuses the others."""
+    """Refuses a misspelled option; the configuration refuses other unknown names."""
     known = all_keys()
     for name, text in request.keys.items():
         if name in known or name in ALIASES or absent(name):

@@ -23,7 +23,6 @@ class Planned(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
@@ -33,10 +32,10 @@ def write(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes one file, or several with an index where there is more than `max_shard_bytes`.
+    """Writes one file, or several with an index beyond `max_shard_bytes`.
 
     Args:
-      tensors: by name, in the order of `planned`.
+      tensors: By name, in the order of `planned`.
 
     Returns:
       The names of the files.

@@ -1,4 +1,4 @@
-"""config.json as our keys and our keys as config.json, by the tables of `families/`."""
+"""Conversion between config.json and our keys, by the tables of `families/`."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +32,7 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json has no word 
 
 
 def named_family(config: Mapping[str, Any]) -> Family | None:
-    """The family that a config.json names, or None if it names none with a table."""
+    """Returns the family that a config.json names, or None if it has no table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and (model_type in FAMILIES or model_type in WITHOUT_PARTS):
         return FAMILIES.get(model_type)
@@ -42,7 +42,7 @@ def named_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json names."""
+    """Returns the family that a config.json names."""
     family, model_type = named_family(config), config.get("model_type")
     if family is not None:
         return family
@@ -63,10 +63,10 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 def to_keys(
     family: Family, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Our keys that make the model of a config.json.
+    """Returns our keys for the model of a config.json.
 
     Args:
-      given: keys that the user set, which may shorten the length below a window.
+      given: Keys that the user set, which may shorten the length below a window.
     """
     config = _flattened(config, where)
     shorter = str(given.get("max_target_length", ""))
@@ -97,9 +97,9 @@ def to_keys(
 
 
 def _own(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Keys of registered parts in a config.json: keys of the model, or of parts not yet imported.
+    """Returns keys of the model and of registered parts in a config.json.
 
-    No other key is taken: `import_modules`, for one, would run code that nobody named.
+    Other keys are not taken: `import_modules`, for one, would run code that no user named.
     """
     own = config.get(_OWN, {})
     if not isinstance(own, Mapping):
@@ -111,7 +111,7 @@ def _own(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any]) -> str:
-    """What is wrong with the value of a setting, which is `ours` here; "" if nothing."""
+    """Returns what is wrong with the value of a setting, which is `ours` here; "" if nothing."""
     name = setting.name
     if value is REQUIRED:
         return f"{name} is missing"
@@ -137,7 +137,7 @@ def _problem(setting: Setting, value: Any, ours: Any, config: Mapping[str, Any])
 
 
 def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """config.json without nulls, and what newer and older versions nest, under its plain names."""
+    """Returns config.json without nulls, and with the nesting of some versions undone."""
     plain = {name: value for name, value in config.items() if value is not None}
     nested: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -162,17 +162,17 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _says_something(setting: Setting, values: Mapping[str, Any]) -> bool:
-    """Whether a model with these keys has the part that a setting is about."""
+    """Returns whether a model with these keys has the part that a setting is about."""
     schema = all_keys()
     return not setting.ours or any(_has_effect(schema[name], values) for name in setting.ours)
 
 
 def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that another one switches off, which a configuration refuses.
+    """Drops keys that another one switches off, which a configuration refuses.
 
     Args:
-      values: all that is known of the configuration; absent keys have their default.
-      names: keys to choose from, with their values.
+      values: All known keys of the configuration; absent ones have their default.
+      names: Keys to choose from, with their values.
     """
     schema = all_keys()
     return {
@@ -184,7 +184,7 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
-    """The keys of the model that have an effect; of all or of those that were chosen."""
+    """Returns the keys of the model that have an effect, of all or of `chosen`."""
     known = [key.name for key in all_keys().values() if key.section[0] == "model"]
     names = [name for name in known if chosen is None or name in chosen]
     return with_effect(values, {name: values[name] for name in names})
@@ -199,10 +199,10 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
 
 
 def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[str, Any]) -> str:
-    """Impossible combinations of what config.json says, by its names; "" if others have a part.
+    """Describes impossible combinations of config.json under its names; "" if others have a part.
 
     Args:
-      problems: what a configuration made of `to_keys` was refused for.
+      problems: Why a configuration made of `to_keys` was refused.
     """
     names = {ours: setting.name for setting in family.settings for ours in setting.ours}
     lines = []
@@ -219,11 +219,7 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
 
 
 def find_family(config: Config, asked: str) -> Family:
-    """The family that a configuration of ours belongs to.
-
-    Args:
-      asked: the model_type that the user wants, or "" for the first that fits.
-    """
+    """Returns the family of a configuration: `asked` (a model_type), or "" for the first that fits."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
@@ -246,14 +242,13 @@ def find_family(config: Config, asked: str) -> Family:
 
 
 def _num_one_sided(family: Family, config: Config) -> int:
-    """How many keys of the model mean something for one alone: this model, or the family's."""
+    """Returns how many keys mean something for only one of this model and the family."""
     values = our_values(config)
     ours, theirs = (model_keys(v) for v in (values, {**values, **family.parts}))
     return len(ours.keys() ^ theirs.keys())
 
 
 def _chosen_parts(config: Config) -> list[Registration]:
-    """The mixers and feed-forwards of the layers."""
     sections = [layer.section for layer in config.model.layers]
     chosen = {("mixer", one.block.mixer) for one in sections}
     chosen |= {("feed_forward", one.feed_forward.feed_forward_type) for one in sections}
@@ -261,9 +256,9 @@ def _chosen_parts(config: Config) -> list[Registration]:
 
 
 def part_keys(family: Family, config: Config) -> dict[str, Any]:
-    """Keys that choose mixers and feed-forwards that a user registered, and keys of these.
+    """Returns keys that choose registered mixers and feed-forwards, and the keys of these.
 
-    Empty where other layers have built-in ones that the family has not.
+    Empty if other layers have built-in ones that the family does not have.
     """
     parts, block = _chosen_parts(config), config.model.block
     if any(p.is_built_in and p.name != family.parts.get(KINDS[p.kind], p.name) for p in parts):
@@ -278,13 +273,13 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    """The class, or the registered parts, that transformers lacks; "" if it lacks nothing."""
+    """Returns the class or parts that transformers lacks; "" if it lacks nothing."""
     own = [part.name for part in _chosen_parts(config) if not part.is_built_in]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
-    """What differs: keys of ours, their values, and why where the family says so."""
+    """Returns the differing keys, their values, and why if the family says so."""
     values, own = our_values(config), part_keys(family, config)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}" + _reason(family, name)
@@ -324,7 +319,7 @@ def _shown(value: Any) -> str:
 
 
 def our_values(config: Config) -> dict[str, Any]:
-    """Keys of the model, with sizes as they are after scaling."""
+    """Returns the keys of the model, with sizes after scaling."""
     values, dimensions = flat(config), config.model.shape.dimensions
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A table of positions decides the length of the other side; a rotary model has none.
@@ -336,7 +331,7 @@ def our_values(config: Config) -> dict[str, Any]:
 
 
 def _in_one_form(config: Config) -> dict[str, Any]:
-    """What can be said in several ways, with the default where it means the default."""
+    """Normalizes keys with several spellings of the default."""
     model, dimensions = config.model, config.model.shape.dimensions
     experts = model.mixture_of_experts
     scale = model.attention.attention_scale
@@ -359,7 +354,7 @@ def _in_one_form(config: Config) -> dict[str, Any]:
 
 
 def _slots(config: Config) -> dict[str, Any]:
-    """Numbers of slots with every -1 replaced, and zooms that differ from them, else -1."""
+    """Returns numbers of slots with every -1 replaced, and zooms that differ from them, else -1."""
     section, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
     values: dict[str, Any] = {"zoom_dim": 0.0}
     for place in get_args(SlotPlace):
@@ -371,7 +366,7 @@ def _slots(config: Config) -> dict[str, Any]:
 
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
-    """config.json of a model of ours that belongs to the family."""
+    """Returns the config.json of a model."""
     values = our_values(config)
     result: dict[str, Any] = {"architectures": [family.architecture]}
     if family.has_model_type:
@@ -393,10 +388,10 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
 def kept_window(
     family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The window and the length of the folder that unchanged weights came from, where they hold.
+    """Returns the window and length of the checkpoint that unchanged weights came from.
 
-    Where an import shortened the length to the window, layers are global here. The longer texts of
-    the first folder are then lost for us, not for the export.
+    If an import shortened the length to the window, layers are global here; the export restores
+    both.
     """
     if not family.window or family.window not in kept or written[family.window] is not None:
         return {}
@@ -411,10 +406,7 @@ def kept_window(
 
 
 def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Words of the folder that the weights came from for what no key of ours decides.
-
-    Several may mean the same, and the program beside that folder may know only its own.
-    """
+    """Returns the original spelling of settings with several equivalent values."""
     undecided = [s for s in family.settings if not s.ours and s.name in kept]
     return {
         s.name: kept[s.name] for s in undecided if s.ours_of(kept[s.name], kept) is not REQUIRED
@@ -422,7 +414,7 @@ def kept_words(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled_names(family: Family) -> set[str]:
-    """Keys of config.json that the table decides, older and newer names included."""
+    """Returns the keys of config.json that the table decides, under all of their names."""
     names = {name.partition(".")[0] for setting in family.settings for name in setting.theirs}
     return names | {_OWN, "rope_parameters", "rope_scaling", "architectures",
                     *(("model_type",) if family.has_model_type else ())}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The forward pass of a model as one file that runs with jax alone, without this package."""
+"""Export of the forward pass as one file that runs with jax alone."""
 
 import math
 from collections.abc import Callable
@@ -30,9 +30,9 @@ it, which no earlier token sees.
 
 
 def exported(weights: Weights, length: int) -> export.Exported:
-    """tokens int32 [b, length] -> logits float32 [b, length, vocab_size], for any b.
+    """Returns tokens int32 [b, length] -> logits float32 [b, length, vocab_size], for any b.
 
-    Products are in the configuration's dtype, float32 where it is auto.
+    Products are in the configuration's dtype, float32 if it is auto.
     """
     section, _ = resolve(weights.config.model, "cpu")
     model = Model(section)
@@ -49,19 +49,18 @@ def exported(weights: Weights, length: int) -> export.Exported:
 
 
 def readme_of(target: Path) -> Path:
-    """The file beside a program that says how to run it."""
     return target.with_name(f"{target.name}.README.md")
 
 
 def check_free(target: Path) -> None:
-    """Raises a UserError where the program or its README would replace something."""
+    """Refuses a target that would replace a file."""
     for path in (target, readme_of(target)):
         if path.exists():
             raise UserError(f"to={target}: {path} exists already. Remove it, or choose another.")
 
 
 def check_size(weights: Weights) -> None:
-    """Raises a UserError for weights that are too large for constants of a program."""
+    """Refuses weights that are too large for constants of a program."""
     size = sum(num_bytes(weights).values())
     if size > MOST_BYTES:
         raise UserError(
@@ -71,12 +70,12 @@ def check_size(weights: Weights) -> None:
 
 
 def peak_bytes(weights: Weights) -> int:
-    """Memory at the peak: the weights as arrays, as constants of the program, and as the file."""
+    """Returns peak memory: the weights as arrays, as constants, and as the file."""
     return 4 * sum(num_bytes(weights).values())
 
 
 def write(weights: Weights, length: int, target: Path, show: Callable[[str], None]) -> None:
-    """Writes the program to `target`, and how to run it to `target`.README.md."""
+    """Writes the program, and how to run it to `target`.README.md."""
     partial = target.with_name(f".{target.name}.partial")
     readme = readme_of(target)
     try:

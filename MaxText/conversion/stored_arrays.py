@@ -1,4 +1,4 @@
-"""Arrays of an Orbax checkpoint, read one at a time, and a checkpoint of ours as weights."""
+"""Arrays of an Orbax checkpoint, read one at a time."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,18 +24,19 @@ _PARAMS = "params/"
 
 
 class StoredArrays:
-    """An Orbax PyTree on disk. Arrays that were saved with checksums are verified as they are read.
+    """An Orbax PyTree on disk; checksums are verified where they were saved.
 
     Attributes:
-      folder: the folder with the arrays (`items`).
-      leaves: shape and format by path, such as "params/decoder_norm/scale". Paths of the
-        optimizer's state are among them.
+      folder: The folder with the arrays (`items`).
+      leaves: Shape and format by path, such as "params/decoder_norm/scale", optimizer state
+        included.
     """
 
     def __init__(self, folder: epath.Path):
-        """
+        """Reads the description of the tree.
+
         Raises:
-          UserError: the description of the tree cannot be read, or is not the one that was saved.
+          UserError: It cannot be read, or is not the one that was saved.
         """
         import orbax.checkpoint as ocp
 
@@ -50,7 +51,6 @@ class StoredArrays:
             raise _unreadable(folder, difference)
 
     def read(self, path: str) -> np.ndarray:
-        """One array in its own format."""
         import orbax.checkpoint as ocp
 
         names = path.split("/")
@@ -75,7 +75,7 @@ class StoredArrays:
 
 
 def _only(tree: Any, names: list[str]) -> Any:
-    """A tree with the one leaf that names lead to; entries of lists cannot be left out."""
+    """Returns a tree with one leaf; entries of lists cannot be omitted."""
     import orbax.checkpoint as ocp
 
     if not names:
@@ -106,12 +106,7 @@ def _unreadable(folder: epath.Path, reason: str) -> UserError:
 
 
 class RunWeights(Weights):
-    """The newest checkpoint of a run (layout.find), or the one that was named.
-
-    Attributes:
-      stored: where it lies.
-      metadata: what it says of itself.
-    """
+    """The newest checkpoint of a run (layout.find), or the one that was named."""
 
     def __init__(self, path: str, given: Config | None = None):
         """Reads names and shapes; no numbers.

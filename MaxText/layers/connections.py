@@ -1,6 +1,6 @@
-"""Dense connections: layers read sums over all hidden states so far.
+"""Dense depth connections: layers read weighted sums of all earlier hidden states.
 
-Legend: B sequences, T tokens, D emb_dim, C ways, S sources, K hidden width.
+Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, K hidden width.
 """
 
 import functools
@@ -38,11 +38,11 @@ class Source(NamedTuple):
     """A hidden state that later layers read.
 
     Attributes:
-      x_BTD: the embedding, or the output of a layer.
-      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps), where sums are over normalised states:
-        made for the first sum that reads the state, as later ones would have to read all of it
-        twice. From then on gradients are those of scale * x (depth_mixing.to_be_scaled).
-      left: of the sum whose last source this is, where the sum after it leaves gradients to it.
+      x_BTD: The embedding, or the output of a layer.
+      inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps) if sums are over normalized states.
+        Computed for the first sum that reads the state; from then on gradients are those of scale *
+        x (depth_mixing.to_be_scaled).
+      left: Of the sum whose last source this is, if the next sum leaves gradients to it.
     """
 
     x_BTD: jax.Array
@@ -57,7 +57,7 @@ Sources = tuple[Source, ...]
 class DenseConnections(Connection):
     """Multiway dynamic dense connections (Xiao et al. 2025, arXiv 2502.12170, section 2).
 
-    Below, X_0 is the embedding and X_i the output of layer i, counted from 1.
+    X_0 is the embedding and X_i the output of layer i, counted from 1.
     """
 
     keeps_shapes = False
@@ -87,7 +87,7 @@ class DenseConnections(Connection):
         )
 
     def _pair(self) -> None:
-        """Has every second sum, from the last one, leave gradients to the one before it."""
+        """Makes every second sum, from the last one, leave gradients to the one before it."""
         depths = [int(depth) for depth in self.after]
         while len(depths) > 1:
             later, earlier = (self.after[str(depths.pop())] for _ in range(2))
@@ -98,7 +98,6 @@ class DenseConnections(Connection):
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """The sums as products of weights with hidden states, 2 C S D each."""
         section, num_layers = keys.dense_connections, dimensions.num_layers
         sums = {
             depth: 2.0
@@ -120,12 +119,12 @@ class DenseConnections(Connection):
     def read(
         self, index: int, carried: Sources, norms: Mapping[str, nnx.Module]
     ) -> tuple[Inputs, Sources]:
-        """Inputs of the layer after `index` others; after the last one only `r` is meant.
+        """Returns the inputs of the layer after `index` others; only `r` counts after the last.
 
         Args:
-          carried: X_0 to X_index, as the layer before has handed them on.
-          norms: the layer's own, of ways whose input it normalizes alone. They may be applied
-            here, where that costs less.
+          carried: X_0 to X_index.
+          norms: The layer's norms of streams whose input it normalizes alone, fused with the sums
+            if that costs less.
         """
         sources, x_BTD = carried, carried[-1].x_BTD
         if str(index) not in self.after:
@@ -145,7 +144,7 @@ class DenseConnections(Connection):
 
 
 class SourceScales(nnx.Module):
-    """Learned scales of normalised hidden states, one row for each of X_0 to X_L."""
+    """Learned scales of normalized hidden states, one row for each of X_0 to X_L."""
 
     def __init__(self, shape: Shape, building: Init, rngs: nnx.Rngs):
         self.zero_centered = building.zero_centered_norms
@@ -153,18 +152,17 @@ class SourceScales(nnx.Module):
         self.scale = weight(rngs, shape, (None, "norm"), initial, dtype=building.weight_dtype)
 
     def factors(self) -> jax.Array:
-        """Float32 [L + 1, D]."""
         return factor(self.scale, self.zero_centered)
 
 
 class DepthSum(nnx.Module):
-    """The sums after one layer, one for each way c.
+    """The aggregations after one layer, one for each stream c.
 
         w = act(rms(X_i) W1) W2 + static          weights [C, S] of each token
         plain:   Y_c = sum_j w_cj X_j
         adding:  Y_c = X_i + post_c(sum_j w_cj rms_j(X_j)), where either norm may be absent
 
-    W2 starts at 0, and the static weights so that Y_c = X_i: a model begins as the one without
+    W2 starts at 0 and the static weights at Y_c = X_i, so that a model begins as the one without
     these connections. Weights and sums are float32.
     """
 
@@ -209,35 +207,26 @@ class DepthSum(nnx.Module):
         )
 
     def _identity(self) -> np.ndarray:
-        """[C, S] with which each Y_c is X_i."""
         identity = np.zeros((len(self.ways), len(self.sources)), np.float32)
         if not self.section.adds:
             identity[:, -1] = 1.0
         return identity
 
     def can_leave_to(self, earlier: "DepthSum") -> bool:
-        """Whether that sum has all earlier sources, and adding up both gradients there costs less.
+        """Returns whether leaving gradients to the sum before is possible and cheaper.
 
-        Spared are a read and a write for each of its sources. Written and read again are the
-        gradients of the ways of this one.
+        That saves a read and a write of each source, and costs those of this sum's gradients.
         """
         num_left, num_ways = len(earlier.sources), len(self.ways)
         return self.sources[:num_left] == earlier.sources and 2 * num_left > 2 * num_ways
 
     def fixed(self) -> jax.Array:
-        """Float32 [C, S], the same everywhere.
-
-        Without learned static weights the dynamic ones are a change to the identity.
-        """
+        """Returns the static weights, float32 [C, S]; without learned ones, the identity."""
         fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
         return jnp.asarray(fixed)
 
     def weights(self, x_BTD: jax.Array) -> jax.Array:
-        """Float32 [B, T, C, S], B and T being 1 where the weights do not depend on the token.
-
-        Args:
-          x_BTD: the last output.
-        """
+        """Returns float32 [B, T, C, S] from the last output; B and T are 1 for static weights."""
         weights_BTCS = self.fixed()[None, None]
         if self.wi is None or self.wo is None or self.norm is None:
             return weights_BTCS
@@ -254,12 +243,12 @@ class DepthSum(nnx.Module):
     def __call__(
         self, sources: Sources, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
     ) -> tuple[dict[str, Any], Sources]:
-        """y_BTD of each way, some of them Normalized, and the sources to be handed on.
+        """Returns y_BTD of each stream, some of them Normalized, and the sources to carry on.
 
         Args:
           sources: X_0 to X_i.
-          scales_SD: of normalised states, a row for each of X_0 to X_L, or None.
-          norms: of the layer, as in DenseConnections.
+          scales_SD: Of normalized states, a row for each of X_0 to X_L, or None.
+          norms: Of the layer, see DenseConnections.
         """
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
@@ -296,12 +285,12 @@ class DepthSum(nnx.Module):
         post_norms: Mapping[str, jax.Array],
         fused: Norms,
     ) -> dict[str, Any]:
-        """Way -> y_BTD, or that as Normalized.
+        """Returns stream -> y_BTD, or that as Normalized.
 
         Args:
-          x_BTD: the last output; None where sums are not added to it.
-          post_norms: way -> the factors [D] of the norm that its sum goes through.
-          fused: the layer's norms that sums have been through.
+          x_BTD: The last output; None if sums are not added to it.
+          post_norms: Stream -> the factors [D] of the norm of its sum.
+          fused: The layer's norms that were applied to sums.
         """
         outputs: dict[str, Any] = {}
         for place, (way, y_BTD) in enumerate(zip(self.ways, sums, strict=True)):
@@ -318,7 +307,7 @@ class DepthSum(nnx.Module):
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
-        """The layer's norms that are applied along with the sums, and their factors [M, D]."""
+        """Returns the layer's norms that are fused with the sums, and their factors [M, D]."""
         of_ways = [(place, norms.get(way)) for place, way in enumerate(self.ways)]
         chosen = [(place, norm) for place, norm in of_ways if isinstance(norm, RMSNorm)]
         if not chosen or self.section.adds or not normalizes(self.section.dense_mixing, x_BTD):
@@ -328,7 +317,6 @@ class DepthSum(nnx.Module):
         return Norms(places, modules[0].epsilon), factors_MD
 
     def _normalized(self, source: Source, scale_D: jax.Array) -> Source:
-        """A source as sums over normalised states read it."""
         if source.inverse_rms_BT1 is not None:
             return source
         x_BTD = source.x_BTD
@@ -336,7 +324,7 @@ class DepthSum(nnx.Module):
 
 
 def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]:
-    """Those that have a sum after a layer; only one stream goes on after the last."""
+    """Returns the streams aggregated after a layer: only one after the last."""
     return ("r",) if depth == num_layers else section.dense_ways
 
 
@@ -344,16 +332,15 @@ def _ways(section: DenseSection, depth: int, num_layers: int) -> tuple[str, ...]
 def product_of_normalized(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
 ) -> jax.Array:
-    """[B, T, K] r x W with r = 1 / sqrt(mean(x^2) + eps), in the format of x; sums are float32.
+    """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps), in the format of x.
 
-    As few dimensions K come of many, nothing of the size of x is made but its gradient, in one pass
-    over x. Normalised first, the gradient of r x is written and read again for sums over it.
+    With few outputs K and many inputs, this writes nothing of the size of x but its gradient, in
+    one pass over x. Normalizing first would write the gradient of r x and read it again.
     """
     return product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
 def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
-    """The product, and (x, kernel, r, x W) for its backward pass."""
     # Kept for the backward pass, as both are small and each would take a read of x to make again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
@@ -364,13 +351,11 @@ def product_of_normalized_forward(x_BTD, kernel_DK, epsilon, precision):
 
 
 def inverse_rms(x_BTD: jax.Array, epsilon: float) -> jax.Array:
-    """[B, T, 1] r, float32."""
     mean_square = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
     return jax.lax.rsqrt(mean_square + epsilon)
 
 
 def product_of_normalized_backward(epsilon, precision, kept, gradient_BTK):
-    """Gradients of x and of the kernel."""
     del epsilon
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = kept
     gradient_BTK = gradient_BTK.astype(jnp.float32)
@@ -388,7 +373,7 @@ product_of_normalized.defvjp(product_of_normalized_forward, product_of_normalize
 
 
 def float_product(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    """An einsum of numbers of any format that is summed up and given in float32."""
+    """Returns an einsum accumulated and returned in float32."""
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 

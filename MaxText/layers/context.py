@@ -1,6 +1,6 @@
-"""What any part may read besides its input. Built once per forward pass.
+"""Facts about a batch that parts read besides their input, built once per forward pass.
 
-Legend: B sequences, T tokens, R turned dimensions of a head.
+Legend: B sequences, T tokens, R rotary dimensions of a head.
 """
 
 import dataclasses
@@ -27,21 +27,20 @@ class Context:
     """Facts about the batch that several parts need.
 
     Attributes:
-      segments_BT: document number of each token, 0 is padding; None means one document.
-      rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None without rotary positions.
-      dropout_key: None switches dropout off.
-      training: whether weights are being trained; experts then have another capacity.
-      drops_tokens: whether experts may drop tokens beyond their capacity. Not where texts are
+      segments_BT: Document number of each token, 0 is padding; None for one document.
+      rotary: (sin, cos), each [B or 1, T, 1, R/2] float32, or None.
+      dropout_key: None disables dropout.
+      training: Whether weights are trained, in which case experts have another capacity.
+      drops_tokens: Whether experts may drop tokens beyond their capacity. Off when texts are
         scored: their padding would decide which.
-      layer: number of the layer that reads this, from 0; None outside of layers.
-      shared: arrays [B, T, ...] that mixers hand to those of later layers, as the connection
-        between layers says (part.Connection); a mixer reads entries, and may replace them.
-      slopes_N: float32, what ALiBi lowers the scores of each query head by for every token of
-        distance; None without.
-      capacity: tokens that the state of each mixer shall have room for, while a prompt is read
-        whose continuation will be generated; None in training and scoring, which keep no state.
-      lengths_B: tokens of each row of such a prompt; what stands behind them is filling.
-      positions_BT: place of each new token in its row, while text is generated.
+      layer: Index of the layer; None outside of layers.
+      shared: Arrays [B, T, ...] that mixers pass to later layers, as the connection declares
+        (part.Connection). A mixer may replace entries.
+      slopes_N: ALiBi slopes, float32, or None.
+      capacity: Tokens that decode states have room for, during the prefill of a prompt; None in
+        training and scoring, which keep no state.
+      lengths_B: Tokens of each row of such a prompt, followed by padding.
+      positions_BT: Position of each new token in its row, during decoding.
     """
 
     segments_BT: jax.Array | None = None
@@ -58,13 +57,13 @@ class Context:
 
     @property
     def generates(self) -> bool:
-        """Whether text is being generated: states are kept, or read."""
+        """Whether decode states are kept or read."""
         return self.capacity is not None or self.positions_BT is not None
 
     def in_parts(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
-        """The contexts of parts of the rows, cut as by `split_rows`, by their numbers.
+        """Returns a function from number to the context of that part (see `split_rows`).
 
-        Each draws other random numbers. For training and scoring, which keep no state.
+        Parts draw different random numbers. For training and scoring, which keep no state.
         """
         assert not self.generates, "states of mixers belong to whole batches"
 
@@ -92,12 +91,12 @@ class Context:
     def for_layer(
         self, index: jax.Array | int, shared: Mapping[str, jax.Array] | None = None
     ) -> "Context":
-        """This context with the number and the random key of layer `index`, and what it shares."""
+        """Returns this context with the index, random key and shared arrays of a layer."""
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
         return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
 
     def key_for(self, place: int) -> jax.Array | None:
-        """The random key of one place within a layer; places are numbered by the caller."""
+        """Returns the random key of a stream id within a layer."""
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, place)

@@ -43,7 +43,7 @@ _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 
 
 class Decoder(nnx.Module):
-    """A causal language model composed of the parts that the configuration names."""
+    """A causal language model composed of the configured parts."""
 
     rows: ClassVar = {"token_embedder": "token embedding"}
 
@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
         self.head = head.build(own_keys, building, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
-        """Float32 logits [B, T, V] of a whole batch."""
+        """Returns float32 logits [B, T, V]."""
         h_BTD, _ = self.hidden(batch)
         return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
@@ -102,16 +102,11 @@ class Decoder(nnx.Module):
         training: bool = False,
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """From tokens to the last normalised hidden state.
+        """Returns the normalized hidden states h_BTD, and losses summed over layers and tokens.
 
         Args:
-          batch: reads tokens, positions and segments.
-          dropout_key: None switches dropout off.
-          training: whether weights are being trained.
-          drops_tokens: whether experts may drop tokens beyond their capacity.
-
-        Returns:
-          h_BTD, and the losses of all layers, summed over layers and tokens.
+          dropout_key: None disables dropout.
+          drops_tokens: Whether experts may drop tokens beyond their capacity.
         """
         memory = self.section.memory
         positions_BT = batch.positions_BT
@@ -167,15 +162,15 @@ class Decoder(nnx.Module):
     def read_prompt(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
-        """From prompts to hidden states and the states that `read_next` goes on from.
+        """Prefills decode states from prompts.
 
         Args:
-          tokens_BT: each row a prompt, filled up at its end with any ids.
-          lengths_B: tokens of each prompt, from 1.
-          capacity: tokens that the states shall have room for, T or more.
+          tokens_BT: A prompt in each row, padded at the end with any ids.
+          lengths_B: Tokens of each prompt, at least 1.
+          capacity: Tokens that the states have room for, at least T.
 
         Returns:
-          h_BTD, normalised, and one state per layer and that of the head.
+          h_BTD, normalized, and one state per layer followed by that of the head.
         """
         positions_BT = _places(tokens_BT)
         context = Context(
@@ -188,15 +183,14 @@ class Decoder(nnx.Module):
     def read_next(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
-        """From the next tokens to hidden states, with what earlier ones left.
+        """Decodes the next tokens.
 
         Args:
-          tokens_BT: the same number of new tokens for each row.
-          positions_BT: their places, which follow on those read before.
-          states: of the tokens before.
+          tokens_BT: The same number of new tokens for each row.
+          positions_BT: Their positions, right after the earlier tokens.
 
         Returns:
-          h_BTD, normalised, and the states after these tokens.
+          h_BTD, normalized, and the states after these tokens.
         """
         context = Context(
             positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
@@ -220,8 +214,6 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
     ) -> LayersOutput:
-        """All layers, each with its state."""
-
         def apply(layer: Block, carried: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carried, context, index, state)
@@ -239,7 +231,7 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Block, carried: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        """A layer and what is carried past it: (carried on, scalars, state)."""
+        """Applies a layer; returns what is carried on, scalars and its state."""
         # Inputs are made where the layer is, so that its backward pass makes them again instead of
         # keeping them.
         inputs, rest = self.connections.read(index, carried, layer.norms_of_ways)
@@ -250,7 +242,7 @@ class Decoder(nnx.Module):
         return self.connections.checked(carried, after), scalars, state
 
     def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        """What the final norm reads."""
+        """Returns the input of the final norm."""
         return rematerialized(self.connections.end, policy, in_scan=False)(output.carried)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
@@ -264,7 +256,7 @@ class Decoder(nnx.Module):
         return dropout(x_BTD, self.section.dropout.rate("embedding"), stem_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
-        """What `logits` reads of the whole sequence besides `h_BTD`."""
+        """Returns what `logits` reads of the whole sequence besides `h_BTD`."""
         return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
 
     def logits(
@@ -273,11 +265,11 @@ class Decoder(nnx.Module):
         head_state: Any = None,
         places_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
+        """Returns float32 logits [B, T, V] of hidden states; T may be any part of the sequence.
 
         Args:
-          head_state: of the whole sequence: `head_state`, or the last one of decode states.
-          places_BT: where in it the hidden states stand; None is from its beginning.
+          head_state: Of the whole sequence: `head_state`, or the last decode state.
+          places_BT: Positions of the hidden states in it; None is from its beginning.
         """
         if places_BT is None:
             places_BT = _places(h_BTD)

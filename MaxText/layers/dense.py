@@ -26,10 +26,11 @@ class Dense(nnx.Module):
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,
     ):
-        """
+        """Declares the kernel.
+
         Args:
-          axes: names of the kernel's dimensions, inputs first.
-          used_in: format of the product where it is not that of activations.
+          axes: Logical axes of the kernel, inputs first.
+          used_in: Format of the product, if it is not that of activations.
         """
         self.num_in_dims = len(inputs)
         self.dtype = used_in or building.dtype
@@ -44,7 +45,7 @@ class Dense(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """The product, computed in `dtype` where that is given."""
+        """Returns the product, computed in `dtype` if it is given."""
         dtype = dtype or self.dtype
         n = self.num_in_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
@@ -71,9 +72,5 @@ def projection(
     initializer: Initializer,
     use_bias: bool,
 ) -> Dense:
-    """A projection of attention: a matrix.
-
-    Args:
-      place: "qkv" or "proj".
-    """
+    """Returns a matrix for an attention projection; `place` is "qkv" or "proj"."""
     return Dense(inputs, outputs, axes, initializer, init, rngs, use_bias=use_bias)

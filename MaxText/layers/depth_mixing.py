@@ -1,13 +1,13 @@
-"""Weighted sums over depth, the products of dense connections, and their gradients.
+"""Depth-wise aggregation of dense connections, and its gradients.
 
-The cost of a sum is the memory traffic of its sources, so gradients are written by hand: a source
-is handed on by each sum that reads it, and its gradient comes back through the same chain. The
-gradient of a sum is then added to what later layers have left, one read and one write for all ways,
-instead of being an array of its own that is added up at the end. Of two sums over the same sources
-the later one may leave these gradients to the earlier one, which adds both at once.
+Its cost is the memory traffic of the sources, so gradients are written by hand. Each aggregation
+passes its sources on, and their gradients come back through the same chain: those of an aggregation
+are added to what later layers left, one read and one write for all streams. Of two aggregations
+over the same sources the later one may leave these gradients to the earlier one, which adds both at
+once.
 
-Legend: B sequences, T tokens, D emb_dim, C ways, S sources, E ways of the sum after; N = B * T,
-K = C * S, M ways with a norm.
+Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, E streams of the next
+aggregation; N = B * T, K = C * S, M streams with a norm.
 """
 
 import functools
@@ -27,13 +27,13 @@ KERNEL_WIDTH = 128  # has to divide emb_dim for the kernel
 
 
 def chip_memory(device_kind: str) -> int:
-    """Bytes on a TPU's core that a kernel may ask for, by the name of its kind."""
+    """Returns the bytes of a TPU core's memory that a kernel may request."""
     # Pallas' table of TPUs (TpuInfo.vmem_capacity_bytes) has 64 MiB or more from v5 on.
     return (16 if device_kind.startswith(("TPU v2", "TPU v3", "TPU v4")) else 64) * 2**20
 
 
 def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
-    """What a tile of a kernel takes on the chip for each token, at most."""
+    """Returns the most that a kernel's tile takes on the chip per token."""
     # Sources, gradients before and after, two buffers each; for each way as much; and weights.
     return 6 * (num_sources + num_ways) * bytes_of_state + 1120 * num_sources
 
@@ -41,10 +41,9 @@ def bytes_of_token(num_sources: int, num_ways: int, bytes_of_state: int) -> int:
 def kernel_refused(
     emb_dim: int, backend: str, *, of_token: int = 0, device_kind: str = ""
 ) -> str | None:
-    """Why sums over states of this width have no kernel on "gpu" or "tpu"; None where they have.
+    """Returns why aggregation of this width has no kernel on "gpu" or "tpu", None if it has one.
 
-    Args:
-      of_token: `bytes_of_token` of the largest sum.
+    `of_token` is the `bytes_of_token` of the largest aggregation.
     """
     if backend != "tpu":
         return "the kernel is one for TPU"
@@ -58,11 +57,10 @@ def kernel_refused(
 
 
 class Norms(NamedTuple):
-    """RMS norms of sums, y / sqrt(mean(y^2) + eps) * factor, that a kernel does along with them.
+    """RMS norms y / sqrt(mean(y^2) + eps) * factor that a kernel fuses with its sums.
 
     Attributes:
-      ways: places of the normalised ways among all, in their order.
-      epsilon: the same for all.
+      ways: Indices of the normalized streams.
     """
 
     ways: tuple[int, ...] = ()
@@ -73,13 +71,13 @@ NO_NORMS = Norms()
 
 
 class Left(NamedTuple):
-    """A place for the gradients of a sum that leaves those of its sources to the sum before it.
+    """Cotangents that an aggregation defers to the previous one.
 
-    Forward it holds zeros that nothing reads, so they are never made.
+    Zeros in the forward pass, which are eliminated as dead code.
 
     Attributes:
-      of_sums: [B, T, D] of each way, before its norm.
-      weights_BTES: float32; S are the sources of the sum before.
+      of_sums: [B, T, D] of each stream, before its norm.
+      weights_BTES: float32; S are the sources of the previous aggregation.
     """
 
     of_sums: list[jax.Array]
@@ -87,8 +85,9 @@ class Left(NamedTuple):
 
 
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
-    """Whether `mix` can normalise sums of such states. Left to itself, the compiler reads and
-    writes what a kernel has made several times for a norm.
+    """Returns whether `mix` can fuse the norms of its sums.
+
+    Without fusion XLA reads and writes the result of a kernel several times for a norm.
     """
     sharding = sharding_in_force(HIDDEN, state_BTD.shape)
     batch, length, dims = sharding.shard_shape(state_BTD.shape) if sharding else state_BTD.shape
@@ -98,12 +97,12 @@ def normalizes(form: str, state_BTD: jax.Array) -> bool:
 
 
 class Mixed(NamedTuple):
-    """Sums and what they were made of.
+    """Sums and their sources.
 
     Attributes:
-      sums: y_BTD of each way, in the format of the sources.
-      sources: the sources, to be read by later layers in place of those given.
-      left: to be given to the sum after, if that leaves gradients to this one.
+      sums: y_BTD of each stream, in the format of the sources.
+      sources: To be read by later layers instead of those given.
+      left: To be passed to the next aggregation if that leaves gradients to this one.
     """
 
     sums: list[jax.Array]
@@ -122,20 +121,19 @@ def mix(
     num_later_ways: int = 0,
     left: Left | None = None,
 ) -> Mixed:
-    """y_c = sum_s weights[..., c, s] * scale_s * source_s for each way c, with float32 sums.
+    """y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c, in float32.
 
     Args:
-      weights_BTCS: float32; B and T may be 1, for weights that are the same everywhere.
-      sources: x_BTD each. With scales they have to come from `to_be_scaled`.
-      form: "sum" adds one source after another, and so does "auto"; "kernel" is one Pallas kernel,
+      weights_BTCS: float32; B and T are 1 for static weights.
+      sources: x_BTD each, from `to_be_scaled` if there are scales.
+      form: "sum" (or "auto") adds one source after another, "kernel" is a Pallas kernel,
         interpreted on CPU. No effect on the result.
-      scales_SD: float32; None is 1. Their own gradient is that of `to_be_scaled`.
-      norms: of sums, where `normalizes` says so.
+      scales_SD: float32, None is 1. Their gradient is that of `to_be_scaled`.
+      norms: Of sums, if `normalizes` allows it.
       factors_MD: float32, of these norms.
-      num_later_ways: E of the sum after, where that leaves gradients to this one, as those of
-        kernels can; else 0.
-      left: what the sum before has returned, where gradients are left to it: the first sources are
-        then all those of that sum. Neither has an effect on the result.
+      num_later_ways: E of the next aggregation if that leaves gradients to this one, else 0.
+      left: Result of the previous aggregation if gradients are left to it: the first sources are
+        then all of its sources.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
@@ -150,10 +148,10 @@ def mix(
 
 @jax.custom_vjp
 def to_be_scaled(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
-    """x as it is, with scale * x as that whose gradient is taken from here on.
+    """Returns x, and takes gradients with respect to scale * x from here on.
 
-    All sums over scale * x multiply by the same scale, so its gradient, and that of x, are made of
-    the added gradient once, instead of once for each sum.
+    All sums over scale * x multiply by the same scale, so its gradient and that of x are computed
+    once from the accumulated gradient.
     """
     del scale_D
     return x_BTD
@@ -266,9 +264,7 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
 
 
 def _product_gradients(weights_BTCS, sources, scales_SD, of_sums, accumulated):
-    """As `_sum_gradients`, by one small product for all ways of a source: takes 0.6 of its time on
-    CPU, where a sum over dimensions is a loop of its own for each way and source.
-    """
+    """Computes `_sum_gradients` by a small product per source, in 0.6 of the time on CPU."""
     of_sums_BTCD = jnp.stack(_floats(of_sums), axis=2)
     of_weights, new = [], []
     for s, x_BTD in enumerate(_floats(sources, scales_SD)):
@@ -289,7 +285,6 @@ def _total(terms) -> jax.Array:
 
 
 def _given(weights, sources, scales, factors) -> dict[str, Any]:
-    """What a kernel is given."""
     given = {"weights": weights, "sources": sources, "scales": scales, "factors": factors}
     return {name: x for name, x in given.items() if x is not None}
 
@@ -337,20 +332,18 @@ def _target() -> Literal["tpu", "interpret"]:
 
 
 def _flat(given: dict[str, Any]) -> dict[str, Any]:
-    """[B, T, ...] -> [N, all the rest]; scales and factors are the same for all tokens."""
+    """Flattens [B, T, ...] to [N, ...], except scales and factors."""
     return jax.tree.map(
         lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), given
     )
 
 
 def _on_each_device(run, result_specs, given: dict[str, Any]) -> Any:
-    """run(given) on each device's share.
-
-    The compiler cannot divide a kernel among devices by itself.
+    """Runs a kernel on each device's share, since XLA cannot partition it.
 
     Args:
-      run: also takes the mesh axes that divide tokens, and those that divide dimensions.
-      result_specs: (spec of states, spec of weights) -> spec of what `run` returns.
+      run: Also takes the mesh axes that divide tokens, and those that divide dimensions.
+      result_specs: (spec of states, spec of weights) -> spec of the results.
     """
     sharding = sharding_in_force(HIDDEN, given["sources"][0].shape)
     if sharding is None:

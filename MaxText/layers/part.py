@@ -35,14 +35,14 @@ Scalars = dict[str, jax.Array]  # to be summed over layers
 
 
 class Flops(NamedTuple):
-    """Forward operations on a token in one layer, besides those of weights (2 per weight).
+    """Forward operations per token in one layer, besides those of weights (2 per weight).
 
     Attributes:
-      by_rule: what counts for the MFU: products of tokens with tokens or with a state.
-      executed: as the backend computes them, masked products included; None is the same.
-      recomputed: those that the backward pass executes again under every remat policy.
-      backward: operations of the backward pass for each forward one.
-      kept: executed ones that the backward pass never executes again; nan where that is not known.
+      by_rule: Counted for the MFU: products of tokens with tokens or with a state.
+      executed: By the backend, masked products included; None for the same.
+      recomputed: Executed again by the backward pass under every remat policy.
+      backward: Operations of the backward pass for each forward one.
+      kept: Executed ones that the backward pass never repeats; nan if unknown.
     """
 
     by_rule: float
@@ -55,20 +55,19 @@ class Flops(NamedTuple):
 class Part(nnx.Module):
     """A part of a model.
 
-    Remat policies keep intermediate values that `tag` gives one of their names: query_proj,
-    key_proj, value_proj, context and out_proj of a mixer, mlpwi and mlpwo of a feed-forward.
+    Remat policies keep intermediate values that `tag` names query_proj, key_proj, value_proj,
+    context and out_proj (of a mixer), mlpwi and mlpwo (of a feed-forward).
 
     Attributes:
-      logical_axes: logical axis -> mesh axes, for axes of weights or activations that
-        logical_axis_rules does not name.
-      rows: row of the FLOPs table that all weights are counted in, or own attribute -> row; by
-        default the row has the name of the folder of the weight. The outermost module decides.
-      not_recomputed: own attributes whose product nothing in the backward pass reads: those that
-        make the output. With remat_policy=full they are computed once, if the layer as well only
-        adds the output to the residual stream.
-      hugging_face_names: of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
+      logical_axes: Logical axis -> mesh axes, for axes that logical_axis_rules does not name.
+      rows: Row of the FLOPs table for all weights, or own attribute -> row; by default the name of
+        the weight's module. The outermost module decides.
+      not_recomputed: Own attributes whose product the backward pass does not read: those that make
+        the output. With remat_policy=full they are computed once if the layer only adds the output
+        to the residual stream.
+      hugging_face_names: Of a mixer or feed-forward: own weight -> its name in a layer of a Hugging
         Face checkpoint, such as {"into/kernel": "mixer.in_proj.weight"}. Matrices are stored there
-        as torch.nn.Linear has them, [outputs, inputs] without other dimensions.
+        like those of torch.nn.Linear, [outputs, inputs].
     """
 
     logical_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -81,79 +80,78 @@ class Part(nnx.Module):
 
     @classmethod
     def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-        """Makes the part of a layer; those of the whole model get its keys and sizes."""
+        """Builds the part of a layer; parts of the whole model get its keys and sizes."""
         return cls(cls.keys_of(layer), init, rngs)
 
     @classmethod
     def keys_of(cls, layer: Layer) -> Any:
-        """The part's own keys in a layer; the model's for a part without keys of its own."""
+        """Returns the part's own keys in a layer, or the model's keys if it has none."""
         keys = layer.section.parts.of(cls)
         return layer.section if keys is None else keys
 
     @classmethod
     def problem(cls, keys: Any, dimensions: Dimensions) -> str | None:
-        """Why these keys or sizes are impossible, in words; a second line says what to set."""
+        """Returns why these keys or sizes are impossible; a second line says what to set."""
         return None
 
     @classmethod
     def flops(cls, keys: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Name of a row of the FLOPs table -> its operations, for sequences of `length` tokens."""
+        """Returns row of the FLOPs table -> operations, for sequences of `length` tokens."""
         return {}
 
     @classmethod
     def state_bytes(
         cls, keys: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Bytes that generation keeps of a sequence: for each token, and however long it is.
+        """Returns the bytes of a sequence's decode state: per token, and independent of the length.
 
         Args:
-          length: the most tokens that a sequence has.
-          itemsize: bytes of a number in the activations' format.
+          length: Maximum number of tokens.
+          itemsize: Bytes of a number in the activations' format.
         """
         return 0, 0
 
 
 class Mixer(Part):
-    """Mixes the tokens of a sequence.
+    """A token mixer.
 
     Attributes:
-      has_separate_inputs: whether queries, keys and values may be made of different hidden states
+      has_separate_inputs: Whether queries, keys and values may come from different hidden states
         (dense connections); x is then a tuple of three.
-      has_softmax: whether it is softmax attention in the form that the key `attention` chooses,
-        which kernels and plans ask.
+      has_softmax: Whether it is softmax attention in the form that the key `attention` chooses.
     """
 
     has_separate_inputs = False
     has_softmax: ClassVar[bool] = False
 
     def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
-        """The output [B, T, D] of whole sequences, and scalars to be summed over layers.
+        """Returns the output [B, T, D], and scalars to be summed over layers.
 
-        Tokens may depend on earlier tokens of the same segment (`context.segments_BT`) alone.
+        Tokens may depend only on earlier tokens of the same segment (`context.segments_BT`).
         """
         raise NotImplementedError
 
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
-        """The output of prompts and the state after each, a tree of arrays.
+        """Returns the output of prompts and the state after each, a tree of arrays.
 
-        `context.lengths_B` are the tokens of each prompt; padding stands behind them. What grows
-        with the tokens has room for `context.capacity` and can be enlarged: a KeyValueCache, or
-        another registered dataclass with `capacity` and `with_capacity`.
+        `context.lengths_B` are the tokens of each prompt, followed by padding. State that grows
+        with tokens has room for `context.capacity` and can be enlarged: a KeyValueCache, or another
+        registered dataclass with `capacity` and `with_capacity`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
-        """The output of the next tokens, at `context.positions_BT`, and the state after them."""
+        """Returns the output of tokens at `context.positions_BT`, and the state after them."""
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
     def notes(cls, keys: Any, length: int) -> tuple[str, str]:
-        """What is said below the FLOPs table: of `by_rule` and of `executed`; "" for nothing."""
+        """Returns footnotes of the FLOPs table about `by_rule` and `executed`; "" for none."""
         return "", ""
 
     @classmethod
     def decodes(cls) -> bool:
-        """Whether text can be generated with it."""
+        """Returns whether text can be generated with it."""
         return cls.prefill is not Mixer.prefill
 
 
@@ -163,32 +161,31 @@ class Nothing(Mixer):
 
     @classmethod
     def decodes(cls) -> bool:
-        """Whether text can be generated with it."""
         return True
 
 
 class FeedForward(Part):
-    """Changes each token by itself."""
+    """Changes each token independently."""
 
     rows = "feed-forward"
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """The output [B, T, D], and scalars to be summed over layers."""
+        """Returns the output [B, T, D], and scalars to be summed over layers."""
         raise NotImplementedError
 
 
 @register("position", "none")
 class Position(Part):
-    """How the model knows where a token stands; this one adds and tells nothing."""
+    """A positional encoding; this one encodes nothing."""
 
     rows = "position embedding"
 
     def embed(self, positions_BT: jax.Array) -> jax.Array | None:
-        """What is added to the embedding, [B or 1, T, D]."""
+        """Returns what is added to the embedding, [B or 1, T, D]."""
         return None
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """Fields of Context that mixers read: `rotary` or `slopes_N`."""
+        """Returns fields of Context that mixers read: `rotary` or `slopes_N`."""
         return {}
 
 
@@ -199,7 +196,7 @@ class Normalized(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """x_BTD of a layer's queries, keys, values and residual stream; often one and the same."""
+    """Inputs x_BTD of a layer's queries, keys, values and residual stream; often the same."""
 
     q: jax.Array | Normalized
     k: jax.Array | Normalized
@@ -208,54 +205,49 @@ class Inputs(NamedTuple):
 
     @classmethod
     def all(cls, x_BTD: jax.Array) -> "Inputs":
-        """One hidden state as every input."""
         return cls(x_BTD, x_BTD, x_BTD, x_BTD)
 
 
 class Connection(Part):
-    """What is carried from layer to layer, and what each layer reads of it.
+    """State carried from layer to layer, and what each layer reads of it.
 
-    That is a tree of arrays [B, T, ...]. It goes through the scan over layers, the stages of a
-    pipeline, and each step of decoding.
+    The state is a tree of arrays [B, T, ...] that passes through the scan over layers, pipeline
+    stages and each step of decoding.
 
     Attributes:
-      keeps_shapes: whether the tree is the same after every layer, but for its numbers. Otherwise
-        layers are unrolled, on one stage.
+      keeps_shapes: Whether the tree has the same shapes after every layer. Otherwise layers are
+        unrolled, on one stage.
     """
 
     keeps_shapes: ClassVar[bool] = True
 
     def begin(self, x_BTD: jax.Array) -> Any:
-        """What the first layer gets, made of the embedding."""
+        """Returns the state that the first layer gets, from the embedding."""
         return x_BTD
 
     def read(self, index: Any, carried: Any, norms: Mapping[str, nnx.Module]) -> tuple[Inputs, Any]:
-        """Inputs of a layer, and what is carried on.
+        """Returns the inputs of a layer, and the state to carry on.
 
         Args:
-          index: number of the layer, from 0; an array inside a scan.
-          norms: the layer's own, of inputs that it normalizes alone.
+          index: Of the layer, from 0; an array inside a scan.
+          norms: The layer's norms of inputs that it normalizes alone.
         """
         raise NotImplementedError
 
     def shared(self, carried: Any) -> dict[str, jax.Array]:
-        """What mixers find, and may replace, in `context.shared`."""
+        """Returns what mixers read, and may replace, in `context.shared`."""
         return {}
 
     def write(self, index: Any, carried: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
-        """What the next layer gets, with a layer's output and what it left in `shared`."""
+        """Returns the state for the next layer from a layer's output and `shared`."""
         raise NotImplementedError
 
     def end(self, carried: Any) -> jax.Array:
-        """The hidden state that the final norm reads."""
+        """Returns the hidden state for the final norm."""
         raise NotImplementedError
 
     def checked(self, before: Any, after: Any) -> Any:
-        """`after`, where it keeps the shapes of `before` or need not.
-
-        Raises:
-          UserError: it does not.
-        """
+        """Returns `after`; raises a UserError if it should have the shapes of `before`."""
         if self.keeps_shapes and _shapes(before) != _shapes(after):
             raise UserError(
                 f"{described(self)}: write returned {_shapes(after)}, and has to keep what "
@@ -279,54 +271,53 @@ class ResidualStream(Connection):
 
 
 class Head(Part):
-    """Turns normalized hidden states of the last layer into logits.
+    """Logits from normalized hidden states of the last layer.
 
-    With num_vocab_tiling the backward pass computes `__call__` again, but not `state`: its weights
-    are among those in `not_recomputed`.
+    With num_vocab_tiling the backward pass recomputes `__call__`, but not `state`: its weights
+    belong in `not_recomputed`.
     """
 
     rows = "head"
 
     def __call__(self, h_BTD: jax.Array, table: Any, state: Any, places_BT: jax.Array) -> jax.Array:
-        """Float32 logits [B, T, V]; T may be any part of the sequence.
+        """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
         Args:
-          h_BTD: hidden states.
-          table: of the tokens, for a tied head.
-          state: of the whole sequence; what `state` returned.
-          places_BT: where in the sequence the hidden states stand; B may be 1.
+          table: Token embeddings, for a tied head.
+          state: Of the whole sequence, from `state`.
+          places_BT: Positions of the hidden states in the sequence; B may be 1.
         """
         raise NotImplementedError
 
     def state(
         self, h_BTD: jax.Array, tokens_BT: jax.Array, context: Context, earlier: Any = None
     ) -> Any:
-        """What logits read of the sequence besides their own hidden state; None for nothing.
+        """Returns what logits read besides their own hidden state; None for nothing.
 
         Args:
-          h_BTD: hidden states: of whole sequences (`context.segments_BT`), of prompts
+          h_BTD: Hidden states: of whole sequences (`context.segments_BT`), of prompts
             (`context.lengths_B`), or of the next tokens (`context.positions_BT`).
-          tokens_BT: the tokens that they are of.
-          earlier: the state before the next tokens.
+          tokens_BT: Their tokens.
+          earlier: The state before the next tokens.
 
         Returns:
-          A tree of arrays. While text is generated, what grows with the tokens has room for
-          `context.capacity` and can be enlarged: a registered dataclass with `capacity` and
-          `with_capacity`.
+          A tree of arrays. During generation, what grows with tokens has room for
+            `context.capacity` and
+          can be enlarged, as for Mixer.prefill.
         """
         return None
 
     @classmethod
     def reads_table(cls, keys: Any) -> bool:
-        """Whether it multiplies with the token table, whose product then counts as the head's."""
+        """Returns whether its product with the token table counts as its own."""
         return False
 
 
 def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
-    """What a method of a part returned: a pair, whose first has the shape of the input.
+    """Returns the result of a part's method: a pair whose first has the input's shape.
 
     Raises:
-      UserError: it returned something else.
+      UserError: It is not.
     """
     if isinstance(found, tuple) and len(found) == 2 and _words(found[0]) == _words(x_BTD):
         return found
@@ -339,14 +330,13 @@ def checked(part: Part, method: str, found: Any, x_BTD: jax.Array) -> Any:
 
 
 def described(part: Part) -> str:
-    """Kind, name and place of a part, for messages."""
+    """Returns kind, name and place of a part, for messages."""
     names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
              if one.target is type(part))  # fmt: skip
     return next(names, type(part).__name__)
 
 
 def _words(x: Any) -> str:
-    """The shape of an array, or what else it is."""
     return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
 
 

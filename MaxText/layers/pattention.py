@@ -1,8 +1,8 @@
-"""Pattention: attention from tokens to learned slots, which takes the place of matrices.
+"""Pattention: attention from tokens to learned slots, in place of matrices.
 
-Source: TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its two programs, whose
-constants differ. More slots make a larger model of the same width.
-Legend: B sequences, T tokens, D emb_dim, n slots.
+TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its two programs, whose constants
+differ. More slots make a larger model of the same width. Legend: B sequences, T tokens, D emb_dim,
+n slots.
 """
 
 import dataclasses
@@ -30,17 +30,14 @@ _LAYER_NORM_EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Theta:
-    """What a Pattention does with its scores, as the configuration says."""
+    """The configured function from scores to weights of slots."""
 
     section: PattentionSection
     place: SlotPlace
     emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
-        """Weights of the slots, from scores [..., n].
-
-        Sums over slots and all that depends on them are float32; the result has the scores' format.
-        """
+        """Returns weights of the slots from scores [..., n], in their format; sums are float32."""
         kind = self.section.normalize_type
         y = scores.astype(jnp.float32)
         if kind in ("l2_norm_gelu", "l2_norm"):
@@ -57,7 +54,7 @@ class Theta:
         return (y * factor).astype(scores.dtype)
 
     def _normalised(self, a: jax.Array) -> jax.Array:
-        """sqrt(zoom) a / (|a| + epsilon); a row of zeros stays zero and has a finite gradient."""
+        """Returns sqrt(zoom) a / (|a| + epsilon); zeros have a finite gradient."""
         epsilon = self.section.score_norm_epsilon
         if epsilon is None:
             epsilon = 1e-5 if self.section.normalize_type == "l2_norm_gelu" else 1e-8
@@ -105,7 +102,6 @@ class Pattention(nnx.Module):
         )
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """From [B, T, inputs] to [B, T, outputs]."""
         scores = tag(self.keys(x), self.scores_name)
         scores = constrain(scores, "activation_batch", "activation_length", "activation_slots")
         return self.values(self.theta(scores))
@@ -113,9 +109,9 @@ class Pattention(nnx.Module):
 
 @register("projection", "pattention")
 class PattentionProjection(Pattention):
-    """A Pattention in the place of a Dense of attention, whose inputs or outputs may be heads.
+    """A Pattention in place of an attention projection; inputs or outputs may be heads.
 
-    Heads lie side by side in the weights: dimension h of head n is number n * H + h.
+    Dimension h of head n is number n * H + h in the weights.
     """
 
     def __init__(
@@ -130,20 +126,18 @@ class PattentionProjection(Pattention):
         initializer: Initializer,
         use_bias: bool,
     ):
-        """As dense.projection; slots have axes and initializers of their own."""
         sizes = math.prod(inputs), math.prod(outputs)
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
         self.num_in_dims, self.outputs = len(inputs), outputs
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """From [B, T, *inputs] to [B, T, *outputs]."""
         leading = x.shape[: x.ndim - self.num_in_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 
 @register("feed_forward", "pattention")
 class PattentionFeedForward(FeedForward, Pattention):
-    """A Pattention in the place of the MLP."""
+    """A Pattention in place of the MLP."""
 
     not_recomputed = Pattention.not_recomputed
 
@@ -152,5 +146,4 @@ class PattentionFeedForward(FeedForward, Pattention):
         Pattention.__init__(self, keys.pattention, init, rngs, "ffn", D, D, use_bias)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD and scalars to be summed over layers (none here)."""
         return tag(self.attend(x_BTD), "mlpwo"), {}

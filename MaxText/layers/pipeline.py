@@ -1,17 +1,17 @@
-"""Layers split over the stages of a pipeline, through which microbatches flow.
+"""Pipeline parallelism over the stages of a mesh.
 
-A stage is the devices at one place of the mesh axis `stage`. The L layers are cut into runs of K;
-run c lies on stage c mod S, so that a microbatch passes through all stages R times (GPipe, Huang et
+A stage is the devices at one index of the mesh axis `stage`. The L layers are split into runs of K;
+run c is on stage c mod S, so that a microbatch passes through all stages R times (GPipe, Huang et
 al. 2019, for R = 1; interleaved stages, Narayanan et al. 2021, section 2.2, for more).
 
-Turn by turn all stages compute at once, each on another microbatch, and hand on what they have to
-the next stage. Stage s starts in turn s; its visit v is that of microbatch v mod M in repeat
-v // M, so all microbatches finish a repeat before the first of them begins the next. One that comes
-out of the last stage waits at the first one until then. That takes M R + S - 1 turns, of which a
-stage is idle in S - 1: it computes then, too, and what comes out is dropped.
+In each turn all stages compute, each on another microbatch, and send the result to the next stage.
+Stage s starts in turn s; its visit v is that of microbatch v mod M in repeat v // M, so all
+microbatches finish a repeat before the first of them begins the next. One that leaves the last
+stage waits at the first one until then. That takes M R + S - 1 turns. In S - 1 of them a stage is
+idle: it computes then too, and the result is dropped.
 
-Legend: B sequences, T tokens, D emb_dim, S stages, R repeats, K layers of a run, M microbatches,
-b sequences of a microbatch.
+Legend: B sequences, T tokens, D emb_dim, S stages, R repeats, K layers of a run, M microbatches, b
+sequences of a microbatch.
 """
 
 from collections.abc import Callable
@@ -38,21 +38,20 @@ def pipelined(
     schedule: PipelineSchedule,
     policy: RematPolicy,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """Sends `carried` through all layers of a stacked module, on stages of a mesh.
+    """Applies all layers of a stacked module, on the stages of a mesh.
 
-    The result is that of `stack.apply_scanned`, but for rounding and for which numbers dropout
-    draws: each microbatch draws its own.
+    The result is that of `stack.apply_scanned` except for rounding, and for dropout, which each
+    microbatch draws itself.
 
     Args:
-      layers: what `stack` returned, all of them repeats of one cycle.
-      carried: what the first layer gets: a tree of arrays [B, T, ...], such as x_BTD.
-      context: of the whole batch.
-      apply: (layer, carried, context of these rows, index) -> (what the next layer gets, scalars).
-      schedule: whose number of stages is that of the mesh in force.
-      policy: what each layer's backward pass computes again.
+      layers: From `stack`, all of them repeats of one cycle.
+      carried: Input of the first layer: a tree of arrays [B, T, ...].
+      context: Of the whole batch.
+      apply: (layer, carried, context of these rows, index) -> (input of the next layer, scalars).
+      schedule: With as many stages as the current mesh.
 
     Returns:
-      What the last layer handed on, and each scalar summed over layers and rows.
+      The output of the last layer, and each scalar summed over layers and rows.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.in_parts(num_microbatches)
@@ -99,7 +98,6 @@ def pipelined(
         return staged(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def kept(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
-        """With what has come around from the last stage; nothing has before its first visit."""
         place = (turn - (num_stages - 1)) % num_microbatches
         has_come = turn >= num_stages - 1
         kept_SbT = jnp.where(has_come, arrived_SbT, _at(waiting_SMbT, place))
@@ -134,12 +132,10 @@ def pipelined(
 
 
 def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
-    """Stacked weights [L, ...] as [S, K, R, ...], each stage's on its devices; R = 1 is left out.
+    """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages; R = 1 is omitted.
 
-    `per_stage` is K, which counts the layers that are stacked here.
-
-    With one repeat they lie there already. With several, runs of layers move between stages once
-    for the forward and once for the backward pass: checkpoints know layers by their number alone.
+    `per_stage` is K. With several repeats, runs of layers move between stages once for the forward
+    and once for the backward pass, because checkpoints store layers by their number.
     """
     num_stages, repeats = schedule.num_stages, schedule.num_repeats
 
@@ -155,13 +151,12 @@ def by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
 
 
 def staged(x: jax.Array, *, waits: bool = False) -> jax.Array:
-    """Arrays [S, b, T, ...], or [S, M, b, T, ...] that wait, those of each stage on its devices."""
+    """Shards arrays [S, b, T, ...], or waiting ones [S, M, b, T, ...], over stages."""
     outer = ("activation_stage", None) if waits else ("activation_stage",)
     return constrain(x, *outer, *_axes(x.ndim - len(outer)))
 
 
 def _axes(num_dims: int) -> tuple[str | None, ...]:
-    """Logical axes of what is carried: hidden states [b, T, D], or other arrays [b, T, ...]."""
     return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
 
 

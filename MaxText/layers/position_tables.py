@@ -31,7 +31,7 @@ class AxialPositions(Position):
     """Positions as rows of two small tables: (first[p // b] + second[p % b]) / 2.
 
     Ho et al. 2019 with the mean of GPT-Neo, whose tables have a deviation of 0.01. The tables have
-    a and b rows (axial_pos_shape) and together name a * b positions.
+    a and b rows (axial_pos_shape).
     """
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):

@@ -1,18 +1,18 @@
-"""Ring attention: each device keeps its part of the queries, and keys and values go around.
+"""Ring attention: queries stay on their device, keys and values rotate.
 
-Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers". Every device adds up
-what its queries see of the part that it holds, with a running maximum and sum, and hands the part
-on. The backward pass goes around once more and computes probabilities again from the logarithms of
-the sums (Dao et al. 2022, algorithm 4), so that one part and one block of scores are kept at most.
+Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers". Every device accumulates
+what its queries see of the part that it holds, with a running maximum and sum, and passes the part
+on. The backward pass rotates once more and recomputes probabilities from the log-sum-exp (Dao et
+al. 2022, algorithm 4), so that at most one part and one block of scores are in memory.
 
 In causal attention the device of the first tokens would wait for that of the last ones. Balanced,
-each has two pieces of the sequence, one counted from its beginning and one from its end: then all
-have the same work in every step, half of that of the full square. Pieces are exchanged before and
-after, so that nothing outside of attention knows of them.
+each has two pieces of the sequence, one counted from its beginning and one from its end, so that
+all have the same work in every step, half of the full square. Pieces are exchanged before and
+after.
 
-Legend: B sequences, L queries of a device, K key/value heads, G query heads for each of them,
-N = K * G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C
-devices of the ring.
+Legend: B sequences, L queries of a device, K key/value heads, G query heads for each of them, N = K
+* G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C devices of
+the ring.
 """
 
 import dataclasses
@@ -47,18 +47,15 @@ def ring_attention(
     block_size: int | None = None,
     balanced: bool = True,
 ) -> jax.Array:
-    """What softmax_attention computes, without dropout.
+    """Computes softmax_attention without dropout, [B, T, N, H] in the format of `q_BTNH`.
 
     Args:
-      of_queries: how `q_BTNH` is split; T over the axes of the ring, which divide it.
-      of_keys: how `k_BTKH` and `v_BTKH` are split; T over the same axes.
-      segments_BT: tokens attend only to tokens with the same number; None is one segment.
-      memory: keys and values that every query sees, besides those of tokens.
-      block_size: query rows whose scores are in memory at once; None is all of a device.
-      balanced: whether causal work without a window is divided evenly.
-
-    Returns:
-      [B, T, N, H] in the format of `q_BTNH`.
+      of_queries: Sharding of `q_BTNH`, T over the axes of the ring, which divide it.
+      of_keys: Sharding of `k_BTKH` and `v_BTKH`, T over the same axes.
+      segments_BT: Attention stays within a segment; None is one segment.
+      memory: Keys and values that every query sees in addition.
+      block_size: Query rows whose scores are in memory at once; None is all of a device.
+      balanced: Whether causal work without a window is divided evenly.
     """
     mesh = of_queries.mesh
     batch, ring, heads = (split_axes(of_queries, dim) for dim in range(3))
@@ -99,7 +96,7 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """A piece of keys and values, or all with a first dimension Q; memories have no places."""
+    """A piece of keys and values, or all with a first dimension Q; memories have no positions."""
 
     k_BSKH: jax.Array
     v_BSKH: jax.Array
@@ -113,15 +110,13 @@ _OfBlock = Callable[[_Rows, _Keys, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What one device does.
+    """The work of one device.
 
     Attributes:
-      scoring: without slopes.
-      axes: of the mesh, along which the ring goes.
+      axes: Mesh axes of the ring.
       num_parts: C.
       length: L.
-      asks_for_balance: whether causal work shall be divided evenly.
-      block_size: about R, which divides a piece; None is all of it.
+      block_size: About R, which divides a piece; None is all of it.
     """
 
     scoring: Scoring
@@ -133,13 +128,11 @@ class _Ring:
 
     @property
     def num_pieces(self) -> int:
-        """Q: two where each device has a piece from both ends."""
         halves = self.scoring.causal and self.scoring.window is None and self.length % 2 == 0
         return 2 if self.asks_for_balance and halves else 1
 
     @property
     def num_blocks(self) -> int:
-        """P: as many in each piece."""
         piece = self.length // self.num_pieces
         longest = min(self.block_size or piece, piece)
         divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
@@ -151,10 +144,7 @@ class _Ring:
 
     @property
     def steps(self) -> range:
-        """How many devices before this one the part comes from that is looked at, in turn.
-
-        A window needs the parts that it reaches only.
-        """
+        """Offsets of the devices whose parts are visited; a window limits them."""
         window, last = self.scoring.window, self.num_parts - 1
         if window is None:
             return range(self.num_parts)
@@ -172,7 +162,7 @@ class _Ring:
         slopes_N: jax.Array | None,
         memory: Memory | None,
     ) -> jax.Array:
-        """Attention of this device's queries, o_BLNH."""
+        """Returns attention of this device's queries, o_BLNH."""
         tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
         if self.num_pieces > 1:
             tokens = jax.tree.map(self._exchanged, tokens)
@@ -196,7 +186,7 @@ class _Ring:
     # The two passes
 
     def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory):
-        """o_BLNH, and the logarithms of the sums of exponentials, float32 [P, B, K, G, R]."""
+        """Returns o_BLNH and log-sum-exp, float32 [P, B, K, G, R]."""
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         num_blocks, batch, block, kv_heads, group, head_dim = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
@@ -225,7 +215,6 @@ class _Ring:
         return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
 
     def _backward(self, given, o_BLNH, log_sums, do_BLNH):
-        """Gradients of what the forward pass was given."""
         q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory = given
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
@@ -272,7 +261,7 @@ class _Ring:
     def _around(
         self, of_block: _OfBlock, rows: _Rows, keys: Any, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any, int]:
-        """Folds every part that queries see: the states, and how far those of keys have come."""
+        """Folds every part that queries see; returns the states, and the shift of those of keys."""
         steps = self.steps
         own = jax.lax.axis_index(self.axes)
 
@@ -297,7 +286,7 @@ class _Ring:
     def _fold(
         self, of_block: _OfBlock, rows: _Rows, keys: _Keys, of_rows: Any, of_keys: Any
     ) -> tuple[Any, Any]:
-        """Each block of queries meets each piece of keys of which it may see something."""
+        """Applies `of_block` to each block of queries and each piece of keys that it may see."""
 
         def one_piece(of_rows: Any, given: Any) -> tuple[Any, Any]:
             keys, of_keys = given
@@ -317,7 +306,6 @@ class _Ring:
         return jax.lax.scan(one_piece, of_rows, (keys, of_keys))
 
     def _sees_any(self, rows: _Rows, keys: _Keys) -> Any:
-        """Whether a query of a block may see a key of a piece; True where all see all."""
         causal, window = self.scoring.causal, self.scoring.window
         if keys.places_S is None or (not causal and window is None):
             return True
@@ -331,7 +319,7 @@ class _Ring:
     # Parts of them
 
     def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
-        """Scores [B, K, G, R, S], which of them count, and their slope over products q k."""
+        """Returns scores [B, K, G, R, S], their mask, and their derivative by the products q k."""
         scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
         scores = scale * self._product("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
@@ -355,7 +343,6 @@ class _Ring:
         return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
 
     def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _Rows:
-        """This device's queries in blocks."""
         batch, length, _, head_dim = q_BLNH.shape
         places_QS = self._places(jax.lax.axis_index(self.axes))
         return _Rows(
@@ -365,7 +352,6 @@ class _Ring:
         )
 
     def _pieces(self, keys_BL: Any) -> Any:
-        """Arrays [B, L, ...] of keys in pieces."""
         return jax.tree.map(lambda x: _cut(x, self.num_pieces), keys_BL)
 
     def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
@@ -376,7 +362,7 @@ class _Ring:
     # Where tokens are
 
     def _places(self, part: jax.Array) -> jax.Array:
-        """Places in the sequence of the tokens of a part, int32 [Q, S]."""
+        """Returns positions in the sequence of a part's tokens, int32 [Q, S]."""
         numbers_Q = part[None]
         if self.num_pieces > 1:
             late = 2 * self.num_parts - 1 - part
@@ -385,16 +371,14 @@ class _Ring:
         return numbers_Q[:, None] * size + jnp.arange(size)
 
     def _handed_on(self, tree: Any, by: int) -> Any:
-        """What the device `by` places before this one holds."""
+        """Receives from the device `by` positions before this one."""
         if by % self.num_parts == 0:
             return tree
         pairs = [(i, (i + by) % self.num_parts) for i in range(self.num_parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def _exchanged(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
-        """From pieces 2 i and 2 i + 1 of 2 C on device i to i and 2 C - 1 - i, the one with an even
-        number first; or back.
-        """
+        """Moves pieces 2 i and 2 i + 1 of 2 C on device i to i and 2 C - 1 - i, or back."""
         halves, last = [], 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
             pieces = range(parity, last + 1, 2)
@@ -410,7 +394,6 @@ def _cut(x_BL: jax.Array, number: int) -> jax.Array:
 
 
 def _of_memory(memory: Memory, batch: int) -> _Keys:
-    """As one piece."""
     k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in memory)
     return _Keys(k_1BMKH, v_1BMKH, None, None)
 

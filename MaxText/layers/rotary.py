@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al. 2021, equation 34), halves convention.
 
-Dimension i of the turned part pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
-`rope_type` says how the frequencies are changed for texts longer than those of the first training.
-Legend: B sequences, T tokens, N heads, H head_dim, R turned dimensions.
+Dimension i of the rotary part pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama. Legend:
+B sequences, T tokens, N heads, H head_dim, R rotary dimensions.
 """
 
 import math
@@ -22,7 +21,7 @@ from MaxText.parallelism.constraints import platform
 
 @register("position", "rotary")
 class Rotary(Position):
-    """Queries and keys are turned by angles that grow with the position."""
+    """Rotates queries and keys by angles proportional to the position."""
 
     def __init__(self, keys: ModelSection, init: Init, rngs: nnx.Rngs):
         self.section = keys.position
@@ -35,11 +34,10 @@ class Rotary(Position):
 def rotary_table(
     positions_BT: jax.Array, num_dims: int, section: PositionSection
 ) -> tuple[jax.Array, jax.Array]:
-    """sin and cos of position * frequency, each float32 [B, T, 1, R/2].
+    """Returns sin and cos of position * frequency, each float32 [B, T, 1, R/2].
 
-    With rope_type=yarn both are multiplied by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section
-    3.4: the scores then have the temperature that suits the longer text). rope_table_dtype rounds
-    them.
+    rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
+    rope_table_dtype rounds them.
     """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, section)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
@@ -56,21 +54,16 @@ def rotary_table(
 
 
 def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarray:
-    """Radians per token of each pair of dimensions, float32 [R/2].
+    """Returns radians per token of each pair of dimensions, float32 [R/2].
 
-    default: f_i = theta^(-2i/R).
-    linear: f_i / s for all (Chen et al. 2023).
-    llama3.1: f_i for pairs that turn at least `high_freq_factor` times in the first length, f_i / s
-      for those that turn at most `low_freq_factor` times, in proportion between (Grattafiori et
-      al. 2024).
-    yarn: the same idea, in proportion to i between the pairs that turn `beta_fast` and `beta_slow`
-      times (Peng et al. 2023, section 3.2).
+        default   f_i = theta^(-2i/R)
+        linear    f_i / s (Chen et al. 2023)
+        llama3.1  f_i for pairs that turn at least high_freq_factor times in the first length,
+                  f_i / s below low_freq_factor times, interpolated between (Grattafiori et al. 2024)
+        yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
+                  (Peng et al. 2023, section 3.2)
 
-    Where s is `rope_factor` and the first length is `original_max_position_embeddings`.
-
-    Args:
-      num_dims: R.
-      section: the keys above.
+    s is `rope_factor`, the first length `original_max_position_embeddings`.
     """
     theta, factor = section.rope_max_timescale, section.rope_factor
     if section.rope_type == "default":
@@ -99,7 +92,7 @@ def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarr
 
 
 def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the first R dimensions of each head; R is twice the table's last size."""
+    """Rotates the first R dimensions of each head; R is twice the table's last size."""
     if platform() == "tpu":
         return rotate_whole(x_BTNH, *table)
     sin, cos = table
@@ -116,11 +109,10 @@ def rotate(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_whole(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """`rotate` for TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
+    """Computes `rotate` for TPU: y = x cos + swapped(x) sin, the sin of the first half negated.
 
-    A TPU stores 64 numbers in the place of 128, and the compiler would write halves to memory, in
-    the backward pass in float32. There is no gradient of the table. That of x is the gradient of
-    y turned back, which keeps the product below one of numbers in the format of x.
+    TPUs pad 64 lanes to 128, and XLA would write halves to memory, in the backward pass in float32.
+    The table has no gradient. That of x is the gradient of y rotated back.
     """
     rest = x_BTNH.shape[-1] - 2 * sin.shape[-1]
     whole_cos = _joined([cos, cos], rest, 1.0)
@@ -148,7 +140,7 @@ def _joined(halves: list[jax.Array], rest: int, filling: float) -> jax.Array:
 
 
 def _swapped(x_BTNH: jax.Array, half: int) -> jax.Array:
-    """With the first two halves in each other's place; of the rest, nothing that counts."""
+    """Swaps the first two halves; the rest is arbitrary."""
     if x_BTNH.dtype != jnp.bfloat16:
         halves = [x_BTNH[..., half : 2 * half], x_BTNH[..., :half], x_BTNH[..., 2 * half :]]
         return jnp.concatenate(halves, axis=-1)

@@ -1,9 +1,9 @@
-"""A stack of layers: how their weights are stored, and how they are applied.
+"""Storage and application of a stack of layers.
 
 Layers whose parameters have the same shapes are stored as one, with a leading `layers` dimension.
-Where shapes differ, those of a run of like layers in a repeated cycle (configuration/layer_plan.py)
-are stacked, `layers/cycle/<run>`, and others stored by their number, `layers/<number>`.
-Checkpoints do not depend on whether layers are scanned or unrolled.
+Otherwise runs of like layers in a repeated cycle (configuration/layer_plan.py) are stacked as
+`layers/cycle/<run>`, and other layers are stored as `layers/<number>`. Checkpoints do not depend on
+whether layers are scanned or unrolled.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _OFFLOADED: dict[str, tuple[str, ...]] = {
 
 
 def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
-    """`function` whose backward pass computes again what `policy` does not keep."""
+    """Wraps `function` in jax.checkpoint with the given remat policy."""
     policies = jax.checkpoint_policies
     if policy == "none":
         return function
@@ -63,10 +63,10 @@ def rematerialized(function: Callable, policy: RematPolicy, *, in_scan: bool) ->
 
 @jax.custom_vjp
 def _unstacked(stacked: Any) -> list[Any]:
-    """A stacked tree as a list of one tree per layer.
+    """Returns a stacked tree as a list of one tree per layer.
 
-    Its gradient is one concatenation. Plain slices would each give a gradient of the whole
-    stacked size, and adding those up costs more than the layers themselves on CPU.
+    Its gradient is one concatenation. The gradients of plain slices would each have the whole
+    stacked size, and adding them up costs more than the layers themselves on CPU.
     """
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
     return [_row(stacked, index) for index in range(num_layers)]
@@ -88,10 +88,9 @@ class Blueprint:
     """How the layers of a model are built and stored.
 
     Attributes:
-      plan: which of them repeat.
-      graphdefs: each layer's graph definition (nnx.split).
-      is_stacked: whether one tree of stacked arrays holds all layers.
-      is_shared: whether all layers are one and the same.
+      graphdefs: Each layer's graph definition (nnx.split).
+      is_stacked: Whether one tree of stacked arrays holds all layers.
+      is_shared: Whether all layers share their weights.
     """
 
     plan: LayerPlan
@@ -100,7 +99,7 @@ class Blueprint:
     is_shared: bool
 
     def cycle_weights(self, weights: dict) -> Any:
-        """The stacked weights of the repeated layers alone, of all layers' weights."""
+        """Returns the stacked weights of the repeated layers alone."""
         plan = self.plan
         if not self.is_stacked:
             return weights["cycle"]
@@ -111,11 +110,7 @@ class Blueprint:
     def layer_weights(
         self, weights: dict, cut: Callable[[Any], list[dict]] = _unstacked
     ) -> list[dict]:
-        """Each layer's weights.
-
-        Args:
-          cut: a stacked tree -> a tree for each layer.
-        """
+        """Returns each layer's weights; `cut` splits a stacked tree into layers."""
         indices = range(self.plan.num_layers)
         if self.is_stacked:
             rows = cut(weights)
@@ -128,10 +123,10 @@ class Blueprint:
         ]
 
     def join(self, layers: Sequence[dict]) -> dict:
-        """All layers' weights as they are stored, from each layer's; for use inside a trace.
+        """Returns all layers' weights as they are stored, for use inside a trace.
 
-        The compiler takes slices of what is stacked here from the parts themselves, so nothing is
-        copied unless a loop reads the result.
+        XLA takes slices of the result from the parts themselves: nothing is copied unless a loop
+        reads it.
         """
 
         def stacked(chosen: Sequence[dict]) -> dict:
@@ -156,16 +151,15 @@ def stack(
     *,
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
-    """All layers as one module.
+    """Builds all layers as one module.
 
     Args:
       make_layer: (index, keys) -> layer.
-      plan: which layers are alike.
-      shared: whether all layers have the same parameters.
+      shared: Whether all layers share their weights.
 
     Returns:
-      A module like a single layer whose weights have a leading dimension of layers; or, of layers
-      that differ in shapes, an nnx.Dict as the module's docstring says. And how to use it.
+      A module like a single layer whose weights have a leading dimension of layers; or, if layers
+      differ in shapes, an nnx.Dict as described above. And its blueprint.
     """
     shapes_only = isinstance(rngs, ShapesOnly)
     first_of = [
@@ -212,7 +206,6 @@ def stack(
 
 
 def _shapes(layer: Any) -> list[Any]:
-    """Names, shapes, formats and logical axes of a layer's parameters."""
     flat = nnx.to_flat_state(nnx.state(layer))
     values = [(path, p.get_value(), p.get_metadata()["logical_axes"]) for path, p in flat]
     return [(path, value.shape, value.dtype, axes) for path, value, axes in values]
@@ -220,14 +213,13 @@ def _shapes(layer: Any) -> list[Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_turn(index: int | None, weights: Any, carried: Any) -> tuple[Any, Any, Any]:
-    """One layer's weights, the stacked ones to take the next layer's from, and what is carried.
+    """Returns one layer's weights, the stacked ones for the next layer, and what is carried.
 
-    Backward, none of their gradients is used before all of them are there. Those of one layer's
-    weights are written into the stacked ones that have come back so far, as in a scan: each
-    layer's are there when its own backward pass is over.
+    In the backward pass each layer's gradients are written into the stacked ones when that layer is
+    done, as in a scan, instead of when the gradients of all layers exist.
 
     Args:
-      index: of the layer; None where these are its own weights, which are not stacked.
+      index: Of the layer; None for weights that are not stacked.
     """
     if index is None:
         return weights, None, carried
@@ -261,7 +253,7 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward, symbolic_zeros=True)
 
 
 def is_zero(gradient: Any) -> bool:
-    """Whether a backward pass was given no array in a gradient's place."""
+    """Returns whether a backward pass was given no array as a gradient."""
     return isinstance(gradient, SymbolicZero)
 
 
@@ -272,16 +264,15 @@ def apply_scanned(
     apply: Callable[[Any, Any, jax.Array | int], tuple[Any, Scalars]],
     policy: RematPolicy,
 ) -> tuple[Any, Scalars]:
-    """Sends `carried` through all layers, repeats of the cycle in a scan and others unrolled.
+    """Applies all layers: repeats of the cycle in a scan, others unrolled.
 
     Args:
-      layers: what `stack` returned.
-      carried: what the first layer gets: a tree of arrays.
-      apply: (layer, carried, index) -> (what the next layer gets, scalars).
-      policy: what each layer's backward pass computes again.
+      layers: From `stack`.
+      carried: Input of the first layer: a tree of arrays.
+      apply: (layer, carried, index) -> (input of the next layer, scalars).
 
     Returns:
-      What the last layer handed on, and each scalar summed over layers.
+      The output of the last layer, and each scalar summed over layers.
     """
     weights, plan = weights_of(layers), blueprint.plan
     totals: Scalars = {}
@@ -321,13 +312,12 @@ def scan_cycle(
     first: jax.Array | int = 0,
     select: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Scalars]:
-    """Repeats of the cycle in a scan.
+    """Applies repeats of the cycle in a scan.
 
     Args:
-      weights: of these layers (Blueprint.cycle_weights).
-      num_repeats: how many of them.
-      first: number of the first layer.
-      select: what is stored for a layer -> its weights. Only policy "none" keeps these, too.
+      weights: Of these layers (Blueprint.cycle_weights).
+      first: Number of the first layer.
+      select: Stored weights of a layer -> its weights. Only policy "none" keeps the result.
     """
     plan, is_shared = blueprint.plan, blueprint.is_shared
     # Whether a layer cuts its weights out of those of a whole cycle. An inner loop cannot do so.
@@ -390,10 +380,10 @@ def scan_cycle(
 
 
 def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
-    """The weights of each run of the cycle, of [repeats, layers, ...].
+    """Returns the weights of each run of the cycle, [repeats, layers, ...].
 
-    They are cut out before the loop over repeats, which else would keep what is cut out inside of
-    it for the backward pass.
+    They are split before the loop over repeats, which would otherwise save the parts for the
+    backward pass.
     """
     plan = blueprint.plan
     if not blueprint.is_stacked:
@@ -406,7 +396,6 @@ def _by_run(blueprint: Blueprint, weights: Any) -> list[Any]:
 
 
 def _row(weights: Any, index: int) -> Any:
-    """One of stacked layers."""
     return jax.tree.map(lambda leaf: leaf[index], weights)
 
 
@@ -416,12 +405,12 @@ def _add(totals: Scalars, found: Scalars) -> None:
 
 
 class LayersOutput(NamedTuple):
-    """What unrolled layers return.
+    """Output of unrolled layers.
 
     Attributes:
-      carried: what the last layer handed on.
-      scalars: summed over layers.
-      states: decode states of the mixers, one per layer.
+      carried: Output of the last layer.
+      scalars: Summed over layers.
+      states: Decode states of the mixers, one per layer.
     """
 
     carried: Any
@@ -439,22 +428,21 @@ def apply_unrolled(
     states: Sequence[Any] | None = None,
     in_turn: bool = False,
 ) -> LayersOutput:
-    """Sends `carried` through all layers, each unrolled.
+    """Applies all layers, unrolled.
 
-    Programs that generate text do this, too: a loop would copy each layer's weights and
-    state out of the stacked ones for every token, which takes as long as the products.
+    Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
+    ones for every token, which takes as long as the products.
 
     Args:
-      layers: what `stack` returned.
-      carried: what the first layer gets: a tree of arrays.
-      apply: (layer, carried, index, state or None) -> (what the next layer gets, scalars, state).
-      policy: what each layer's backward pass computes again. Outputs of layers are always kept.
-      states: of each layer, or None before there are any.
-      in_turn: on TPU a layer's backward pass waits for the weights' gradients of the layer after
-        it. Where layers read many outputs, that compiler puts the products for all layers' weights
-        off to the end, and keeps their operands of all layers until then. It does not do so where
-        they read the last output alone, and waiting costs memory there (docs/mudd_cost.md). No
-        effect on the result.
+      layers: From `stack`.
+      carried: Input of the first layer: a tree of arrays.
+      apply: (layer, carried, index, state or None) -> (input of the next layer, scalars, state).
+      policy: Remat policy. Outputs of layers are always kept.
+      states: Of each layer, or None before there are any.
+      in_turn: On TPU a layer's backward pass waits for the weight gradients of the layer after it.
+        With dense connections XLA otherwise postpones the products for all layers' weights to the
+        end and keeps their operands until then; without them waiting costs memory
+        (docs/mudd_cost.md). No effect on the result.
     """
     in_turn = in_turn and platform() == "tpu"
     totals, new_states = {}, []
@@ -476,10 +464,10 @@ def apply_unrolled(
 
 
 def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
-    """Each layer's weights as a tree of its own, to be joined by `Blueprint.join` inside a trace.
+    """Returns each layer's weights as a tree of its own, for `Blueprint.join` inside a trace.
 
-    Programs that read all weights for each token cannot afford to cut them out of an array. Each
-    stacked array is deleted as soon as it is cut.
+    Generation reads all weights for each token and cannot afford to slice them out of an array.
+    Each stacked array is deleted as soon as it is split.
     """
 
     def cut(stacked: dict) -> list[dict]:
@@ -496,10 +484,10 @@ def keep_layers_apart(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
 
 
 def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any, Any]:
-    """Weights of a layer, those to take the next layer's from, and what it is to read.
+    """Returns the weights of a layer, those to take the next layer's from, and its input.
 
     Args:
-      held: one tree of stacked weights, or a list of one tree per layer, or of one that all share.
+      held: One tree of stacked weights, a list of one tree per layer, or of one that all share.
     """
     if not in_turn:
         return held[index % len(held)], held, carried
@@ -511,5 +499,5 @@ def _take(index: int, held: Any, carried: Any, in_turn: bool) -> tuple[dict, Any
 
 
 def weights_of(layers: Any) -> dict:
-    """The weights of a module as nested dicts of arrays."""
+    """Returns the weights of a module as nested dicts of arrays."""
     return nnx.to_pure_dict(nnx.state(layers))

@@ -4,9 +4,9 @@ fattorib/transformer's form of the spatial gating unit (Liu et al. 2021):
 
     y_t = sum_d x_(t-d) / (d+2), for distances d from 0 to `kernel`
 
-It has no parameters, and no gradient goes through its input.
+It has no parameters, and no gradient flows through its input.
 
-Legend: B sequences, T tokens, E channels, P places before the tokens.
+Legend: B sequences, T tokens, E channels, P positions before the tokens.
 """
 
 import dataclasses
@@ -29,17 +29,13 @@ from MaxText.layers.part import Flops, Init, Mixer, Scalars
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewestInputs:
-    """What the sum keeps of earlier tokens: the `kernel` newest ones, in their order.
-
-    Attributes:
-      x_BPE: zeros stand for tokens that there are not.
-    """
+    """The newest `kernel` inputs x_BPE in order; zeros stand for missing tokens."""
 
     x_BPE: jax.Array
 
     @classmethod
     def of_prompt(cls, x_BTE: jax.Array, lengths_B: jax.Array, kernel: int) -> "NewestInputs":
-        """Of the first `lengths_B` tokens of each row."""
+        """Returns the state after the first `lengths_B` tokens of each row."""
         places_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
         found = jnp.take_along_axis(x_BTE, jnp.maximum(places_BP, 0)[..., None], axis=1)
         return cls(jnp.where((places_BP >= 0)[..., None], found, 0))
@@ -47,7 +43,7 @@ class NewestInputs:
     def step(
         self, x_BTE: jax.Array, kernel: int, precision: str | None = None
     ) -> tuple[jax.Array, "NewestInputs"]:
-        """The sums of T new tokens, and what is kept after them."""
+        """Returns the sums of T new tokens, and the state after them."""
         x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
         weights = _band(x_BTE.shape[1], kernel)
         y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
@@ -57,7 +53,7 @@ class NewestInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitState:
-    """What the two halves of a layer with static SGU keep of earlier tokens."""
+    """Decode states of the two halves of a layer with static SGU."""
 
     attention: Any
     sums: NewestInputs
@@ -65,7 +61,7 @@ class SplitState:
 
 @functools.cache
 def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
-    """A mixer of half of the channels, with static SGU on the other half."""
+    """Returns a mixer with half of the channels, next to static SGU on the other half."""
 
     class BesideStaticSGU(mixer):  # type: ignore[misc, valid-type]
         """Static SGU on the first half of the channels, and a mixer on the second."""
@@ -75,7 +71,6 @@ def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
 
         @classmethod
         def build(cls, layer: Layer, init: Init, rngs: nnx.Rngs) -> Self:
-            """Makes the mixer half as wide as the model."""
             width = init.dimensions.emb_dim // 2
             half = init.dimensions._replace(emb_dim=width)
             made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
@@ -85,7 +80,7 @@ def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
 
         @classmethod
         def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-            """Those of the mixer, and of the sums, through which no gradient passes."""
+            """Adds the sums, through which no gradient flows."""
             kernel, width = keys.attention.static_sgu_kernel, dimensions.emb_dim
             rows, num_blocks = sgu_blocks(kernel, length)
             sums = Flops(
@@ -99,7 +94,6 @@ def beside_static_sgu(mixer: type[Mixer]) -> type[Mixer]:
         def state_bytes(
             cls, keys: ModelSection, dimensions: Dimensions, length: int, itemsize: int
         ) -> tuple[int, int]:
-            """Those of the mixer, and the newest inputs of the sums."""
             of_token, fixed = super().state_bytes(keys, dimensions, length, itemsize)
             kept = keys.attention.static_sgu_kernel * dimensions.emb_dim // 2
             return of_token, fixed + kept * itemsize
@@ -141,7 +135,7 @@ def static_sgu(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """sum_d x_(t-d) / (d + 2) within segments, d from 0 to `kernel`: [B, T, E].
+    """Returns sum_d x_(t-d) / (d + 2) within segments, d from 0 to `kernel`: [B, T, E].
 
     Blocks of tokens are multiplied with a band matrix, O(T kernel).
     """
@@ -150,7 +144,7 @@ def static_sgu(
     spare = num_blocks * rows - length
 
     def with_places_before(x: jax.Array) -> jax.Array:
-        """[B, blocks, kernel + rows, ...]."""
+        """Returns [B, blocks, kernel + rows, ...]."""
         x = jnp.pad(x, ((0, 0), (kernel, spare), *((0, 0),) * (x.ndim - 2)))
         starts = np.arange(num_blocks)[:, None] * rows + np.arange(kernel + rows)[None]
         return x[:, starts]
@@ -165,7 +159,7 @@ def static_sgu(
 
 
 def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
-    """Tokens of a block, and number of blocks."""
+    """Returns the tokens of a block, and the number of blocks."""
     rows = min(max(kernel, 16), length)
     return rows, -(-length // rows)
 

@@ -1,7 +1,7 @@
-"""How a part declares a weight: shape, logical axes and initialiser, on one line.
+"""Declaration of a weight on one line: shape, logical axes and initializer.
 
-The logical axes travel as metadata of the nnx.Param under our own key, so that building a model
-needs no mesh and the abstract model can tell everybody what each dimension means.
+The logical axes are metadata of the nnx.Param under our own key, so that building a model needs no
+mesh.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
 
 class ShapesOnly(nnx.Rngs):
-    """Takes the place of keys where shapes are all that is wanted: nothing is drawn or traced.
+    """A stand-in for nnx.Rngs with which nothing is drawn or traced.
 
-    A module built with it holds a jax.ShapeDtypeStruct in each nnx.Param. That takes a tenth of the
-    time of jax.eval_shape, which traces every draw.
+    A module built with it holds a jax.ShapeDtypeStruct in each nnx.Param, in a tenth of the time of
+    jax.eval_shape, which traces every draw.
     """
 
 
@@ -40,14 +40,13 @@ def weight(
     num_in_dims: int = 0,
     used_in: jnp.dtype | None = None,
 ) -> nnx.Param:
-    """A parameter.
+    """Declares a parameter.
 
     Args:
-      shape: of a matrix, [inputs..., outputs...].
-      dtype: that it is stored in.
-      num_in_dims: number of input dimensions of a matrix that is multiplied with; 0 for others.
-      used_in: a format that it is always converted to. Programs that generate text convert it
-        once.
+      shape: Of a matrix, [inputs..., outputs...].
+      dtype: Stored format.
+      num_in_dims: Number of input dimensions of a matrix; 0 for other weights.
+      used_in: A format that it is always converted to; generation converts it once.
     """
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, ShapesOnly):
@@ -58,12 +57,11 @@ def weight(
 
 
 def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
-    """For biases."""
     return jnp.zeros(shape, dtype)
 
 
 def constant(value: float | np.ndarray) -> Initializer:
-    """The same numbers for every key: one, or an array that fits the shape."""
+    """Returns an initializer with the same numbers for every key."""
 
     def initialize(key, shape, num_in_dims, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
@@ -76,7 +74,7 @@ def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
 
 
 def _normal(std: float | Callable[[int, int], float]) -> Initializer:
-    """Normal numbers of one deviation, or of one that depends on inputs and outputs."""
+    """Draws normal numbers; the deviation may depend on inputs and outputs."""
 
     def initialize(key, shape, num_in_dims, dtype):
         scale = std(*_fans(shape, num_in_dims)) if callable(std) else std
@@ -108,7 +106,7 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
 
 
 def orthogonal(scale: float) -> Initializer:
-    """Orthonormal rows or columns (Saxe et al. 2014), times `scale`."""
+    """Draws orthonormal rows or columns (Saxe et al. 2014), times `scale`."""
 
     def initialize(key, shape, num_in_dims, dtype):
         matrix = jax.nn.initializers.orthogonal(scale)(key, _fans(shape, num_in_dims), jnp.float32)
@@ -118,7 +116,7 @@ def orthogonal(scale: float) -> Initializer:
 
 
 def _times(factor: Callable[[int], float], initializer: Initializer) -> Initializer:
-    """`initializer` times a factor of the number of inputs."""
+    """Multiplies an initializer by a function of the number of inputs."""
 
     def initialize(key, shape, num_in_dims, dtype):
         fan_in, _ = _fans(shape, num_in_dims)
@@ -151,13 +149,13 @@ class Initializers(NamedTuple):
 
 
 def initializers(section: Initialization, dimensions: Dimensions) -> Initializers:
-    """Initialisers by name.
+    """Returns the initializers of an `init` scheme.
 
     gpt2: Radford et al. 2019, section 2.3 (outputs scaled by 1/sqrt of the number of residual
-    additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs
-    of Wang and Komatsuzaki 2021). tokenformer: that paper's JAX program, where the slots of
-    attention are not truncated. wang: its PyTorch program. Key slots are drawn as kernels and value
-    slots as outputs otherwise. gpt_neo: GPT-Neo's code, where the scale of attention is in the
+    additions). neox: GPT-NeoX-20B, section 2.1.3 (small init of Nguyen and Salazar 2019, outputs of
+    Wang and Komatsuzaki 2021). tokenformer: that paper's JAX program, which does not truncate the
+    slots of attention. wang: its PyTorch program. Otherwise key slots are drawn as kernels and
+    value slots as outputs. gpt_neo: GPT-Neo's code, which has the scale of attention in the
     queries.
     """
     kind, depth, width = section.weight_init, dimensions.num_layers, dimensions.emb_dim
@@ -205,7 +203,7 @@ def initializers(section: Initialization, dimensions: Dimensions) -> Initializer
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Sizes, initializers and number formats: what a part is built with besides its own keys."""
+    """Sizes, initializers and number formats that a part is built with besides its own keys."""
 
     dimensions: Dimensions
     initializers: Initializers

@@ -1,4 +1,4 @@
-"""What a model costs: parameters and operations by part, memory of training, cache of generation.
+"""Cost table of a model: parameters, operations, training memory, KV cache.
 
 Legend: T tokens of a sequence, L layers, K key/value heads, H head_dim.
 """
@@ -28,12 +28,11 @@ MFU_RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelCost:
-    """The cost table of a model. Bytes are those of all devices together, each array once.
+    """The cost table of a model. Bytes are those of all devices together.
 
     Attributes:
-      model: the model, with backend defaults resolved.
-      count: operations on one token.
-      optimizer_bytes: of the optimizer's state; None where there is no optimizer.
+      model: With backend defaults resolved.
+      optimizer_bytes: None without an optimizer.
     """
 
     model: Model
@@ -42,19 +41,18 @@ class ModelCost:
 
     @property
     def parameter_bytes(self) -> int:
-        """Parameters in `weight_dtype`."""
         return sum(info.size * info.dtype.itemsize for info in self.model.parameters.values())
 
     @property
     def training_bytes(self) -> int:
-        """Of parameters, gradients (one for every parameter, in its format) and optimizer state."""
+        """Parameters, gradients in their format, and optimizer state."""
         return 2 * self.parameter_bytes + (self.optimizer_bytes or 0)
 
     @functools.cached_property
     def _states(self) -> list[tuple[int, int]]:
-        """Bytes that generation keeps in each layer, and last in the head: of a token, and of a
-        sequence however long (windows, sums, learned keys). Nothing where a model sees later
-        tokens: there, every new token changes the keys and values of all others.
+        """Decode state bytes of each layer, and last of the head: per token, and per sequence.
+
+        Nothing if a model sees later tokens: every new token then changes all keys and values.
         """
         section, length = self.model.section, self.count.sequence_length
         if not section.attention.causal:
@@ -70,22 +68,18 @@ class ModelCost:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """What generation keeps of a token: keys and values of layers of global attention in
-        `dtype`, and what the head keeps.
-        """
+        """Decode state bytes per token, of layers and head."""
         return sum(of_token for of_token, _ in self._states)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What generation keeps of a whole sequence."""
+        """Decode state bytes of a whole sequence."""
         fixed = sum(fixed for _, fixed in self._states)
         return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
 
     @property
     def attention(self) -> tuple[str, str]:
-        """How many keys a query counts by the rule of MFU, and how many the backend multiplies it
-        with, in words.
-        """
+        """Text about the keys per query, by the rule of MFU and as executed."""
         model, length = self.model.section, self.count.sequence_length
         section = model.attention
         if not section.causal:
@@ -113,10 +107,10 @@ class ModelCost:
         )
 
     def facts(self) -> dict[str, Any]:
-        """The table as JSON values, for the events of a run.
+        """Returns the table as JSON values for the events of a run.
 
-        `flops_per_token` is for training, by the rule of MFU; `executed_flops_per_token` is null
-        where what rematerialisation computes again is not known.
+        `flops_per_token` is for training by the rule of MFU; `executed_flops_per_token` is null if
+        unknown.
         """
         count, (rule, computed) = self.count, self.attention
         return {
@@ -147,7 +141,7 @@ class ModelCost:
         }
 
     def describe(self) -> str:
-        """The table as lines of at most 110 characters."""
+        """Returns the table as lines of at most 110 characters."""
         count, num_parameters = self.count, self.model.num_parameters
 
         def row(name: str, parameters: int, flops: float, training: float) -> list[str]:

@@ -95,12 +95,12 @@ class Part:
     """A part of the model, over all layers.
 
     Attributes:
-      name: a row of the table above, or the folder of its parameters.
-      parameters: numbers it holds, biases included. A tied head holds none.
-      flops: forward operations per token, by the rule of MFU.
-      executed: forward operations per token, as the backend computes them.
-      backward: operations of the backward pass for each forward one.
-      between_tokens: whether tokens are multiplied with tokens or with a state.
+      name: Row of the table above, or the module of its parameters.
+      parameters: Numbers, biases included. A tied head has none.
+      flops: Forward operations per token, by the rule of MFU.
+      executed: Forward operations per token, as the backend computes them.
+      backward: Operations of the backward pass for each forward one.
+      between_tokens: Whether tokens are multiplied with tokens or with a state.
     """
 
     name: str
@@ -112,7 +112,6 @@ class Part:
 
     @property
     def training(self) -> float:
-        """Operations of training, by the rule of MFU."""
         return (1 + self.backward) * self.flops
 
 
@@ -121,10 +120,8 @@ class FlopCount:
     """Operations on one token, part by part.
 
     Attributes:
-      sequence_length: tokens of a sequence.
-      parts: in the order of the forward pass.
-      recomputed: forward operations per token that the backward pass executes again; None where
-        that is not known (remat policies between none and full, dense_kept_sums).
+      recomputed: Forward operations per token that the backward pass repeats; None if unknown
+        (remat policies between none and full, dense_kept_sums).
     """
 
     sequence_length: int
@@ -133,17 +130,16 @@ class FlopCount:
 
     @property
     def forward(self) -> float:
-        """Operations of the forward pass."""
         return sum(part.flops for part in self.parts)
 
     @property
     def per_token(self) -> float:
-        """Operations of training, by the rule of MFU."""
+        """Training operations by the rule of MFU."""
         return sum(part.training for part in self.parts)
 
     @property
     def weights(self) -> float:
-        """Operations of training that multiply tokens with weights."""
+        """Training operations between tokens and weights."""
         return sum(
             part.training
             for part in self.parts
@@ -152,12 +148,12 @@ class FlopCount:
 
     @property
     def attention(self) -> float:
-        """Operations of training that multiply tokens with tokens."""
+        """Training operations between tokens and tokens."""
         return sum(part.training for part in self.parts if part.between_tokens)
 
     @property
     def depth_sums(self) -> float:
-        """Operations of training that sum hidden states over depth."""
+        """Training operations that aggregate hidden states over depth."""
         return 3 * sum(part.flops for part in self.parts if part.name == _DEPTH_SUMS)
 
     @property
@@ -167,22 +163,21 @@ class FlopCount:
 
     @property
     def executed_forward(self) -> float:
-        """Operations of the forward pass as the backend computes them."""
         return sum(part.executed for part in self.parts)
 
     @property
     def executed_per_token(self) -> float | None:
-        """Operations of training as they are executed; None where that is not known."""
+        """Executed training operations; None if unknown."""
         if self.recomputed is None:
             return None
         return sum((1 + part.backward) * part.executed for part in self.parts) + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
-        """1e12 operations of training on this many tokens."""
+        """Returns 1e12 training operations of this many tokens."""
         return self.per_token * num_tokens / 1e12
 
     def line(self, num_tokens: float) -> str:
-        """MaxText's line for a step of this many tokens on a device."""
+        """Returns MaxText's line for a step of this many tokens per device."""
         weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.depth_sums))
         return (
             f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
@@ -191,12 +186,9 @@ class FlopCount:
 
 
 def count_flops(model: Model, sequence_length: int) -> FlopCount:
-    """Counts a model from its abstract parameters.
+    """Counts the operations of a model from its abstract parameters.
 
     Every parameter marked as a matrix of a product (`num_in_dims`) takes 2 operations per weight.
-
-    Args:
-      sequence_length: tokens of a sequence.
     """
     entries = list(_entries(model, sequence_length))
     held: collections.Counter[str] = collections.Counter()
@@ -219,7 +211,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
 
 
 class _Entry(NamedTuple):
-    """Forward operations on a token of one weight, or that a part declares."""
+    """Forward operations per token of one weight, or declared by a part."""
 
     owner: str  # as in ParameterInfo
     row: str  # of the table
@@ -265,7 +257,7 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tuple[float, float]:
-    """Forward operations on a token of one matrix of all layers: by the rule, and executed."""
+    """Returns operations per token of one matrix of all layers, by the rule and executed."""
     section, times = model.section, 1
     if section.block.share_parameters and info.owner == "layers":
         times = section.shape.dimensions.num_layers
@@ -281,10 +273,7 @@ def _of_weights(model: Model, name: str, info: ParameterInfo, length: int) -> tu
 
 
 def _recomputed(section: ModelSection, entries: Sequence[_Entry]) -> float | None:
-    """What the backward pass executes again: the layers by policy, the head when it is in chunks.
-
-    Chunks of the head keep no logits (training/objective.py).
-    """
+    """Returns what the backward pass repeats: layers by policy, and a head in chunks."""
     policy = section.memory.remat_policy
     if policy not in ("none", "full"):
         return None

@@ -1,18 +1,15 @@
-"""Bytes that a device exchanges in an update, by mesh axis, and the seconds that takes.
-
-Counted is what a device receives:
+"""Bytes that a device receives in an update, by mesh axis, and their seconds.
 
     weights that an axis splits     gathered for the forward and again for the backward pass of
                                     every microbatch, in the format of products; their gradients
                                     scattered, once per microbatch
-    weights that an axis copies     gradients added up, 2 times their bytes
-    weights of a pipeline's stages  gathered, and gradients scattered, in every turn that uses them;
-                                    between stages where they have several runs of layers
+    weights that an axis copies     gradients all-reduced, 2 times their bytes
+    weights of pipeline stages      gathered, and gradients scattered, in every turn that uses them;
+                                    between stages if they have several runs of layers
     stage                           a hidden state of a microbatch in every turn, forward and
                                     backward; all rows from the last stage to the head and back
     tensor                          sums of hidden states after products that contract what it
-                                    splits, forward and backward, and those computed again; 2 times
-                                    their bytes
+                                    splits, forward, backward and recomputed; 2 times their bytes
     context                         keys and values of the other parts of a sequence: gathered for
                                     both passes and their gradients scattered; or around the ring
                                     in both, the second time with gradients in float32
@@ -40,7 +37,7 @@ _MADE_AGAIN = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What an update sends over one mesh axis."""
+    """Bytes that an update sends over one mesh axis."""
 
     axis: str  # of the mesh
     size: int  # devices along it
@@ -49,12 +46,12 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """If nothing else goes on."""
+        """Seconds without any overlap."""
         return self.num_bytes / self.bandwidth
 
 
 def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
-    """The communication of an update, of mesh axes that have several devices."""
+    """Returns the communication of an update over mesh axes of several devices."""
     mesh = program.layout.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -71,7 +68,6 @@ def exchanges(program: Program, hardware: Hardware) -> list[Exchange]:
 
 
 def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
-    """Gathering weights, and adding up or scattering gradients."""
     layout, parameters = program.layout, program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
     shape = layout.mesh.shape
@@ -112,7 +108,7 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 
 def _hidden_states(program: Program) -> float:
-    """Bytes over the tensor axis in a microbatch."""
+    """Returns the bytes over the tensor axis per microbatch."""
     section, layout = program.config.model, program.layout
     parameters = program.model.parameters
     layers = section.shape.dimensions.num_layers
@@ -138,7 +134,7 @@ def _hidden_states(program: Program) -> float:
 
 
 def _handed_on(program: Program) -> float:
-    """Bytes over the stage axis in a microbatch, besides those of weights."""
+    """Returns the bytes over the stage axis per microbatch, except those of weights."""
     schedule = program.schedule
     if schedule is None:
         return 0.0
@@ -147,7 +143,7 @@ def _handed_on(program: Program) -> float:
 
 
 def _rows(program: Program) -> float:
-    """Bytes over the expert axis in a microbatch."""
+    """Returns the bytes over the expert axis per microbatch."""
     section = program.config.model
     experts = section.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
@@ -161,7 +157,7 @@ def _rows(program: Program) -> float:
 
 
 def _keys_and_values(program: Program) -> float:
-    """Bytes over the context axis in a microbatch."""
+    """Returns the bytes over the context axis per microbatch."""
     section = program.config.model
     attention, d = section.attention, program.local_model.section.shape.dimensions
     width = np.dtype(section.numerics.dtype).itemsize
@@ -175,11 +171,10 @@ def _keys_and_values(program: Program) -> float:
 
 
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
-    """Bytes per second that a device receives over one axis.
+    """Returns the bytes per second that a device receives over one axis.
 
-    On a torus, an axis that is alone uses the links of all dimensions; of several, those inside get
-    one dimension each. Across slices, what the devices of a slice along the axis exchange among
-    themselves first need not be sent again: each sends its part.
+    On a torus, a single axis uses the links of all dimensions; of several, those inside get one
+    dimension each. Across slices, each device sends only its part of what a slice has reduced.
     """
     chip = hardware.chip
     place = MESH_AXES.index(axis)

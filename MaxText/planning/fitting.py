@@ -1,10 +1,8 @@
-"""Mesh, microbatch and remat policy that fit, the fastest first.
+"""Search for the mesh, microbatch and remat policy that fit, fastest first.
 
-An update keeps its number of sequences: smaller microbatches are accumulated. What GPT-Neo's
---auto_layout and --auto_layout_and_mesh_shape did for its own model is done here for any.
-
-Meshes are looked at in the order of the least time that they can take, which is known without
-tracing a program; the search ends where none that is left can be among the proposals.
+An update keeps its number of sequences: smaller microbatches are accumulated. (GPT-Neo's
+--auto_layout did this for its own model.) Meshes are visited in the order of their least possible
+time, which is known without tracing. The search ends when no mesh left can be among the proposals.
 """
 
 import bisect
@@ -40,8 +38,6 @@ _RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
 
 @dataclasses.dataclass(frozen=True)
 class _Mesh:
-    """A mesh to look at."""
-
     seconds: float  # the least that an update can take
     keys: dict[str, Any]  # that make it
     # keys of fewer and smaller microbatches, the largest that divides first
@@ -49,7 +45,7 @@ class _Mesh:
 
 
 def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
-    """Plans that fit, the one with the shortest update first, MOST_PROPOSED at most."""
+    """Returns at most MOST_PROPOSED plans that fit, the shortest update first."""
     search = _Search(flat(config), hardware, peak)
     found: list[Plan] = []
     smallest: Plan | None = None
@@ -78,13 +74,13 @@ def fitting(config: Config, hardware: Hardware, peak: PeakFlops) -> list[Plan]:
 
 
 class NothingFits(UserError):
-    """No mesh, microbatch and remat policy fits; the exit code is that of a plan that does not."""
+    """No mesh, microbatch and remat policy fits; same exit code as a plan that does not fit."""
 
     exit_code = 1
 
 
 def words(plan: Plan, config: Config) -> dict[str, str]:
-    """The keys that make a plan of `config`, as they are typed."""
+    """Returns the keys of a plan as they are typed."""
     changed = differences(flat(config), flat(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
     # Quotes that YAML needs, the command line does not.
@@ -92,7 +88,7 @@ def words(plan: Plan, config: Config) -> dict[str, str]:
 
 
 def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
-    """The command line of `config` with a plan's keys: each key is given once."""
+    """Returns the command line of `config` with a plan's keys, each given once."""
     new = words(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
@@ -100,14 +96,12 @@ def command(arguments: Sequence[str], plan: Plan, config: Config) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """What all candidates share."""
-
     given: dict[str, Any]  # keys of the configuration
     hardware: Hardware
     peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
-        """Those that divide model and batch and that no rule refuses."""
+        """Yields meshes that divide model and batch and that no rule refuses."""
         every = microbatches(config, self.hardware)
         for keys in candidates(config, self.hardware):
             for number, batch in enumerate(every):
@@ -119,10 +113,10 @@ class _Search:
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[Plan], Plan | None]:
-        """Plans that fit, and what needs least.
+        """Returns plans that fit, and the one that needs least.
 
-        Of each policy the one with the largest microbatch, unless a policy that keeps more fits
-        with one as large, and so is faster.
+        Of each policy the one with the largest microbatch, unless a policy that saves more
+        activations fits with an equal one, and so is faster.
         """
         batches = self._small_enough(mesh)
 
@@ -150,9 +144,7 @@ class _Search:
         return found, closest
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
-        """The microbatches of a mesh without those that need too much by a first look; the last
-        one in any case.
-        """
+        """Drops microbatches that need too much by a first look, except the last one."""
         left, last = [], []
         for batch in mesh.batches:
             program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
@@ -163,7 +155,7 @@ class _Search:
         return left or last
 
     def _program(self, changes: dict[str, Any]) -> Program | None:
-        """The program with other keys; None where they do not go together, or a rule refuses."""
+        """Returns the program with other keys; None if a rule refuses them."""
         config = build(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
@@ -176,7 +168,7 @@ class _Search:
 
 
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
-    """The update's sequences in more and more microbatches."""
+    """Returns the update's sequences in more and more microbatches."""
     given, sequences = config.batch, sequences_of(config, hardware)
     found = []
     steps = 1
@@ -211,10 +203,10 @@ Keys = dict[str, int]
 
 
 def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
-    """Keys of meshes, and of pipelines where they have stages.
+    """Yields keys of meshes, and of pipelines if they have stages.
 
-    Weights are split over all devices of a slice, over a half of them, or copied; across slices
-    copied, split, or by layers. Sizes that a model, a batch or a rule refuses are among them.
+    Weights are split over all devices of a slice, over half of them, or copied; across slices
+    copied, split, or by layers. Some are refused by the model, the batch or a rule.
     """
     num_devices = hardware.num_devices // hardware.num_slices
     for within, across in itertools.product(
@@ -233,14 +225,13 @@ def candidates(config: Config, hardware: Hardware) -> Iterator[Keys]:
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:
-    """Sequences of an update over all devices."""
+    """Returns the sequences of an update over all devices."""
     batch = config.batch
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)
 
 
 def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
-    """Sizes inside of a slice."""
     for expert, tensor, context, stage in itertools.product(
         _experts(config),
         _powers(LARGEST_TENSOR),
@@ -259,7 +250,6 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
 
 
 def _across(num_slices: int) -> Iterator[Keys]:
-    """Sizes across slices."""
     for stage in (n for n in range(1, MOST_STAGES + 1) if num_slices % n == 0):
         rest = num_slices // stage
         for fsdp in dict.fromkeys((1, rest)):
@@ -274,7 +264,7 @@ def _experts(config: Config) -> list[int]:
 
 
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
-    """Parts of sequences: several where these are long, or fewer than devices."""
+    """Returns numbers of sequence parts: several for long sequences or many devices."""
     length = config.model.shape.max_target_length
     most = LARGEST_CONTEXT if length >= LONG_SEQUENCE else 1
     waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
@@ -284,24 +274,21 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    """Stages inside of a slice: several where weights do not fit into it otherwise."""
+    """Returns numbers of stages: several if weights do not fit into a slice otherwise."""
     section, _ = backend_defaults.resolve(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * model_of(section).num_parameters / num_devices
     return _powers(MOST_STAGES if needed > hardware.memory else 1)
 
 
 def _transposed(within: Keys, across: Keys, width: int) -> Keys:
-    """With as much of fsdp as does not divide the model's width in fsdp_transpose."""
+    """Moves to fsdp_transpose as much of fsdp as does not divide the model's width."""
     fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
     divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
     return within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:
-    """How rows flow through stages: in one run of layers or in the shortest, and in how many parts.
-
-    More parts leave stages idle for less of the time, and need more rows.
-    """
+    """Yields repeats and microbatches: more microbatches idle less and need more rows."""
     several = (1, 2, 4) if num_stages > 1 else ()
     choices = itertools.product((1, -1), (n * num_stages for n in several))
     for repeats, parts in choices if several else [(-1, -1)]:
@@ -309,5 +296,4 @@ def _pipelines(num_stages: int) -> Iterator[Keys]:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
     return [2**i for i in range(most.bit_length())]

@@ -1,8 +1,8 @@
-"""Machines to plan for, by the names that people order them under.
+"""Machines to plan for, by the names under which they are ordered.
 
-Figures are of one chip or GPU, from the makers' pages: Google's "TPU v2" to "TPU7x (Ironwood)"
-pages of the Cloud TPU documentation (memory, bandwidth, links), NVIDIA's data sheets. Peaks of
-operations stand in monitoring/peak_flops.py. Prices differ by region and contract: there are none.
+Figures are of one chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
+sheets. Peaks of operations are in monitoring/peak_flops.py. Prices differ by region and contract:
+there are none.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator, or this machine's CPU."""
+    """A kind of accelerator, or this machine's CPU."""
 
     name: str  # "v5p", "H100"
     device_kind: str  # of a jax device
@@ -76,8 +76,6 @@ _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v6": "v6e", "v7x": "tpu7x", "7
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Chips to train on."""
-
     name: str  # as the user wrote it
     chip: Chip  # their kind
     num_chips: int  # of all slices or servers
@@ -90,11 +88,10 @@ class Hardware:
 
     @property
     def memory(self) -> float:
-        """Bytes of a device; of a CPU, of the machine."""
+        """Bytes of a device; for a CPU, of the machine."""
         return self.chip.memory / self.chip.devices
 
     def describe(self) -> str:
-        """In words."""
         if self.chip is CPU:
             return "this machine's CPU as one device"
         counted = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
@@ -103,10 +100,10 @@ class Hardware:
 
 
 def find(name: str) -> Hardware:
-    """The hardware of a name.
+    """Returns the hardware of a name.
 
     TPUs go by accelerator type: the number of v2, v3, v4, v5p and tpu7x counts TensorCores, two a
-    chip, that of v5e (v5litepod) and v6e counts chips. "2xv5p-128" is two slices. GPUs are counted:
+    chip, that of v5e (v5litepod) and v6e chips. "2xv5p-128" is two slices. GPUs are counted:
     "8xH100". "cpu" is this machine.
     """
     text = name.strip()

@@ -1,9 +1,8 @@
-"""How much memory a traced program needs, found without compiling it.
+"""Peak memory of a traced program, without compiling it.
 
-An array lives from the node that writes it to the last one that reads it, through whatever is
-fused between. The order is the program's, or one in which always that runs which frees most: of the
-two the one that needs less, as compilers choose. What the body of a loop works with is there while
-the loop runs.
+An array lives from the node that writes it to the last one that reads it, through fused operations.
+The order is the program's or a greedy one that runs what frees most, whichever needs less. The
+arrays of a loop's body are alive while the loop runs.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from MaxText.planning.traced import Node, Traced, Value
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """An array that is in memory at the peak."""
+    """An array in memory at the peak."""
 
     size: float  # bytes
     shape: tuple[int, ...]  # on one device
@@ -24,7 +23,7 @@ class Alive:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory of a program besides what it is given."""
+    """Memory of a program besides its arguments."""
 
     outside: float  # bytes at the peak that no body of a loop works with
     in_loops: float  # bytes that the body of the loop that runs then works with; 0 where none does
@@ -35,18 +34,16 @@ class Need:
 
     @property
     def size(self) -> float:
-        """Bytes in all."""
         return self.outside + self.in_loops + self.between
 
 
 def memory_need(program: Traced, kept: Sequence[float | None] = (), between: float = 0.0) -> Need:
-    """The memory that a program needs.
+    """Returns the memory that a program needs.
 
     Args:
-      kept: of each result, the bytes that one device keeps of it once it is written, where devices
-        share it (gradients); None for all. Results stay to the end. Empty for the body of a loop,
-        whose results go where they belong as soon as they are written.
-      between: bytes of what is made before the first loop and lives to the end of the last.
+      kept: Bytes of each result that one device keeps once it is written, if devices share it
+        (gradients); None for all. Empty for the body of a loop, whose results leave at once.
+      between: Bytes that live from before the first loop to the end of the last.
     """
     steps = _steps(program)
     left: dict[Value, float] = {}
@@ -90,7 +87,6 @@ def _steps(program: Traced) -> list[_Step]:
 def _peak(
     order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
 ) -> Need:
-    """The most that is in memory at once."""
     last = {value: number for number, step in enumerate(order) for value in step.reads}
     loops = [number for number, step in enumerate(order) if step.node.bodies]
     living: dict[Value, Alive] = {}
@@ -116,7 +112,7 @@ def _peak(
 def _greedy(
     steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
 ) -> list[_Step]:
-    """Of what can run next, always what frees most; in the order of the program among equals."""
+    """Orders steps so that of the runnable ones the one that frees most is next."""
     readers: dict[Value, int] = {}
     for step in steps:
         for value in step.reads:

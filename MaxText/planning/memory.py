@@ -1,8 +1,7 @@
 """Bytes of a train step on one device, by cause.
 
-Parameters, optimizer state and gradients are those of the abstract state under the mesh's
-shardings, exactly. Activations come from the traced program (liveness.py) of loss and gradients,
-at the shapes that one device computes with.
+Parameters, optimizer state and gradients are exact: the abstract state under the mesh's shardings.
+Activations come from tracing loss and gradients (liveness.py) at one device's shapes.
 """
 
 import dataclasses
@@ -45,24 +44,23 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """What the step is given: parameters, optimizer state and batch."""
+        """Arguments of the step: parameters, optimizer state and batch."""
         return self.parameters + self.optimizer + self.batch
 
     @property
     def total(self) -> float:
-        """What the step needs in all."""
         return self.state + self.temporaries
 
     @property
     def temporaries(self) -> float:
-        """What the step needs besides what it is given."""
+        """Everything but the arguments."""
         sums = self.gradients - self.parameters  # of several microbatches
         passes = self.need.size + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
 def memory_of(program: Program) -> Memory:
-    """The memory of a program on each of its devices."""
+    """Returns the memory of a program on each of its devices."""
     size_of = _size_of(program.platform)
     state = program.abstract_state
     gradients = parameters = _bytes(state.params, size_of)
@@ -84,10 +82,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def least_memory(program: Program) -> float:
-    """What a program needs at least: its state, and gradients or what goes into each layer.
-
-    That is known without tracing it.
-    """
+    """Returns a lower bound, without tracing: the state, and gradients or the layers' inputs."""
     section, state = program.config.model, program.abstract_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
@@ -99,12 +94,10 @@ def least_memory(program: Program) -> float:
 
 
 def _size_of(platform: str) -> SizeOf:
-    """How arrays are laid out."""
     return tiled_size if platform == "tpu" else plain_size
 
 
 def _bytes(tree: Any, size_of: SizeOf) -> float:
-    """Of all arrays of a tree on one device."""
     return sum(
         size_of(leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype).itemsize)
         for leaf in jax.tree.leaves(tree)
@@ -112,7 +105,7 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
 
 
 def trace(program: Program) -> Traced:
-    """Loss and gradients of one microbatch, at the shapes of one device."""
+    """Traces loss and gradients of one microbatch at the shapes of one device."""
     model = program.local_model
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
@@ -130,10 +123,9 @@ def _trace(
     rules: Rules,
     weights: tuple[float, ...],
 ) -> Traced:
-    """As trace; meshes on which a device computes with the same shapes share it.
+    """Caches `trace` for meshes with the same shapes on a device.
 
-    Args:
-      weights: of each parameter, the share that a device gathers.
+    `weights` is the share of each parameter that a device gathers.
     """
     model, objective = model_of(section), section.objective
 
@@ -154,7 +146,7 @@ def _trace(
 
 
 def _gathered(program: Program, name: str) -> float:
-    """The share of a parameter that a device gathers: of experts, those that lie on it."""
+    """Returns the share of a parameter that a device gathers: of experts, its own."""
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
@@ -165,7 +157,7 @@ def _gathered(program: Program, name: str) -> float:
 
 
 def _converted(program: Program) -> float:
-    """Bytes of the layers' matrices in the format of products, as a device holds them."""
+    """Returns the bytes of the layers' matrices in the format of products."""
     section, parameters = program.config.model, program.model.parameters
     width = np.dtype(section.numerics.dtype).itemsize
     if section.memory.scan_layers is not True:
@@ -179,7 +171,7 @@ def _converted(program: Program) -> float:
 
 
 def _update_need(program: Program) -> float:
-    """Bytes that the optimizer's update works with besides gradients."""
+    """Returns the bytes that the optimizer works with besides gradients."""
     state, layout = program.abstract_state, program.layout
     # Moments like their parameters: shard_optimizer_over_data cuts what is worked on, too.
     alike = Layout(layout.mesh, layout.rules).state_shardings(state, program.model.parameters)
@@ -199,7 +191,6 @@ def _need_of_update(
     shards: tuple[tuple[tuple[int, ...], Any], ...],
     platform: str,
 ) -> float:
-    """As _update_need."""
     arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
     params, moments = jax.tree.unflatten(structure, arrays)
     closed = jax.make_jaxpr(optimizer.update)(params, moments, params)

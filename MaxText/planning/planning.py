@@ -1,4 +1,4 @@
-"""A configuration on hardware: memory, communication and time of its updates."""
+"""Plan of a configuration on hardware: memory, communication and time."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ FULL = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run of a configuration needs."""
+    """Needs of a run."""
 
     program: Program  # what is compiled
     hardware: Hardware  # where it runs
@@ -31,17 +31,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device is enough, with a margin."""
+        """Whether the memory of a device suffices, with a margin."""
         return self.memory.total <= FULL * self.hardware.memory
 
     @property
     def tokens_per_device(self) -> float:
-        """Tokens that a device sees in an update."""
+        """Tokens of an update per device."""
         return self.program.tokens_per_update / self.program.num_devices
 
 
 def program_on(config: Config, hardware: Hardware) -> Program:
-    """The program of a configuration on hardware."""
+    """Returns the program of a configuration on hardware."""
     try:
         program = make_program(
             config,
@@ -59,15 +59,14 @@ def program_on(config: Config, hardware: Hardware) -> Program:
 def make_plan(
     config: Config, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
-    """The plan of a configuration.
+    """Returns the plan of a configuration.
 
     Args:
-      peak: of a device (peak_of).
-      fused_attention: time it as if scores of attention were never written to memory, as programs
-        with a kernel for attention do.
+      peak: Of a device (peak_of).
+      fused_attention: Assume a kernel that never writes attention scores to memory.
 
     Raises:
-      UserError: mesh, batch or sharding do not fit the devices.
+      UserError: Mesh, batch or sharding do not fit the devices.
     """
     return plan_of(program_on(config, hardware), hardware, peak, fused_attention=fused_attention)
 
@@ -75,7 +74,6 @@ def make_plan(
 def plan_of(
     program: Program, hardware: Hardware, peak: PeakFlops, *, fused_attention: bool = False
 ) -> Plan:
-    """The plan of a program, as make_plan."""
     memory = memory_of(program)
     exchanged = exchanges(program, hardware)
     time = step_time(program, hardware, memory, exchanged, peak, fused_attention=fused_attention)
@@ -83,5 +81,5 @@ def plan_of(
 
 
 def peak_of(hardware: Hardware) -> PeakFlops:
-    """What a device can do: by the data sheet, or of this machine's CPU as measured."""
+    """Returns a device's peak: by data sheet, or measured for this machine's CPU."""
     return from_data_sheet(hardware.chip.device_kind) or measured(jax.devices("cpu")[0])

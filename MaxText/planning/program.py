@@ -1,4 +1,4 @@
-"""The train step of a configuration on devices that need not be there.
+"""The train step of a configuration on devices that need not exist.
 
 Legend: B sequences, T tokens.
 """
@@ -34,16 +34,13 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def remembered(function: _Function) -> _Function:
-    """`function` with its last results kept: searches ask for the same again and again.
-
-    Type checkers do not know that sections can be hashed, which functools.lru_cache asks for.
-    """
+    """Caches results; functools.lru_cache in a form that type checkers accept for sections."""
     return cast(_Function, functools.lru_cache(maxsize=256)(function))
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsentDevice:
-    """A device by name: enough to lay arrays out, not to compute."""
+    """A device by name: enough to shard arrays, not to compute."""
 
     id: int
     platform: str
@@ -54,7 +51,7 @@ class AbsentDevice:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What train.py would compile."""
+    """The program that train.py would compile."""
 
     config: Config  # with the model section's `auto` resolved
     choices: tuple[str, ...]  # one line for each `auto`
@@ -66,17 +63,14 @@ class Program:
 
     @property
     def platform(self) -> str:
-        """As jax names it."""
         return self.layout.mesh.devices.flat[0].platform
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
         return self.layout.mesh.size
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of an update."""
         return self.config.batch.gradient_accumulation_steps
 
     @property
@@ -86,7 +80,6 @@ class Program:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer of the whole model."""
         section = _weights_of(self.config.model)
         return _optimizer(section, self.config.optimizer, self.config.schedule)
 
@@ -99,9 +92,10 @@ class Program:
 
     @functools.cached_property
     def local_model(self) -> Model:
-        """The model of which each device computes its rows of a batch, by tensor parallelism cut
-        to its heads, MLP columns, slots and ids; other weights are gathered before they are used.
-        Of a pipeline's stage, its layers between embedding and head.
+        """The model that each device computes its rows with.
+
+        Tensor parallelism reduces it to its heads, MLP columns, slots and ids; other weights are
+        gathered before use. A pipeline stage has its own layers between embedding and head.
         """
         return model_of(_local(self.model.section, self.layout))
 
@@ -112,13 +106,13 @@ class Program:
 
     @property
     def schedule(self) -> PipelineSchedule | None:
-        """How microbatches pass through the stages of a pipeline; None without one."""
+        """The pipeline schedule; None without one."""
         num_stages = self.layout.mesh.shape["stage"]
         return self.model.section.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage has nothing to do."""
+        """Share of the time in which a stage is idle."""
         return 0.0 if self.schedule is None else self.schedule.bubble
 
     @property
@@ -128,7 +122,7 @@ class Program:
 
     @property
     def state_bytes(self) -> float:
-        """Of one hidden state of a device's tokens of a microbatch."""
+        """Bytes of a hidden state of a microbatch on one device."""
         section = self.config.model
         width = np.dtype(section.numerics.dtype).itemsize
         return float(self.local_tokens * section.shape.dimensions.emb_dim * width)
@@ -136,9 +130,9 @@ class Program:
     def local_batch(self) -> Batch:
         """Shapes of a microbatch on one device.
 
-        A part of each of many sequences costs what as many tokens of whole ones do: attention
-        multiplies as many pairs. Where there are fewer sequences than parts, those are the first
-        tokens, and pairs with the other parts are left out: step_time.attention_to_other_parts.
+        Parts of many sequences cost as much as whole ones of as many tokens. With fewer sequences
+        than parts, these are the first tokens, and pairs with the other parts are missing:
+        step_time.attention_to_other_parts.
         """
         parts = self.layout.num_length_parts
         rows = math.gcd(self.local_rows, parts)
@@ -149,13 +143,13 @@ class Program:
 def make_program(
     config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
 ) -> Program:
-    """The program of a configuration.
+    """Returns the program of a configuration.
 
     Args:
-      num_slices: parts of the devices that only a slow network connects.
+      num_slices: Groups of devices connected only by a slow network.
 
     Raises:
-      UserError: mesh or batch do not fit the devices.
+      UserError: Mesh or batch do not fit the devices.
     """
     devices = _absent(num_devices, platform, device_kind, num_slices)
     sizes = mesh_sizes(config.mesh, devices)
@@ -186,12 +180,11 @@ def _absent(
 
 @remembered
 def model_of(section: ModelSection) -> Model:
-    """The abstract model of a section."""
     return Model(section)
 
 
 def _weights_of(section: ModelSection) -> ModelSection:
-    """The section without a choice that changes no weight."""
+    """Returns the section without keys that change no weight."""
     memory = section.memory.model_copy(update={"remat_policy": "none"})
     return section.model_copy(update={"memory": memory})
 
@@ -213,7 +206,7 @@ def _state_shapes(
 
 
 def _local(section: ModelSection, layout: Layout) -> ModelSection:
-    """The section with the sizes that one device computes with."""
+    """Returns the section with the sizes that one device computes with."""
 
     def part(name: str, size: int) -> int:
         # Of activations: what splits weights alone is gathered before it is used.

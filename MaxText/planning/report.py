@@ -1,4 +1,4 @@
-"""A plan in words."""
+"""Text of a plan."""
 
 import shlex
 import textwrap
@@ -16,11 +16,7 @@ _GB = 1e9
 
 
 def describe(plan: Plan, tokens: float, price: float | None) -> str:
-    """Memory, communication, time and money of a run.
-
-    Args:
-      price: of a chip or GPU for an hour; None leaves money out.
-    """
+    """Describes memory, communication, time and, given a price per chip and hour, cost of a run."""
     program = plan.program
     section = program.config.model
     lines = [
@@ -43,7 +39,6 @@ def describe(plan: Plan, tokens: float, price: float | None) -> str:
 
 
 def _stages(program: Program) -> list[str]:
-    """What a pipeline does, in a line; nothing without one."""
     schedule = program.schedule
     if schedule is None:
         return []
@@ -85,7 +80,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _largest(alive: Sequence) -> str:
-    """The largest arrays at a peak."""
+    """Lists the largest arrays at a peak."""
     return ", ".join(
         f"{'x'.join(map(str, array.shape))} {array.size / _GB:.2f}"
         for array in alive[:2]
@@ -140,14 +135,12 @@ def _time(plan: Plan, tokens: float, price: float | None) -> list[str]:
 
 
 def _days_and_cost(plan: Plan, seconds: float, tokens: float, price: float | None) -> list[str]:
-    """Cells of a run whose updates take so long."""
     days = tokens / plan.program.tokens_per_update * seconds / 86400
     money = [] if price is None else [f"{price * plan.hardware.num_chips * days * 24:,.0f}"]
     return [f"{days:.3g}", *money]
 
 
 def _mesh_words(program: Program) -> str:
-    """Axes and their sizes; of several slices also those across them, of stages how rows flow."""
     words = program.layout.words
     sizes = zip(MESH_AXES, program.sizes.across, strict=True)
     if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
@@ -165,7 +158,7 @@ def proposals(
     tokens: float,
     price: float | None,
 ) -> str:
-    """Plans that fit, the fastest first."""
+    """Describes plans that fit, fastest first."""
     rows = [
         [
             _mesh_words(plan.program),

@@ -1,4 +1,4 @@
-"""What the command line of plan.py asks for besides keys of the configuration."""
+"""Command line of plan.py."""
 
 import dataclasses
 import math
@@ -15,8 +15,6 @@ _EXAMPLES = {"tokens": "300e9 or 300B", "price_per_chip_hour": "4.2"}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A plan as it was asked for."""
-
     hardware: str  # name of it
     tokens: float | None  # to train on; None is what the configuration's steps see
     price: float | None  # of a chip or GPU for an hour, in any currency; None leaves money out
@@ -25,7 +23,6 @@ class Request:
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """Reads a command line."""
     words: dict[str, str] = {}
     rest, fit = [], False
     for argument in arguments:

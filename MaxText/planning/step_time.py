@@ -1,10 +1,8 @@
 """Seconds of an update, as an interval, from the traced program and the hardware.
 
-Every product, reduction and copy of the traced program takes the longer of two times: its
-operations over what the device reaches of its peak, and the bytes it reads and writes over the
-memory's bandwidth. Which share of the peak products reach differs between programs: the interval
-spans what published runs reached on the chip. At best all communication happens beside the
-computation, at worst none.
+Every product, reduction and copy takes the longer of two times: its operations over the reachable
+share of peak, and its bytes over the memory's bandwidth. The interval spans the shares that
+published runs reached on the chip, with all communication overlapped at best and none at worst.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ BANDWIDTH_SHARE = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What runs at once: a product, a reduction, a copy."""
+    """An operation that runs as a whole: a product, a reduction, a copy."""
 
     operations: float  # 2 for every multiply-add of products, nothing else counted
     num_bytes: float  # read from memory and written
@@ -37,8 +35,6 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The time of an update."""
-
     # seconds, the interval
     fast: float
     slow: float
@@ -50,21 +46,20 @@ class StepTime:
 
     @property
     def middle(self) -> float:
-        """Seconds: the geometric mean of the interval."""
+        """Geometric mean of the interval, in seconds."""
         return math.sqrt(self.fast * self.slow)
 
     def mfu(self, seconds: float, tokens_per_device: float) -> float:
-        """The model's own operations over what the device could do in `seconds`."""
+        """Returns the model's operations over the device's peak in `seconds`."""
         return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
 
 
 def least_time(
     program: Program, hardware: Hardware, exchanged: Sequence[Exchange], peak: PeakFlops
 ) -> float:
-    """Seconds that the middle of an update's interval cannot be below.
+    """Returns a lower bound of the middle of an update's interval, without tracing.
 
-    That is known without tracing it, if `exchanged` is what the policy that computes nothing again
-    exchanges in the fewest microbatches.
+    `exchanged` is that of the policy that recomputes nothing, with the fewest microbatches.
     """
     count = count_flops(program.model, program.length)
     executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
@@ -76,11 +71,11 @@ def least_time(
 def work_of(
     program: Traced, *, fused_attention: bool = False, keys_of_kernel: float = 0.0
 ) -> list[Work]:
-    """Everything that a program runs, bodies of loops as often as they run.
+    """Returns everything that a program runs, bodies of loops as often as they run.
 
     Args:
-      fused_attention: scores of attention are never written, as in a kernel for all of it.
-      keys_of_kernel: that splash attention multiplies a query with, on average over all layers.
+      fused_attention: Scores of attention are never written.
+      keys_of_kernel: Average keys per query in splash attention over all layers.
     """
     found = []
 
@@ -99,7 +94,7 @@ def work_of(
 
 
 def operations(node: Node, keys_of_kernel: float) -> float:
-    """Operations of a product; 0 of other nodes."""
+    """Returns the operations of a product; 0 for other nodes."""
     if node.name not in PRODUCTS:
         return 0.0
     if node.name == "dot_general":
@@ -117,7 +112,6 @@ def operations(node: Node, keys_of_kernel: float) -> float:
 
 
 def _keys_of_kernel(program: Program) -> float:
-    """Keys of a query in the traced program, on average over layers with softmax attention."""
     section = program.local_model.section
     _, length = program.local_batch().tokens_BT.shape
     windows = softmax_windows(section)
@@ -126,11 +120,11 @@ def _keys_of_kernel(program: Program) -> float:
 
 
 def attention_to_other_parts(program: Program) -> float:
-    """Operations of a microbatch by which attention exceeds the traced program's, on the device
-    that has most of it; 0 where sequences are whole.
+    """Returns operations of attention that the traced microbatch lacks, on the busiest device.
 
-    The trace has too few keys where there are fewer sequences than parts. And under a causal mask
-    the last part of a sequence sees more than the mean, which evens out in a balanced ring alone.
+    The trace has too few keys if there are fewer sequences than parts. Under a causal mask the last
+    part of a sequence sees more than the mean, except in a balanced ring. 0 if sequences are
+    unsplit.
     """
     parts = program.layout.num_length_parts
     if parts == 1:
@@ -164,7 +158,6 @@ def step_time(
     *,
     fused_attention: bool = False,
 ) -> StepTime:
-    """The time of an update."""
     chip = hardware.chip
     work = work_of(
         trace(program), fused_attention=fused_attention, keys_of_kernel=_keys_of_kernel(program)

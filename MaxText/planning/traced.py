@@ -1,15 +1,14 @@
-"""A traced program as a compiler will run it: which arrays it writes, and what they are made of.
+"""A traced program as a compiler runs it: the arrays it writes, and their inputs.
 
-What a compiler fuses takes no memory of its own: elementwise work, changes of format and views are
-read through to the arrays that they are made of. The exceptions, each seen in what XLA's TPU
-compiler does with train steps:
+Fused operations take no memory: elementwise work, conversions and views are read through to their
+inputs. Exceptions, each seen in what XLA's TPU compiler does with train steps:
 
 - a fused value that several products read is written once, unless each of them computes in a
-  narrower format: then each makes it again (gradients of attention's scores);
-- a product of which only another format is read is written in the narrower of the two, or in that
-  one if something that cannot be fused reads it (logits, of which targets' are gathered);
-- slices of stacked weights that a product reads are gathered in the format of the product;
-- slices of other stacks are cut out before a loop's body reads them.
+  narrower format: then each recomputes it (gradients of attention scores);
+- a product of which only another format is read is written in the narrower of the two, or in the
+  other if something that cannot be fused reads it (logits, of which targets' are gathered);
+- slices of stacked weights that a product reads are gathered in the format of the product; - slices
+of other stacks are cut out before a loop's body reads them.
 """
 
 import dataclasses
@@ -53,14 +52,13 @@ SizeOf = Callable[[Sequence[int], int], float]  # (shape, bytes of an element) -
 
 
 def plain_size(shape: Sequence[int], width: int) -> float:
-    """Bytes of an array whose elements lie side by side."""
     return float(math.prod(shape) * width)
 
 
 def tiled_size(shape: Sequence[int], width: int) -> float:
-    """Bytes of an array on a TPU, where two dimensions are laid out in tiles of 8 x 128 words.
+    """Returns the bytes of an array on a TPU: two dimensions are in tiles of 8 x 128 words.
 
-    The compiler chooses which two; the least that any choice takes.
+    XLA chooses which two; this is the least of any choice.
     """
     plain = plain_size(shape, width)
     if len(shape) < 2 or not plain:
@@ -80,8 +78,6 @@ def tiled_size(shape: Sequence[int], width: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of the program."""
-
     shape: tuple[int, ...] = ()  # of one device
     size: float = 0.0  # bytes
     width: int = 0  # bytes of an element
@@ -102,7 +98,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An equation that is no call."""
+    """An equation that is not a call."""
 
     name: str  # of its primitive
     # its operands and results
@@ -137,9 +133,8 @@ def traced(
     """Reads a program.
 
     Args:
-      weights: of each argument, the share of a parameter that a device gathers to compute with;
-        0 for what is no parameter.
-      first_slice: for the body of a loop, the first argument that is a slice of a stack.
+      weights: Of each argument, the share of a parameter that a device gathers; 0 for others.
+      first_slice: In the body of a loop, the first argument that is a slice of a stack.
     """
     given = [_value(variable.aval, size_of) for variable in jaxpr.invars]
     squares = is_square or [False] * len(given)
@@ -171,7 +166,7 @@ def _value(aval: Any, size_of: SizeOf) -> Value:
 def _written_out(
     jaxpr: core.Jaxpr, given: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
-    """Appends equations to `nodes`, calls written out; returns the results."""
+    """Appends equations to `nodes` with calls inlined; returns the results."""
     values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
     values |= {variable: _value(variable.aval, size_of) for variable in jaxpr.constvars}
 
@@ -193,7 +188,7 @@ def _written_out(
 
 
 def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
-    """Nodes that results depend on; a compiler drops the others."""
+    """Returns the nodes that results depend on."""
     needed, kept = set(results), []
     for node in reversed(nodes):
         if any(value in needed for value in node.makes):
@@ -203,7 +198,7 @@ def _needed(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
 
 
 def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
-    """Each slice of a stack cut out right before what reads it first."""
+    """Cuts each slice of a stack right before its first use."""
     uncut, complete = set(slices), []
     for node in nodes:
         for value in node.reads:
@@ -215,7 +210,6 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
 
 
 def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
-    """Says of what a node makes where it is read from."""
     handed_on = _handed_on(node)
     for place, value in enumerate(node.makes):
         if place in handed_on:
@@ -238,7 +232,7 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
-    """Whether something reads it that is neither a product nor made on the way, as sums are."""
+    """Returns whether something other than a product or a fused sum reads it."""
     readers = {nodes[reader].name for reader in _behind_views(value, nodes)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
@@ -263,9 +257,7 @@ def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
 
 
 def _makes_squares(node: Node) -> bool:
-    """Whether its result is of queries times keys: a product of each sequence and head, whose
-    inner dimension is not longer than rows and columns.
-    """
+    """Returns whether a node is queries times keys, with an inner dimension no longer than the outer."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.params["dimension_numbers"]
@@ -274,7 +266,7 @@ def _makes_squares(node: Node) -> bool:
 
 
 def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
-    """Nodes that read a value, views of it in the same format read through."""
+    """Yields nodes that read a value, through views in the same format."""
     for reader in value.readers:
         node = nodes[reader]
         if node.name in _VIEWS and node.name != "convert_element_type":
@@ -285,16 +277,15 @@ def _behind_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
 
 
 def _body_of(loop: Node) -> Any:
-    """The program inside a scan; since jax 0.12 there is nothing around it."""
+    """Returns the program inside a scan; since jax 0.12 nothing wraps it."""
     program = loop.params["jaxpr"]
     return getattr(program, "jaxpr", program)
 
 
 def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
-    """How many arrays stand before those that a loop takes slices of, or stacks.
+    """Returns how many arrays precede those that a loop slices or stacks.
 
-    These have a dimension less inside. Numbers of constants and carries have other names in each
-    version of jax.
+    These have one dimension less inside; the names of the counts differ between jax versions.
     """
     return next(
         (
@@ -307,9 +298,7 @@ def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
 
 
 def _handed_on(node: Node) -> dict[int, int]:
-    """Results of a loop that are stacked again of what it was given, slice by slice: where they
-    stand, and where the same array stands among what it reads. A compiler copies nothing.
-    """
+    """Returns results of a loop that restack an argument slice by slice: XLA copies nothing."""
     if node.name != "scan":
         return {}
     body = _body_of(node)
@@ -332,7 +321,7 @@ def _handed_on(node: Node) -> dict[int, int]:
 
 
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
-    """The programs inside a node, and how often they run."""
+    """Returns the programs inside a node, and how often they run."""
     if node.name == "scan":
         inside = _body_of(node)
         body = traced(

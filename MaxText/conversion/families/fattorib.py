@@ -1,7 +1,7 @@
-"""fattorib/transformer: its PyTorch state dict as a family, and the names of its Flax tree.
+"""fattorib/transformer: its PyTorch state dict, and the names of its Flax tree.
 
-Its PyTorch program has LayerNorm's epsilon 1e-5 and the exact gelu, the JAX program that trains has
-1e-6 and the tanh form. The weights are those of the JAX program, so that is what config.json says.
+Its PyTorch program has LayerNorm epsilon 1e-5 and exact gelu; the JAX program that trains has 1e-6
+and tanh. The weights are from the JAX program, so config.json says that.
 """
 
 from MaxText.conversion.family import (

@@ -22,7 +22,7 @@ _HERE = "layers/self_attention/"
 
 
 def _kinds(types: Any) -> list[str] | None:
-    """[[[global, local], 2]] as [global, local, global, local]; None if it is no such list."""
+    """Expands [[[global, local], 2]]; None if it is not such a list."""
     try:
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
         return kinds if set(kinds) <= {"global", "local"} else None
@@ -43,7 +43,7 @@ def _write_types(values: Mapping[str, Any]) -> Any:
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
-    """The expanded list, which transformers writes beside attention_types."""
+    """Returns the expanded list, which transformers writes next to attention_types."""
     types = config["attention_types"]
     return _read_types(types, config) if value == _kinds(types) else REQUIRED
 
@@ -54,7 +54,7 @@ def _write_layers(values: Mapping[str, Any]) -> Any:
 
 
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
-    """The window where no layer has one, which our keys do not take."""
+    """Returns the window if no layer has one, which our keys refuse."""
     has_local = "local" in (_kinds(config["attention_types"]) or ())
     return REQUIRED if has_local else config["window_size"]
 

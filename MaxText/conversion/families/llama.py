@@ -1,14 +1,12 @@
 """Llama (Touvron et al. 2023; Grattafiori et al. 2024) and its descendants.
 
 Mistral (Jiang et al. 2023) has, in the first version, a sliding window. Mixtral (Jiang et al. 2024)
-has experts in place of Mistral's feed-forward; tensors are named as in the published files, one for
-each expert: transformers 5 stacks experts in memory and writes and reads these names. Qwen2 (Yang
-et al. 2024) has biases on query, key and value, Qwen3 (2025) norms of q and k. Gemma, the first
-version (Gemma Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, the rows of the token
-table by sqrt(hidden_size) when they are looked up, the gate goes through the tanh form of GELU, and
-the head is the token table.
+has experts, named as in the published files, which transformers 5 still writes and reads. Qwen2
+(Yang et al. 2024) has biases on query, key and value, Qwen3 (2025) norms of q and k. Gemma 1 (Gemma
+Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, embeddings by sqrt(hidden_size), the
+gate uses tanh GELU, and the head is tied.
 
-Rotary dimensions pair by halves, as ours do, so no row is permuted.
+Rotary dimensions pair by halves, as here.
 """
 
 import dataclasses
@@ -147,13 +145,12 @@ def _descendant(
     without: Collection[str] = (),
     **fields: Any,
 ) -> Family:
-    """A family that differs from Llama.
+    """Returns a family that differs from Llama.
 
     Args:
-      own: keys of ours with other values than Llama's, or that Llama has settings for.
-      settings: in place of Llama's of the same name, or additional.
-      without: names of Llama's settings that it does not have.
-      fields: of Family.
+      own: Values of our keys that differ from Llama's.
+      settings: Added, or in place of Llama's of the same name.
+      without: Llama's settings that it does not have.
     """
     others = {setting.name: setting for setting in settings}
     names = {setting.name for setting in LLAMA.settings}
@@ -174,7 +171,7 @@ _WINDOW = "sliding_window"
 
 
 def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
-    """Kinds of attention: all global where no text is longer than the window."""
+    """Returns attention types: all global if no text is longer than the window."""
     if value is None:
         return ()
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -187,7 +184,7 @@ def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _unused_window(config: Mapping[str, Any]) -> Any:
-    """The window where no layer has one, which our keys do not take."""
+    """Returns the window if no layer has one, which our keys refuse."""
     return REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
 
 
@@ -198,11 +195,7 @@ def _write_window(values: Mapping[str, Any]) -> Any:
 
 
 def _window(default: int | None) -> tuple[Setting, ...]:
-    """The two settings; they stand after those of the length and the number of layers.
-
-    Args:
-      default: tokens that a token sees, itself included, where config.json is silent.
-    """
+    """Returns the two settings, which depend on the length and the number of layers."""
     return (
         Setting(
             (_WINDOW,),
@@ -224,8 +217,6 @@ def _window(default: int | None) -> tuple[Setting, ...]:
 
 
 def _several(theirs: str, ours: str, default: int, remedy: str) -> Setting:
-    """A number that is at least 2."""
-
     def possible(value: Any) -> Any:
         return value if type(value) is int and value > 1 else REQUIRED
 

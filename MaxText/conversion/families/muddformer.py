@@ -1,9 +1,8 @@
-"""MUDDFormer and MUDDPythia (Xiao et al. 2025, arXiv 2502.12170) as the released models are stored.
+"""MUDDFormer and MUDDPythia (Xiao et al. 2025, arXiv 2502.12170) as released.
 
-The sum after layer i, counted from 0, is dense_bs.i and dynamic_dense.i there and
-connections/after/{i + 1} here. The first layer has one norm before queries, keys and values, which
-all read the embedding; later layers have three. Feed-forwards differ in width. Rotary dimensions
-pair by halves, as ours do.
+The aggregation after layer i, counted from 0, is dense_bs.i and dynamic_dense.i there and
+connections/after/{i + 1} here. The first layer has one norm for queries, keys and values, which all
+read the embedding; later layers have three. Rotary dimensions pair by halves, as here.
 """
 
 from collections.abc import Mapping
@@ -101,12 +100,12 @@ _OWN_NORMS = "Queries, keys and values that read different sums have norms of th
 
 
 def _multiple_of(config: Mapping[str, Any]) -> int:
-    """Two thirds of four times the width, up to a multiple of 256."""
+    """Returns two thirds of four times the width, rounded up to a multiple of 256."""
     return -(-int(2 * 4 * config["dim"] / 3) // 256) * 256
 
 
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[Setting, ...]:
-    """What both families have."""
+    """Returns the settings of both families."""
     return (
         same("vocab_size", "vocab_size"),
         same("block_size", "max_target_length", default=2048),

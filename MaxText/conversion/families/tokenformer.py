@@ -1,9 +1,8 @@
 """TokenFormer (Wang et al. 2024, arXiv 2410.23168) as its PyTorch program stores it.
 
-So are the published models of the Pile, TokenFormer-150M to 1.5B. The program numbers the parts of
-a pipeline: 0 is the token table, 1 and the one after the layers reshape, then comes the final norm.
-Norms in layers have no parameters, and the head is the token table. Key slots are rows there and
-columns here; value slots are rows in both.
+The published models of the Pile, TokenFormer-150M to 1.5B. The program numbers the parts of a
+pipeline: 0 is the token table, 1 and the one after the layers reshape, then comes the final norm.
+Norms in layers have no parameters, and the head is tied. Key slots are rows there and columns here.
 """
 
 from MaxText.conversion.family import (
@@ -24,7 +23,7 @@ _LAYER = "sequential.{layer+2}."
 
 
 def _slots(theirs: str, ours: str, letter: str) -> tuple[Row, ...]:
-    """Key and value slots in one place; a letter for their number."""
+    """Returns rows of key and value slots; `letter` is their number."""
     return (
         row(f"{_LAYER}{theirs}.key_param_tokens", f"layers/{ours}/keys/kernel",
             f"{letter} D", f"D {letter}"),
