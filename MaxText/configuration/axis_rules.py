@@ -17,15 +17,15 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
-    """The key that has the size of a mesh axis: stages belong to `*_pipeline_parallelism`."""
+    """Returns the key with the size of a mesh axis: stages belong to `*_pipeline_parallelism`."""
     return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 
 def parse(value: Any) -> Rules:
-    """Rules from MaxText's format: a list of [name, axis], [name, [axes]], [name, null].
+    """Parses MaxText's format: a list of [name, axis], [name, [axes]], [name, null].
 
     Raises:
-      values.WrongValue: another form, an unknown logical name or mesh axis, or an axis twice.
+      values.WrongValue: Another form, an unknown logical name or mesh axis, or an axis twice.
     """
     if values.is_null(value):
         return ()
@@ -61,7 +61,7 @@ def _rule(item: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def default_rules() -> Rules:
-    """The rules of the schema, and those for axes that registered parts declare."""
+    """Returns the rules of the schema, and those for axes that registered parts declare."""
     of_parts: dict[str, tuple[str, ...]] = {}
     for part in registrations():
         if not part.is_built_in:
@@ -70,6 +70,6 @@ def default_rules() -> Rules:
 
 
 def merge(base: Rules, given: Rules) -> Rules:
-    """`given`, then `base` without its names: earlier rules come first to the mesh axes."""
+    """Returns `given`, then `base` without its names: earlier rules get the mesh axes first."""
     replaced = {name for name, _ in given}
     return given + tuple(rule for rule in base if rule[0] not in replaced)

@@ -1,4 +1,4 @@
-"""All keys of the schema in one table; help, documentation, checks and loading derive from it."""
+"""All keys of the schema in one table."""
 
 import dataclasses
 import functools
@@ -38,7 +38,6 @@ class Key:
     only_if_any: dict[str, list[Any]]  # more of them, of which one is enough
 
     def out_of_bounds(self, value: Any) -> bool:
-        """Whether a value of the right type lies outside the bounds."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return not all(_BOUNDS[kind][0](value, bound) for kind, bound in self.bounds)
@@ -53,7 +52,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values a Literal key, or an element of a list of Literals, may take."""
+        """Values of a Literal key, or of the elements of a list of Literals."""
         return tuple(_choices(self.annotation))
 
     @property
@@ -97,7 +96,7 @@ def _key(name: str, field: FieldInfo, path: tuple[str, ...], section: type[Secti
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """The type of a key; of one that names a part, the choices that there are now."""
+    """Returns the type of a key; for one that names a part, the current choices."""
     for fact in field.metadata:
         if isinstance(fact, Name):
             return Literal[fact.choices]
@@ -118,7 +117,7 @@ def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every key by name, in the order of the schema."""
+    """Returns every key by name, in the order of the schema."""
     keys: dict[str, Key] = {}
     for key in _walk(Config, ()):
         assert key.name not in keys, f"two sections own {key.name}"
@@ -144,7 +143,7 @@ _OF_ALL_LAYERS += ("moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attenti
 
 
 def is_of_layer(key: Key) -> bool:
-    """Whether layer_kinds may give a key other values in some layers."""
+    """Returns whether layer_kinds may set a key."""
     if key.name in _ALSO_OF_LAYERS:
         return True
     return (
@@ -155,7 +154,7 @@ def is_of_layer(key: Key) -> bool:
 
 
 def by_section() -> dict[tuple[str, ...], list[Key]]:
-    """Keys grouped by the section that owns them, in the order of the schema."""
+    """Returns keys by the section that owns them, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in all_keys().values():
         groups.setdefault(key.section, []).append(key)
@@ -163,7 +162,6 @@ def by_section() -> dict[tuple[str, ...], list[Key]]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """All values of a configuration by key."""
     values = {}
     for key in all_keys().values():
         section: Any = config
@@ -176,7 +174,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def build(values: dict[str, Any]) -> Config:
-    """The tree of sections from flat values; keys that are absent keep their default."""
+    """Builds the tree of sections from flat values; absent keys keep their default."""
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in values.items():

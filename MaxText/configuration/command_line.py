@@ -1,4 +1,4 @@
-"""What every program does with its command line: help, --show-config, --why, and mistakes."""
+"""Command lines of all programs: help, --show-config, --why, and mistakes."""
 
 import contextlib
 import io
@@ -37,11 +37,8 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
     """Resolves the command line of a program, or answers it and exits.
 
     Args:
-      program: name as typed, for example "train.py"; its stem selects the rules of that program.
+      program: Name as typed, such as "train.py", which selects its rules.
       load: (arguments, program or nothing) -> the configuration.
-
-    Returns:
-      The configuration, when the program shall run.
 
     Raises:
       SystemExit: 0 after an option was answered, 2 after mistakes were printed on stderr.
@@ -60,7 +57,7 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 
 def program(name: str) -> str:
-    """How another program is started the way that this one was, to be shown."""
+    """Returns how to start another program the way that this one was."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
@@ -71,14 +68,14 @@ def program(name: str) -> str:
 
 
 def fail(error: UserError) -> NoReturn:
-    """Prints a mistake of the user without traceback and exits with its code."""
+    """Prints a user error without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(error.exit_code)
 
 
 @contextlib.contextmanager
 def ending_well(stopped: str = "") -> Iterator[None]:
-    """What is done inside ends the program with one line where a user can mend what went wrong."""
+    """Ends the program with one line if a user error is raised inside."""
     early_signals.leave_to_python()
     try:
         yield
@@ -99,7 +96,7 @@ def ending_well(stopped: str = "") -> Iterator[None]:
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
-    """Text that an option asks for; empty without option. Takes the option out of `remaining`."""
+    """Returns the text that an option in `remaining` asks for, and removes the option."""
     with contextlib.suppress(UserError):  # the configuration's own mistakes are told later
         rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
         import_modules.gather(rest, {}, os.environ)  # its parts have keys
@@ -123,7 +120,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
 
 
 def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
-    """The configuration by the rules of all programs; what this one would refuse is a note."""
+    """Loads by the rules of all programs; what this one would refuse becomes a note."""
     loaded = load(remaining)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the same notices once more
@@ -134,7 +131,7 @@ def _loaded(program: str, remaining: list[str], load: Load) -> Loaded:
 
 
 def _operand(remaining: list[str], index: int) -> str:
-    """Takes the option at `index` and the word after it, if it has one, out of the list."""
+    """Removes the option at `index` and the word after it, which is returned."""
     following = remaining[index + 1 : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
     wants_file = remaining[index] == "--from-maxtext"
@@ -207,7 +204,7 @@ def _show_config(loaded: Loaded) -> str:
 
 
 def why(loaded: Loaded, name: str) -> str:
-    """The value of a key, the place that set it, and the places it beat, strongest first."""
+    """Returns the value of a key, its origin, and the origins it beat, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
     default = f"{Layer.DEFAULT.value}, {values.to_yaml(key.default)}"

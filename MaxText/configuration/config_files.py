@@ -1,4 +1,4 @@
-"""Finding and reading YAML files: a safe loader that keeps line numbers and refuses double keys."""
+"""YAML files: finding, and reading with line numbers and without duplicate keys."""
 
 import dataclasses
 import textwrap
@@ -29,8 +29,6 @@ _BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One top-level `key: value` of a file."""
-
     name: str
     value: Any
     raw: str
@@ -46,7 +44,7 @@ class FileProblem(Exception):
 
 
 def display(path: Path) -> str:
-    """A path as short as it stays unambiguous."""
+    """Returns a path as short as it stays unambiguous."""
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
@@ -54,23 +52,20 @@ def display(path: Path) -> str:
 
 
 def shipped_names(folder: Path = SHIPPED) -> list[str]:
-    """Paths of the shipped configs below a folder, relative to it."""
+    """Returns relative paths of the shipped configs below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yml"))
 
 
 def preset_names(folder: Path) -> list[str]:
-    """Names (without .yml) of the files of configs/models or configs/decoder_blocks."""
+    """Returns the names of the files of configs/models or configs/decoder_blocks."""
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
 def find(name: str | Path, beside: Path | None = None) -> Path:
-    """The file a user means.
+    """Finds the file a user means.
 
-    Looked up next to the file that names it, then as given, then by its name among the shipped
-    configs, so that configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
-
-    Args:
-      beside: folder of the file that refers to it, if any.
+    Looks next to the file that names it (in `beside`), then as given, then by its name among the
+    shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
     """
     try:
         given = Path(name).expanduser()
@@ -115,11 +110,7 @@ def _inside_shipped(given: Path) -> Path | None:
 
 
 def read(path: Path) -> tuple[list[Entry], list[Problem]]:
-    """The top-level entries of a YAML file, in order.
-
-    Returns:
-      Entries, and problems that concern single keys (given twice, nested too deep).
-    """
+    """Returns the top-level entries of a YAML file, and problems with single keys."""
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             what = f"{display(path)} has {size:,} bytes: a config file has {_MOST_BYTES:,} at most"

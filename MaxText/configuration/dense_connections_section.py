@@ -12,10 +12,10 @@ Way = Literal["q", "k", "v", "r"]
 
 
 class DenseConnections(Section):
-    """Sums over all hidden states so far, as the input of a layer.
+    """Weighted sums over all earlier hidden states, as the input of a layer.
 
-    MUDDFormer (Xiao et al. 2025, arXiv 2502.12170) and, with fixed weights and one way, DenseFormer
-    (Pagliardini et al. 2024, arXiv 2402.02622).
+    MUDDFormer (Xiao et al. 2025, arXiv 2502.12170) and, with fixed weights and one stream,
+    DenseFormer (Pagliardini et al. 2024, arXiv 2402.02622).
     """
 
     ONLY_IF = _DENSE
@@ -106,11 +106,11 @@ class DenseConnections(Section):
 
     @property
     def adds(self) -> bool:
-        """Whether sums are added to the last output instead of standing for it."""
+        """Whether sums are added to the last output instead of replacing it."""
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
-        """Whether there is a sum after `depth` layers."""
+        """Returns whether there is an aggregation after `depth` layers."""
         if not self.dense_conn:
             return False
         if self.dense_after_layers is not None:
@@ -118,7 +118,7 @@ class DenseConnections(Section):
         return depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
-        """What is summed after `depth` layers: 0 is the embedding, n the output of layer n."""
+        """Returns the sources after `depth` layers: 0 is the embedding, n the output of layer n."""
         if self.dense_sources == "dilated":
             chosen = set(range(depth, -1, -self.dense_dilation))
         elif self.dense_sources == "window":

@@ -1,11 +1,10 @@
-"""Writes configs/base.yml and docs/configuration.md from the schema, and layers/built_in.py.
+"""Generates configs/base.yml, docs/configuration.md and layers/built_in.py.
 
     python -m MaxText.configuration.documentation
 
-configs/base.yml names every key with its default, so that people can read and copy it. Its values
-rank as schema defaults as long as they equal them (see loading.py): `base_config: base.yml` or
-naming base.yml itself must not undo the part choices of a decoder_block. A copy under any other
-name is an ordinary config file, whose every line counts.
+configs/base.yml has every key with its default. Its values rank as schema defaults as long as they
+equal them (see loading.py): `base_config: base.yml` must not undo the part choices of a
+decoder_block. A copy under another name is an ordinary config file.
 """
 
 import ast
@@ -85,7 +84,6 @@ Accepted with a notice: {{aliases}}.
 
 
 def base_yml() -> str:
-    """Text of configs/base.yml."""
     lines = [_BASE_HEADER.rstrip()]
     for section, keys in by_section().items():
         lines += ["", f"# ---- {'.'.join(section)}: {keys[0].title}"]
@@ -123,7 +121,6 @@ def _condition(key: Key) -> str:
 
 
 def configuration_md() -> str:
-    """Text of docs/configuration.md."""
     shown = [layer for layer in layering.Layer if layer not in _NOT_FOR_READERS]
     layers = "\n".join(f"{number}. {layer.value}" for number, layer in enumerate(shown, start=1))
     aliases = ", ".join(f"`{old}` (`{new}`)" for old, new in ALIASES.items())
@@ -148,7 +145,7 @@ def _row(key: Key) -> str:
 
 
 def built_in_py() -> str:
-    """Text of layers/built_in.py: the parts that modules of the package register."""
+    """Returns layers/built_in.py: the parts that modules of the package register."""
     rows = sorted(
         (kind, name, target)
         for package in ("layers", "training")
@@ -172,7 +169,7 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def write(folder: Path | None = None) -> list[Path]:
-    """Writes the files, into another folder if one is given; returns their paths."""
+    """Writes the files, or copies of them in another folder; returns their paths."""
     targets = {
         config_files.BASE_YML: base_yml(),
         CONFIGURATION_MD: configuration_md(),

@@ -1,7 +1,7 @@
-"""`import_modules`: imports the modules that register a user's own parts.
+"""`import_modules`: import of the modules that register a user's own parts.
 
-Code runs only because the user named it, on the command line, in the environment or in a config
-file they passed, and never because a checkpoint or a data set names it.
+Code runs only because the user named it on the command line, in the environment or in a config file
+they passed, never because a checkpoint or a dataset names it.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ def gather(
     environment: Mapping[str, str] = os.environ,
     own: OwnConfiguration | None = None,
 ) -> Gathered:
-    """layering.gather, after the modules that the settings name were imported.
+    """Imports the modules that the settings name, then calls layering.gather.
 
     Modules that were imported before and have not changed stay.
 
     Raises:
-      ConfigurationError: modules that cannot be imported.
+      ConfigurationError: A module cannot be imported.
     """
     gathered = layering.gather(arguments, overrides, environment, own)
     setting = gathered.last(KEY)
@@ -56,10 +56,10 @@ def gather(
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
-    """The modules that a setting of `import_modules` names; files from the current folder.
+    """Returns the modules that `import_modules` names; files from the current folder.
 
     Raises:
-      values.WrongValue: it is no list of names.
+      values.WrongValue: It is not a list of names.
     """
     beside = setting.origin.file.parent if setting.origin.file else None
     names = values.convert(as_list(setting.value), tuple[str, ...])
@@ -77,19 +77,18 @@ def _from_here(name: str, beside: Path | None) -> str:
 
 
 def as_list(value: Any) -> Any:
-    """One module needs no brackets."""
     return [value] if isinstance(value, str) and value and not values.is_null(value) else value
 
 
 def check_named(config_flat: Mapping[str, Any], place: str) -> None:
-    """Whether the user has named the modules that a checkpoint's configuration needs.
+    """Checks that the user has named the modules that a checkpoint's configuration needs.
 
     Args:
-      config_flat: the configuration that the checkpoint recorded.
-      place: of the checkpoint.
+      config_flat: The configuration that the checkpoint recorded.
+      place: Of the checkpoint, for the message.
 
     Raises:
-      ConfigurationError: some are not imported.
+      ConfigurationError: Some are not imported.
     """
     named = {Path(name).name for name in _hashes}
     missing = [name for name in config_flat.get(KEY) or () if Path(name).name not in named]
@@ -118,14 +117,14 @@ def _import(name: str, place: str) -> Problem | None:
 
 
 def forget(parts: Sequence[registry.Registration]) -> None:
-    """Takes back all imports, so that these parts alone are registered."""
+    """Undoes all imports, so that only these parts are registered."""
     registry.keep_only(parts)
     _hashes.clear()
     _files.clear()
 
 
 def _last_line(error: BaseException) -> tuple[str, ...]:
-    """The last line of the user's own code where an error was raised."""
+    """Returns the last line of the user's own code where an error was raised."""
     if isinstance(error, SyntaxError) and error.filename:
         return (f"{config_files.display(Path(error.filename))}:{error.lineno}",)
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
@@ -175,12 +174,12 @@ def _sha256(path: Path) -> str:
 
 
 def imported(names: Sequence[str]) -> dict[str, str]:
-    """Module, as the user named it -> SHA-256 of its source; for a checkpoint's metadata."""
+    """Returns module, as the user named it -> SHA-256 of its source."""
     return {name: _hashes[name] for name in names if name in _hashes}
 
 
 def changes(metadata: Mapping[str, Any]) -> list[str]:
-    """One warning for each module whose source is another than when a checkpoint was saved."""
+    """Returns a warning for each module whose source changed since a checkpoint was saved."""
     now = {Path(name).name: digest for name, digest in _hashes.items()}
     recorded = metadata.get(METADATA) or {}
     return [

@@ -1,9 +1,8 @@
-"""How a configuration key is declared: type, default, meaning, bounds, and when it matters.
+"""Declaration of configuration keys: type, default, meaning, bounds, conditions.
 
-A section is a frozen pydantic model whose fields are the flat keys that users type. The extra
-facts (unit, what must hold for the key to have an effect) travel in the field's
-`json_schema_extra`, so that help, `configs/base.yml`, the documentation and the checks are all
-derived from one declaration.
+A section is a frozen pydantic model whose fields are the flat keys that users type. Unit and
+conditions are in the field's `json_schema_extra`, so that help, `configs/base.yml`, the
+documentation and the checks derive from one declaration.
 """
 
 from collections.abc import Iterable
@@ -28,9 +27,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A group of keys that one part of the program receives. Immutable; unknown fields refused.
+    """A group of keys that one part of the program receives. Immutable; unknown fields are refused.
 
-    ONLY_IF holds, as `only_if` of a key, for those that say nothing else, besides those in it.
+    ONLY_IF is the default of `only_if` for its keys, except those it names.
     """
 
     ONLY_IF: ClassVar[dict[str, Iterable[Any]]] = {}
@@ -49,11 +48,10 @@ def key(
     """Declares one key.
 
     Args:
-      meaning: one line, shown by --help and in docs/configuration.md.
-      unit: for example "steps", "tokens", "seconds".
-      only_if: other keys and the values under which this one has an effect. A user who sets the
-        key to a non-default value while one of them has another value gets an error.
-      only_if_any: the same for keys of which one is enough.
+      meaning: One line, shown by --help and in docs/configuration.md.
+      unit: For example "steps", "tokens", "seconds".
+      only_if: Other keys and the values under which this one has an effect.
+      only_if_any: The same for keys of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
     facts: dict[str, Any] = {"unit": unit, "only_if": only_if, "only_if_any": only_if_any or {}}

@@ -1,4 +1,4 @@
-"""`layer_pattern` and `layer_kinds`: a letter for each layer, and what the letters stand for."""
+"""`layer_pattern` and `layer_kinds`: letters of layers, and the keys they set."""
 
 import re
 from typing import Any, Self
@@ -9,13 +9,13 @@ _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
 
 
 class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
-    """Pairs of a letter and the keys that layers of this letter have other values of."""
+    """Pairs of a letter and the keys that it sets in its layers."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """From a mapping of mappings, such as a checkpoint records."""
+        """Builds it from a mapping of mappings, such as a checkpoint records."""
         pairs = value.items() if isinstance(value, dict) else value
         return cls(
             (letter, tuple((name, _hashable(one)) for name, one in dict(keys).items()))
@@ -23,7 +23,6 @@ class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
         )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Letter -> key -> value."""
         return {letter: dict(keys) for letter, keys in self}
 
 
@@ -32,13 +31,10 @@ def _hashable(value: Any) -> Any:
 
 
 def parse(value: Any, annotations: Any) -> LayerKinds:
-    """Kinds from {letter: {key: value}}.
-
-    Args:
-      annotations: key -> the type of its values.
+    """Parses {letter: {key: value}}; `annotations` are the types of values by key.
 
     Raises:
-      values.WrongValue: another form, an unknown key, or a value of another type.
+      values.WrongValue: Another form, an unknown key, or a value of another type.
     """
     if values.is_null(value) or value in ((), []):
         return LayerKinds()
@@ -65,11 +61,11 @@ def parse(value: Any, annotations: Any) -> LayerKinds:
 
 
 def letters(pattern: str, num_layers: int) -> str:
-    """The letter of each layer.
+    """Returns the letter of each layer.
 
     Args:
-      pattern: prefix(cycle)suffix, where the cycle is repeated as often as layers are left, or a
-        cycle alone.
+      pattern: prefix(cycle)suffix, where the cycle is repeated to fill the layers, or a cycle
+        alone.
     """
     found = _PATTERN.fullmatch(pattern)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which layers repeat (a prefix, a cycle that is repeated, a suffix), and how stages share them."""
+"""Repetition of layers (prefix, repeated cycle, suffix), and their split into stages."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,10 +11,8 @@ class LayerPlan(NamedTuple):
     """Layers `prefix` to `prefix + repeats * cycle` are the same cycle, `repeats` times.
 
     Attributes:
-      num_layers: of the model.
-      prefix: layers before the cycle.
-      runs: the cycle as runs of like layers, how long each is: (3, 1) is GGG*; () if none repeats.
-      repeats: how often the cycle comes; 0 or at least 2.
+      runs: Lengths of the cycle's runs of like layers: (3, 1) is GGG*; () if none repeats.
+      repeats: 0 or at least 2.
     """
 
     num_layers: int
@@ -38,12 +36,12 @@ class LayerPlan(NamedTuple):
         return self.cycle * self.repeats == self.num_layers
 
     def singles(self) -> Iterator[int]:
-        """Layers outside of the repeated cycle."""
+        """Yields the layers outside of the repeated cycle."""
         yield from range(self.prefix)
         yield from range(self.end, self.num_layers)
 
     def cycled(self, index: int) -> tuple[int, int] | None:
-        """(run, place among all repeats of the run) of a layer; None for a layer outside."""
+        """Returns (run, index among its repeats) of a layer; None outside of the cycle."""
         if not self.prefix <= index < self.end:
             return None
         repeat, place = divmod(index - self.prefix, self.cycle)
@@ -54,31 +52,25 @@ class LayerPlan(NamedTuple):
         raise AssertionError("runs make up the cycle")
 
     def first_of(self, run: int) -> int:
-        """The first layer of a run."""
         return self.prefix + sum(self.runs[:run])
 
     def layers_of(self, run: int) -> list[int]:
-        """All layers of a run, in their order."""
         starts = range(self.first_of(run), self.end, self.cycle)
         return [start + place for start in starts for place in range(self.runs[run])]
 
     def path(self, index: int) -> tuple[str, int | None]:
-        """Where a layer's parameters are stored if layers differ in shapes.
-
-        Returns:
-          The path below `layers`, and the row of the stacked arrays there.
-        """
+        """Returns a layer's path below `layers` if layers differ in shapes, and its row there."""
         place = self.cycled(index)
         return (str(index), None) if place is None else (f"cycle/{place[0]}", place[1])
 
 
 def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
-    """The plan with the fewest different layers to compile.
+    """Returns the plan with the fewest different layers to compile.
 
-    A cycle that spares one layer alone is not worth arrays of its own, unless all layers are alike.
+    A cycle that saves only one layer is not worth arrays of its own, unless all layers are alike.
 
     Args:
-      kinds: one value per layer; equal ones are interchangeable.
+      kinds: One value per layer; equal ones are interchangeable.
     """
     num_layers = len(kinds)
     if num_layers > 1 and len(set(kinds)) == 1:
@@ -102,7 +94,7 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
 
 
 class PipelineSchedule(NamedTuple):
-    """A circular schedule: layers are cut into runs, run c lies on stage c mod num_stages."""
+    """A circular schedule: run c of the layers is on stage c mod num_stages."""
 
     num_stages: int  # groups of devices, each with a part of the layers
     num_repeats: int  # runs of a stage, which is how often a microbatch passes through all stages
@@ -111,10 +103,10 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def num_turns(self) -> int:
-        """How often all stages compute, until the last microbatch has left the last stage."""
+        """Turns until the last microbatch has left the last stage."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
     @property
     def bubble(self) -> float:
-        """Share of its turns in which a stage has nothing to do."""
+        """Share of its turns in which a stage is idle."""
         return (self.num_stages - 1) / self.num_turns

@@ -1,4 +1,4 @@
-"""Keys that choose and size the parts of a layer. Each class is handed to the part it names."""
+"""Keys that choose and size the parts of a layer, a class for each part."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -290,11 +290,10 @@ class Attention(Section):
 
     @property
     def num_kinds(self) -> int:
-        """Layers that attention_types names."""
         return sum(len(pattern) * times for pattern, times in self.attention_types)
 
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer; of no more than there are."""
+        """Returns the kind of attention of each layer."""
         if not self.attention_types:
             return ("global",) * num_layers
         kinds: list[AttentionKind] = []
@@ -336,10 +335,7 @@ class FeedForward(Section):
         return self.feed_forward_type == "mlp" and "rrelu" in self.mlp_activations
 
     def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """Hidden width F of each layer's MLP.
-
-        Layer i of L: F (i / (L - 1) + 1/2), rounded half to even (Xiao et al. 2025, section 2.4).
-        """
+        """Returns the hidden width F of each layer's MLP."""
         num_layers, width = dimensions.num_layers, dimensions.mlp_dim
         if not self.dynamic_mlp_dim:
             return (width,) * num_layers

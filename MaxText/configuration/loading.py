@@ -1,8 +1,8 @@
-"""From files, environment and command line to one checked configuration.
+"""Resolution of files, environment and command line into one checked configuration.
 
 Order, last wins: schema default, bundle of the decoder_block, base_config chain, config file,
-preset of model_name, environment (M_<KEY>), command line. Nothing here imports jax, so that a
-mistake is reported in a fraction of a second.
+preset of model_name, environment (M_<KEY>), command line. jax is not imported, so that a mistake is
+reported in a fraction of a second.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ __all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A configuration and where its values come from."""
+    """A configuration and the origins of its values."""
 
     # resolved: every default filled in, every -1 and empty name that another key decides
     config: Config
@@ -46,7 +46,7 @@ class Loaded:
     settings: tuple[Setting, ...]  # everything that was set, weakest first, beaten values included
 
     def typed(self, name: str) -> bool:
-        """Whether a key was set for this start of the program, and not by a file."""
+        """Returns whether a key was set for this start of the program, outside of files."""
         return self.origins[name].layer in (Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
 
 
@@ -60,13 +60,13 @@ def load(
     """Resolves a command line.
 
     Args:
-      arguments: what follows the program's name: an optional config path, then key=value.
-      program: for example "train.py"; adds the rules that hold only for that program.
-      for_compare: leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
-      own: what the weights say of themselves, below a config file.
+      arguments: Optional config paths, then key=value.
+      program: Such as "train.py"; adds the rules of that program.
+      for_compare: Leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
+      own: Configuration that weights record, below a config file.
 
     Raises:
-      ConfigurationError: a UserError that lists every problem.
+      ConfigurationError: A UserError that lists every problem.
     """
     gathered = import_modules.gather(arguments, {}, os.environ, own)
     if for_compare:
@@ -75,17 +75,13 @@ def load(
 
 
 def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
-    """The configuration of a config file and Python values, checked as `load` does.
-
-    Raises:
-      ConfigurationError: a UserError that lists every problem.
-    """
+    """Returns the configuration of a config file and Python values, checked as in `load`."""
     arguments = [] if config_file is None else [str(config_file)]
     return _resolve(import_modules.gather(arguments, overrides, os.environ), None).config
 
 
 class _Winners(NamedTuple):
-    """What won."""
+    """The winning settings."""
 
     typed: dict[str, Any]  # values by key
     origins: dict[str, Origin]
@@ -94,11 +90,11 @@ class _Winners(NamedTuple):
 
     @property
     def last(self) -> dict[str, Setting]:
-        """The setting that won, by key."""
+        """The winning setting of each key."""
         return {setting.name: setting for setting in self.kept}
 
     def is_deliberate(self, name: str) -> bool:
-        """Whether the user wrote another value than the default for this run."""
+        """Returns whether the user set another value than the default for this run."""
         is_default = self.typed[name] == all_keys()[name].default
         return self.origins[name].layer in _DELIBERATE and not is_default
 
@@ -174,10 +170,10 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 
 def converted_value(value: Any, key: Key) -> Any:
-    """A value of a key's type.
+    """Converts a value to a key's type.
 
     Raises:
-      values.WrongValue: it has another type.
+      values.WrongValue: It has another type.
     """
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
@@ -201,7 +197,7 @@ def _unknown(setting: Setting) -> Problem:
 
 
 def accepted(key: Key) -> str:
-    """The values a key takes, in words."""
+    """Returns text about the values a key takes."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":
@@ -224,7 +220,7 @@ def _wrong(setting: Setting, key: Key, message: str) -> Problem:
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
-    """Fills in what other keys decide."""
+    """Sets keys that follow from others."""
 
     def set_derived(name: str, value: Any, note: str) -> None:
         typed[name] = value
@@ -287,11 +283,11 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
 
 
 def _without_effect(winners: _Winners) -> dict[str, Problem]:
-    """Keys that were set on purpose and change nothing under the chosen parts, and why.
+    """Returns keys that were set on purpose and have no effect under the chosen parts, and why.
 
-    A value that a preset, a bundle or a base file brings along is silently inert, and so is one
-    of the config file when a stronger layer made the choice that switches it off: whoever writes
-    `file.yml dataset_type=synthetic` does not have to empty dataset_path as well.
+    Values of a preset, bundle or base file are silently inert, as is one of the config file if a
+    stronger layer made the choice that disables it: `file.yml dataset_type=synthetic` need not
+    empty dataset_path.
     """
     typed, origins, _, wrong = winners
     last, problems = winners.last, {}
@@ -322,13 +318,12 @@ def _without_effect(winners: _Winners) -> dict[str, Problem]:
 
 
 def _notice(name: str, problem: Problem) -> str:
-    """A key without effect in one line; of the model, a researcher may believe that it acts."""
     kind = "warning" if all_keys()[name].section[0] == "model" else "note"
     return f"{kind}: {problem.what} ({problem.where[0]})"
 
 
 def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> list[Problem]:
-    """A decoder_block chosen over a saved configuration, which sets every part itself."""
+    """Returns the problem of a decoder_block over a saved configuration, which sets every part."""
     saved = [s for s in kept if s.origin.layer is Layer.SAVED_CONFIG and s.name == "decoder_block"]
     if not saved or origins["decoder_block"].layer is Layer.SAVED_CONFIG:
         return []
@@ -343,7 +338,7 @@ def _inert_family(origins: Mapping[str, Origin], kept: Sequence[Setting]) -> lis
 def _broken_rules(
     config: Config, winners: _Winners, program: str | None
 ) -> tuple[list[Problem], dict[str, Problem]]:
-    """Problems, and keys that do nothing by name."""
+    """Returns problems, and keys without effect by name."""
     last, origins = winners.last, winners.origins
     stem = Path(program).stem if program else None
     problems, idle = [], {}

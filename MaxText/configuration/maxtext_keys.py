@@ -1,9 +1,8 @@
-"""Keys of MaxText and of other programs: other names for ours, and keys that are not here.
+"""Keys of MaxText and other programs: aliases of ours, and keys that are refused.
 
-People come with command lines and YAML files of MaxText and its forks. A key that means exactly
-what one of ours means is accepted under its old name, and so is a value that a key of ours states
-in other words or that holds here anyway. Any other is refused with one sentence that says why it is
-not here and what to use. maxtext_keys.yml has the tables.
+A key that means exactly what one of ours means is accepted under its old name, as is a value that a
+key of ours states differently or that holds here anyway. Any other is refused with a sentence that
+says what to use. maxtext_keys.yml has the tables.
 """
 
 from importlib import resources
@@ -15,7 +14,7 @@ from MaxText.configuration import values
 
 
 class Absent(NamedTuple):
-    """Why a key is not here."""
+    """The reason that a key does not exist here."""
 
     why: str  # the reason, in words
     instead: str = ""  # the key of ours that serves its purpose, if one does
@@ -25,12 +24,11 @@ class Absent(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Both in one line."""
         return f"{self.why}; use {self.instead}" if self.instead else self.why
 
 
 class Translation(NamedTuple):
-    """What `key=value` of another program is here."""
+    """The meaning here of another program's `key=value`."""
 
     name: str  # key of ours; empty where nothing has to be set
     text: str = ""  # value of that key, as it is typed
@@ -38,12 +36,12 @@ class Translation(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The value of that key, its type not decided yet."""
+        """The value of our key, before its type is checked."""
         return values.from_text(self.text)
 
     @property
     def sentence(self) -> str:
-        """The text of the note for whoever wrote it."""
+        """The text of the note."""
         if self.name:
             return f"is {self.name}={self.text} here"
         return f"has no effect here: {self.why}"
@@ -85,7 +83,7 @@ _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
 def translation(name: str, value: Any) -> Translation | None:
-    """What a `key=value` of another program is here, or None."""
+    """Returns the meaning of another program's `key=value`, or None."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -100,10 +98,10 @@ def translation(name: str, value: Any) -> Translation | None:
 
 
 def absent(name: str, known: tuple[str, ...] = ()) -> Absent | None:
-    """What to say about a key of MaxText or another program; None for any other name.
+    """Returns why a key of another program is refused, None for any other name.
 
     Args:
-      known: names close to it among our keys; a near miss of ours is no member of a family.
+      known: Names close to it among our keys.
     """
     if name in UNAVAILABLE:
         return UNAVAILABLE[name]

@@ -1,4 +1,4 @@
-"""What this program makes of a YAML file that was written for MaxText or one of its forks."""
+"""Report on a YAML file that was written for MaxText or one of its forks."""
 
 from MaxText.configuration import config_files, values
 from MaxText.configuration.catalogue import Key, all_keys
@@ -17,11 +17,7 @@ _HEADINGS = {
 
 
 def report(path: str) -> str:
-    """One line per key of the file, grouped by what happens to it.
-
-    Raises:
-      config_files.FileProblem: the file cannot be read.
-    """
+    """Returns one line per key of the file, grouped by what happens to it."""
     file = config_files.find(path)
     entries, problems = config_files.read(file)
     groups: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}

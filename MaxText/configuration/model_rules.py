@@ -83,7 +83,6 @@ def _activations(mlp_activations):
 
 
 def _undivided(what: str, number: int, length: int, stages: Iterable) -> Iterator[str]:
-    """Windows and stages of windows that a number does not divide."""
     if length % number:
         yield f"{what}={number} does not divide max_target_length={length}"
     for _, stage in stages:
@@ -172,7 +171,6 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
 
 @rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_ways")
 def _parts(model):
-    """What parts of other modules refuse themselves."""
     for layer in dict.fromkeys(model.layers):
         section = layer.section
         for kind, base, name in (

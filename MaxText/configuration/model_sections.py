@@ -1,4 +1,4 @@
-"""Keys that choose and size the model. Each class is handed to the part of the model it names."""
+"""Keys that choose and size the model, a class for each part."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -207,7 +207,7 @@ class Dropout(Section):
     )
 
     def rate(self, place: str) -> float:
-        """The rate in force at one of DROPOUT_PLACES; 0 when dropout is switched off."""
+        """Returns the rate at one of DROPOUT_PLACES; 0 if dropout is disabled."""
         if not self.enable_dropout:
             return 0.0
         if place == "path":
@@ -309,15 +309,13 @@ class Pipeline(Section):
     )
 
     def microbatches(self, num_stages: int) -> int:
-        """Microbatches that flow through so many stages."""
+        """Returns the microbatches for a number of stages."""
         if self.num_pipeline_microbatches == -1:
             return num_stages
         return self.num_pipeline_microbatches
 
 
 class Model(Section):
-    """Everything about the model."""
-
     shape: Shape = Shape()
     embedding: Embedding = Embedding()
     block: Block = Block()
@@ -338,7 +336,7 @@ class Model(Section):
 
     @property
     def layer_overrides(self) -> tuple[Overrides, ...]:
-        """What each layer has in place of the model's own keys."""
+        """Keys of each layer that replace the model's own."""
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
@@ -364,7 +362,7 @@ class Model(Section):
 
     @property
     def _layer_kinds(self) -> dict[str, Overrides]:
-        """What each letter of layer_pattern stands for."""
+        """Overrides of each letter of layer_pattern."""
         owners = {}
         for section, field in type(self).model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -378,7 +376,7 @@ class Model(Section):
 
     @property
     def layers(self) -> tuple["Layer", ...]:
-        """Each layer's own keys and sizes; layers with the same share one object."""
+        """Each layer's own keys and sizes; like layers share one object."""
         overrides = self.layer_overrides
         made = {own: self._layer(dict(own)) for own in set(overrides)}
         return tuple(made[own] for own in overrides)
@@ -408,7 +406,7 @@ class Model(Section):
 
     @property
     def layer_plan(self) -> LayerPlan:
-        """Which layers repeat; none do with dense connections, which are never scanned."""
+        """The repetition of layers; none with dense connections, which are never scanned."""
         kinds = self.layer_overrides
         return plan_layers(range(len(kinds)) if self.dense_connections.dense_conn else kinds)
 
@@ -430,7 +428,7 @@ class Model(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        """How the layers pass through the stages of a mesh."""
+        """Returns the pipeline schedule of the layers."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
         unlike = self._unfit_for_stages()
         if unlike:
@@ -464,7 +462,7 @@ class Model(Section):
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:
-        """Why layers cannot be cut into stages at all; empty if they can."""
+        """Returns why layers cannot be split into stages at all; empty if they can."""
         if self.block.share_parameters:
             return "share_parameters=true: there is one layer, and nothing to cut into stages"
         if self.dense_connections.dense_conn:
@@ -474,7 +472,7 @@ class Model(Section):
         return ""
 
     def _fitting_stages(self, num_stages: int) -> str:
-        """What to set instead, as a further line of a message."""
+        """Returns what to set instead, as a further line of a message."""
         per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
         if rest == 0 and per_repeat % self.layer_plan.cycle == 0:
             return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
@@ -482,14 +480,12 @@ class Model(Section):
 
     @property
     def scan_refused(self) -> str | None:
-        """Why no scan can walk the layers; None where one can."""
+        """Why layers cannot be scanned; None if they can."""
         if self.dense_connections.dense_conn:
             return "with dense_conn=true each layer reads another number of outputs"
         return None
 
 
 class Layer(NamedTuple):
-    """One layer's keys."""
-
     section: Model  # the model's keys with the layer's own values in their place
     dimensions: Dimensions  # the sizes of this layer

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, collected and said at once."""
+"""Problems of a configuration, collected and reported together."""
 
 import dataclasses
 import difflib
@@ -9,15 +9,13 @@ from MaxText.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One mistake."""
-
     what: str  # key and what is wrong with it, one sentence
     where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
     # labelled lines that help to mend it: accepted values, nearest names, default
     facts: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
-        """The message, first line first."""
+        """Returns the message, first line first."""
         labelled = [("set", place) for place in self.where] + list(self.facts)
         return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labelled)]
 
@@ -36,7 +34,7 @@ class ConfigurationError(UserError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; also finds the same words in another order."""
+    """Returns the known names most like `name`, best first; also finds words in another order."""
     words = name.lower().replace("-", "_").replace(".", "_").strip("_")
     scores = []
     for candidate in known:
@@ -50,7 +48,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
-    """The known names most like `name` as a fact of a problem; none if there are none."""
+    """Returns the nearest names as a fact of a problem; none if there are none."""
     close = nearest(name, known)
     return (("nearest", ", ".join(map(form.format, close))),) if close else ()
 

@@ -1,7 +1,7 @@
-"""The registry of parts: what a key such as `mixer` may name. Imports no jax.
+"""Registry of parts: what a key such as `mixer` may name.
 
 Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
-So that built-in parts are known without importing jax, the generated layers/built_in.py lists them.
+The generated layers/built_in.py lists built-in parts, so that they are known without importing jax.
 """
 
 import dataclasses
@@ -33,19 +33,18 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class RegistrationError(ValueError):
-    """A part cannot be registered; the message names the part and the file and line."""
+    """A part cannot be registered; names the part, the file and the line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """One part.
+    """A registered part.
 
     Attributes:
-      kind: one of KINDS.
-      name: what users write.
-      target: the class or function, or "module:name" of one that is imported when it is needed.
-      keys: keys of the part's own, which join those of the configuration.
-      place: file and line of the registration.
+      kind: One of KINDS.
+      target: The class or function, or "module:name" to import when it is needed.
+      keys: Keys of the part's own, which join the configuration.
+      place: File and line of the registration.
     """
 
     kind: str
@@ -56,11 +55,9 @@ class Registration:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it comes with the package."""
         return isinstance(self.target, str)
 
     def load(self) -> Any:
-        """The class or function itself."""
         if not isinstance(self.target, str):
             return self.target
         module, _, name = self.target.partition(":")
@@ -76,7 +73,6 @@ class Name:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names that are registered at the moment."""
         return (*self.others, *(name for kind, name in _all() if kind == self.kind))
 
 
@@ -85,7 +81,7 @@ _changed: list[Callable[[], None]] = []
 
 
 def when_changed(forget: Callable[[], None]) -> None:
-    """Has `forget` called whenever a part is registered, for what is derived from all parts."""
+    """Registers a callback for whenever a part is registered, to invalidate derived data."""
     _changed.append(forget)
 
 
@@ -100,13 +96,13 @@ def register(
     """Registers a part; a decorator of its class or function.
 
     Args:
-      kind: one of KINDS.
-      name: what users write: lower-case letters, digits and underscores.
-      keys: a Section with keys of the part's own.
-      target: "module:name" of a part that is imported later; then this is no decorator.
+      kind: One of KINDS.
+      name: Lower-case letters, digits and underscores.
+      keys: A Section with keys of the part's own.
+      target: "module:name" of a part that is imported later, instead of decorating.
 
     Raises:
-      RegistrationError: the kind is unknown, the name is taken or no name, or a key exists.
+      RegistrationError: The kind is unknown, the name is taken or invalid, or a key exists.
     """
     frame = sys._getframe(1)
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -157,33 +153,28 @@ def _all() -> dict[tuple[str, str], Registration]:
 
 
 def registration(kind: str, name: str) -> Registration:
-    """One part.
-
-    Raises:
-      KeyError: there is none.
-    """
+    """Returns a part; raises KeyError if there is none."""
     return _all()[kind, name]
 
 
 def lookup(kind: str, name: str) -> Any:
-    """The class or function of a part."""
     return registration(kind, name).load()
 
 
 def registrations() -> list[Registration]:
-    """All parts, built-in ones first."""
+    """Returns all parts, built-in ones first."""
     return list(_all().values())
 
 
 def forget(module_file: str) -> None:
-    """Takes back what a file has registered, so that it can be imported again."""
+    """Removes what a file has registered, so that it can be imported again."""
     for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
         del _registered[key]
     _tell()
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
-    """Takes back what was registered besides these."""
+    """Removes all parts but these."""
     kept = {(one.kind, one.name): one for one in parts}
     if kept != _registered:
         _registered.clear()
@@ -192,12 +183,7 @@ def keep_only(parts: Iterable[Registration]) -> None:
 
 
 class Parts(Section):
-    """Keys of registered parts.
-
-    Attributes:
-      kinds: of the parts.
-      sections: one for each part that has keys of its own.
-    """
+    """Keys of registered parts: a section for each part with keys of its own."""
 
     kinds: ClassVar[tuple[str, ...]] = tuple(
         kind for kind in KINDS if kind not in ("objective", "optimizer")
@@ -207,7 +193,7 @@ class Parts(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        """From {part: {key: value}}."""
+        """Converts {part: {key: value}}."""
         if not isinstance(given, dict) or "sections" in given:
             return given
         found = []
@@ -221,17 +207,17 @@ class Parts(Section):
         return {one.name: self._of(one).model_dump() for one in self.with_keys()}
 
     def named(self, name: str) -> Section:
-        """The keys of a part by the part's name."""
+        """Returns the keys of a part by its name."""
         return self._of(next(one for one in self.with_keys() if one.name == name))
 
     def of(self, target: Any) -> Section | None:
-        """The keys of a part by its class or function; None for one without keys of its own."""
+        """Returns the keys of a part by its class or function; None without keys of its own."""
         bases = getattr(target, "__mro__", (target,))
         found = next((one for one in self.with_keys() if one.target in bases), None)
         return None if found is None else self._of(found)
 
     def with_values(self, values: dict[str, Any]) -> Self:
-        """These keys with other values of some of them."""
+        """Returns these keys with other values of some of them."""
         sections = []
         for own in self.sections:
             names = type(own).model_fields
@@ -246,7 +232,7 @@ class Parts(Section):
 
     @classmethod
     def with_keys(cls) -> list[Registration]:
-        """Parts of these kinds that have keys of their own."""
+        """Returns parts of these kinds with keys of their own."""
         return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
 
 

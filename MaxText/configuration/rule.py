@@ -1,7 +1,7 @@
-"""How a combination of keys is judged: one small function each.
+"""Rules that judge combinations of keys, one small function each.
 
-A rule is skipped when one of its keys already has a problem of its own. What needs the number of
-devices (batch sizes, mesh sizes) is checked where the devices are known.
+A rule is skipped if one of its keys already has a problem. Rules that need the number of devices
+are checked where it is known.
 """
 
 import functools
@@ -21,7 +21,7 @@ RULES: list["Rule"] = []
 
 
 class Rule(NamedTuple):
-    """One impossible combination, or one in which a key does nothing."""
+    """An impossible combination, or one in which a key does nothing."""
 
     keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
     # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     is_idle: bool
 
     def check(self, config: Config) -> str | None:
-        """What is wrong with a configuration, or None."""
+        """Returns what is wrong with a configuration, or None."""
         return self.judge(**{name: _getter(name)(config) for name in self.arguments})
 
 
@@ -44,11 +44,11 @@ def _getter(name: str) -> Callable[[Config], Any]:
 
 
 def rule(*more: str, programs: str = "", is_idle: bool = False) -> Callable[[_Judge], _Judge]:
-    """Registers a function whose parameters are the keys that it judges, or are of _OBJECTS.
+    """Registers a function whose parameters are keys that it judges, or names of _OBJECTS.
 
     Args:
-      more: other keys to blame; a function that takes **keys gets their values as well.
-      programs: names separated by blanks.
+      more: Other keys to blame; a function that takes **keys gets their values as well.
+      programs: Names separated by blanks.
     """
 
     def register(judge: _Judge) -> _Judge:

@@ -1,4 +1,4 @@
-"""A resolved configuration as flat YAML, and the differences between two of them."""
+"""Resolved configurations as flat YAML, and the differences between two of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,12 @@ _LINE = 100
 
 
 def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
-    """All keys by section; loading it as the config file gives the same configuration.
+    """Returns all keys by section; loading it as the config file gives the same configuration.
 
-    `schema_version` marks it as resolved, so that the preset it was made with is not laid over it
-    a second time.
+    `schema_version` marks it as resolved, so that its preset is not applied a second time.
 
     Args:
-      comment: gives a comment for the end of a key's line, or an empty string.
+      comment: Returns a comment for the end of a key's line, or an empty string.
     """
     return section_lines([f"schema_version: {SCHEMA_VERSION}"], flat(config), comment)
 
@@ -29,7 +28,7 @@ def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: ""
 def section_lines(
     head: Sequence[str], values: Mapping[str, Any], comment: Callable[[Key], str] = lambda key: ""
 ) -> str:
-    """A YAML file of some keys, by section in the order of the schema, after its first lines."""
+    """Returns a YAML file of some keys by section, after its first lines."""
     lines = [*head]
     for section, keys in by_section().items():
         entries = [
@@ -43,10 +42,7 @@ def section_lines(
 
 
 def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The configuration that a checkpoint recorded, as this version calls its keys.
-
-    Keys that are known to be gone are left out.
-    """
+    """Returns a recorded configuration under current key names, without keys known to be gone."""
     known = all_keys()
     values = {ALIASES.get(name, name): value for name, value in recorded.items()}
     values = {name: value for name, value in values.items() if not absent(name, (name,))}
@@ -59,7 +55,7 @@ def under_todays_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
-    """The YAML lines of one key; a list of pairs that is too long for one line takes one each."""
+    """Returns the YAML lines of one key; a list of pairs too long for one line takes one each."""
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""
     if len(line) <= _LINE or not isinstance(value, tuple | list):
@@ -68,7 +64,7 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """What changed between two flat configurations: {key: (old value, new value)} as YAML.
+    """Returns {key: (old value, new value)} as YAML for two flat configurations.
 
     A list equals a tuple of the same items, because storage turns one into the other.
     """

@@ -1,4 +1,4 @@
-"""The whole configuration: a tree of sections whose leaves are the flat keys that users type."""
+"""The whole configuration: a tree of sections whose leaves are the flat keys."""
 
 from MaxText.configuration import (
     data_sections,

@@ -219,7 +219,7 @@ def _tokenizer(request: Request, weights: Weights) -> tuple[Path | None, str]:
 
 
 def _family(weights: Weights, asked: str, imported_as: Family | None) -> Family:
-    """Returns the family asked for, else the one it was imported as if it still fits, else the first."""
+    """Returns the family asked for, else that of the import if it fits, else the first."""
     if not asked and imported_as is not None:
         try:
             return find_family(weights.config, imported_as.model_type)

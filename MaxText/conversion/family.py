@@ -156,12 +156,12 @@ def _computed(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, An
 def same(
     theirs: str, ours: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
 ) -> Setting:
-    """A setting that both sides have; names are separated by blanks, the first of theirs is written."""
+    """A setting of both sides; names are separated by blanks, the first of theirs is written."""
     return Setting(tuple(theirs.split()), tuple(ours.split()), default, values, implied=implied)
 
 
 def only(theirs: str, *values: Any, remedy: str = "") -> Setting:
-    """A setting without a key of ours: the values that mean what our model does, first the default."""
+    """A setting without a key of ours: values that mean what our model does, first the default."""
     pairs = tuple((value, None) for value in values)
     return Setting((theirs,), (), values[0], pairs, is_written=False, remedy=remedy)
 

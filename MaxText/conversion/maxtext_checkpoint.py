@@ -263,7 +263,7 @@ def _check_sums(config: Config) -> None:
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
-    """Returns the folder with the arrays, from a run, its checkpoints, a step or the folder itself."""
+    """Returns the folder with the arrays, from a run, its checkpoints, a step or itself."""
     for folder in (given, given / "checkpoints"):
         steps = (
             [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []

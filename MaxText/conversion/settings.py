@@ -219,7 +219,7 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
 
 
 def find_family(config: Config, asked: str) -> Family:
-    """Returns the family of a configuration: `asked` (a model_type), or "" for the first that fits."""
+    """Returns the family of a configuration: the model_type `asked`, or the first that fits."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
     candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())

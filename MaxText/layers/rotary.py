@@ -59,7 +59,7 @@ def frequencies(num_dims: int, section: PositionSection) -> jax.Array | np.ndarr
         default   f_i = theta^(-2i/R)
         linear    f_i / s (Chen et al. 2023)
         llama3.1  f_i for pairs that turn at least high_freq_factor times in the first length,
-                  f_i / s below low_freq_factor times, interpolated between (Grattafiori et al. 2024)
+                  f_i / s below low_freq_factor times, interpolated between (Grattafiori 2024)
         yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
                   (Peng et al. 2023, section 3.2)
 

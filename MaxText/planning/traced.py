@@ -257,7 +257,7 @@ def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
 
 
 def _makes_squares(node: Node) -> bool:
-    """Returns whether a node is queries times keys, with an inner dimension no longer than the outer."""
+    """Returns whether a node is queries times keys, judged by its shapes."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.params["dimension_numbers"]
