@@ -1,4 +1,4 @@
-"""The layers a value may come from, gathered in the order in which later ones win."""
+"""Layers of settings, gathered in the order in which later ones win."""
 
 import dataclasses
 import enum
@@ -33,7 +33,7 @@ YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
 class Layer(enum.Enum):
-    """Where a value comes from, weakest first. DERIVED values are computed from the others."""
+    """Sources of values, weakest first. DERIVED values are computed from the others."""
 
     DEFAULT = "schema default"
     DECODER_BLOCK = "decoder_block"
@@ -48,14 +48,11 @@ class Layer(enum.Enum):
 
     @property
     def rank(self) -> int:
-        """Larger wins."""
         return list(Layer).index(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value was set."""
-
     layer: Layer
     file: Path | None = None  # YAML file, or None
     line: int | None = None  # line in that file, or None
@@ -64,7 +61,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """The place in words, for example "configs/gpt2.yml:12"."""
+        """For example "configs/gpt2.yml:12"."""
         if self.file is not None:
             return f"{display(self.file)}:{self.line}"
         if self.layer is Layer.ENVIRONMENT:
@@ -83,7 +80,6 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """Origin and what was written there."""
         raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
         if self.origin.layer is Layer.ENVIRONMENT:
             return f"{self.origin.place}={raw}"
@@ -93,7 +89,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class OwnConfiguration:
-    """What weights say of the model they belong to; stands in for a config file."""
+    """The configuration that weights record, in place of a config file."""
 
     values: Mapping[str, Any]  # by key
     place: str  # where the weights lie
@@ -101,7 +97,7 @@ class OwnConfiguration:
 
 @dataclasses.dataclass(frozen=True)
 class ForCompare:
-    """`sweep:` or `stages:` of a file: what compare.py makes of its configuration."""
+    """`sweep:` or `stages:` of a file, for compare.py."""
 
     value: Any  # as config_files reads it
     place: str  # the file and line
@@ -109,7 +105,7 @@ class ForCompare:
 
 @dataclasses.dataclass
 class Gathered:
-    """Everything that was set, weakest first, before types are known to be right."""
+    """All settings, weakest first, before their types are checked."""
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -119,7 +115,6 @@ class Gathered:
     for_compare: dict[str, ForCompare] = dataclasses.field(default_factory=dict)
 
     def last(self, name: str) -> Setting | None:
-        """The setting of a key that wins."""
         return next((s for s in reversed(self.settings) if s.name == name), None)
 
 
@@ -129,12 +124,12 @@ def gather(
     environment: Mapping[str, str] = os.environ,
     own: OwnConfiguration | None = None,
 ) -> Gathered:
-    """All settings of all layers.
+    """Gathers the settings of all layers.
 
     Args:
-      arguments: config paths, of which later ones win, and key=value.
+      arguments: Config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of configure()).
-      own: what the weights say of themselves, below a config file.
+      own: Configuration that weights record, below a config file.
     """
     result = Gathered()
     if own is not None:
@@ -195,7 +190,7 @@ def _read_arguments(arguments: Sequence[str], result: Gathered) -> tuple[list[st
 
 
 def _without_dashes(arguments: Sequence[str]) -> list[str]:
-    """`--key=value` and `--key value` as key=value."""
+    """Rewrites `--key=value` and `--key value` as key=value."""
     joined: list[str] = []
     for argument in arguments:
         if argument == "--import" or argument.startswith("--import="):
@@ -231,7 +226,7 @@ def _read_environment(environment: Mapping[str, str], result: Gathered) -> list[
 
 
 def _read_chain(path: Path, layer: Layer, result: Gathered) -> list[Setting]:
-    """Settings of a file and of the files it is based on, the deepest first."""
+    """Returns the settings of a file and of its base configs, the deepest first."""
     chain: list[list[Setting]] = []
     seen: list[Path] = []
     here = layer
@@ -289,7 +284,7 @@ def _check_version(entry: config_files.Entry, path: Path, result: Gathered) -> N
 
 
 def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list[Setting]:
-    """Settings of the preset or bundle that the winning value of `name` asks for."""
+    """Returns the settings of the preset or bundle that `name` asks for."""
     setting = result.last(name)
     default = all_keys()[name].default
     chosen = default if setting is None else setting.value
@@ -336,7 +331,7 @@ def _read_named(name: str, folder: Path, layer: Layer, result: Gathered) -> list
 
 
 def unexpanded(name: str, place: str) -> Problem:
-    """What a program says that would silently do one run in place of several."""
+    """Returns the problem of a file for several runs in a program that does one."""
     return Problem(
         f"{name}: stands for {FOR_COMPARE[name]}, which only compare.py expands",
         (place,),
@@ -347,10 +342,9 @@ def unexpanded(name: str, place: str) -> Problem:
 def _distinct(
     settings: list[Setting], result: Gathered, *, last_wins: bool = False
 ) -> list[Setting]:
-    """Settings of one source in our words.
+    """Returns the settings of one source under our names.
 
-    Args:
-      last_wins: of a key with two values; otherwise, as within a file, that is a problem.
+    With `last_wins` a key may be set twice; otherwise that is a problem.
     """
     kept: dict[str, Setting] = {}
     for setting in settings:
@@ -378,6 +372,6 @@ def _distinct(
 
 
 def announce(notices: Sequence[str]) -> None:
-    """Writes each notice once on stderr."""
+    """Writes each notice once to stderr."""
     for notice in dict.fromkeys(notices):
         sys.stderr.write(notice + "\n")

@@ -217,7 +217,6 @@ class Schedule(Section):
 
     @property
     def num_warmup_steps(self) -> int:
-        """Steps of the warm-up; learning_rate_schedule_steps is known by then."""
         if self.warmup_steps != -1:
             return self.warmup_steps
         return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
@@ -397,7 +396,7 @@ class Checkpoint(Section):
 
     @property
     def mode_of_growth(self) -> Literal["function_preserving", "random", "zero"]:
-        """growth_mode, or what TokenFormer's own key says."""
+        """growth_mode, or the value of TokenFormer's own key."""
         return "zero" if self.load_parameters_zero_init else self.growth_mode
 
 

@@ -1,8 +1,8 @@
-"""Text and YAML nodes to typed values, and typed values back to YAML text.
+"""Conversion of text and YAML nodes to typed values, and back to YAML.
 
-A plain (unquoted) YAML scalar is kept as its own text, `Plain`, until the type of the key is known:
-only then is it clear whether `yes` is a word or a boolean, and `none` a choice or nothing. Quoted
-scalars are ordinary strings and never read as numbers, booleans or null.
+A plain (unquoted) YAML scalar stays text, `Plain`, until the type of the key is known: only then is
+it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quoted scalars are
+always strings.
 """
 
 import math
@@ -32,7 +32,7 @@ _PLAIN_TAGS = {
 
 
 class Plain(str):
-    """Text of an unquoted scalar, whose type is not decided yet."""
+    """Text of an unquoted scalar of undecided type."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class WrongValue(ValueError):
 
 
 def from_node(node: yaml.Node) -> Any:
-    """A YAML node as Plain, str, lists and dicts of these."""
+    """Returns a YAML node as Plain, str, lists and dicts of these."""
     items = 0
 
     def read(node: yaml.Node, depth: int) -> Any:
@@ -65,10 +65,10 @@ def from_node(node: yaml.Node) -> Any:
 
 
 def from_text(text: str) -> Any:
-    """What `key=<text>` on the command line or in the environment means, before its type is known.
+    """Parses the text of `key=<text>`, before its type is known.
 
-    The empty text is the empty string, not null. Text that is no YAML (a glob, a sentence with a
-    colon), or is nested deeper than any list of ours, stays text.
+    The empty text is the empty string, not null. Text that is not YAML (a glob, a sentence with a
+    colon) or is nested deeper than any list of ours stays text.
     """
     if not text:
         return ""
@@ -84,13 +84,10 @@ def from_text(text: str) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """A value of the given type.
-
-    Args:
-      annotation: bool, int, float, str, a Literal, a tuple or a union of these.
+    """Converts a value to bool, int, float, str, a Literal, a tuple or a union of these.
 
     Raises:
-      WrongValue: the value has another type or is not among the choices.
+      WrongValue: The value has another type or is not among the choices.
     """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -197,12 +194,11 @@ _SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
 
 
 def is_null(value: Any) -> bool:
-    """Whether a value was written as nothing: null, none, ~ or an empty YAML value."""
+    """Returns whether a value is null, none, ~ or an empty YAML value."""
     return value is None or (isinstance(value, Plain) and value.lower() in _NULL)
 
 
 def describe(annotation: Any) -> str:
-    """A type in words."""
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -218,14 +214,13 @@ def describe(annotation: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as messages print it."""
     if isinstance(value, str):
         return repr(str(value))
     return "null" if value is None else to_yaml(value)
 
 
 def to_yaml(value: Any) -> str:
-    """A typed value as flow YAML that `convert` reads back to the same value."""
+    """Returns flow YAML that `convert` reads back to the same value."""
     if value is None:
         return "null"
     if isinstance(value, bool):

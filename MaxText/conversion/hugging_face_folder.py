@@ -101,16 +101,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """The tensors of a folder, by name; their numbers are read when asked for.
-
-    Attributes:
-      found: every tensor by name.
-    """
+    """The tensors of a folder by name; numbers are read on demand."""
 
     def __init__(self, folder: Path):
-        """
+        """Reads the names and shapes.
+
         Raises:
-          UserError: no weights, a file that is missing or cut short, or torch is needed.
+          UserError: No weights, a file that is missing or truncated, or torch is needed.
         """
         self.folder = folder
         self.found: dict[str, Found] = {}
@@ -126,7 +123,7 @@ class TensorFiles:
             self.found |= found
 
     def _files(self) -> dict[Path, list[str]]:
-        """Files, and the names that an index promises in each."""
+        """Returns files, and the names that an index promises in each."""
         for name in (SAFETENSORS, _TORCH):
             index = self.folder / (name + _INDEX)
             if index.is_file():
@@ -173,7 +170,7 @@ class TensorFiles:
         return found
 
     def _open(self, file: Path) -> Any:
-        """The file, mapped and not read; one is open at a time."""
+        """Opens a file as a memory map; one is open at a time."""
         if self._opened is not None and self._opened[0] == file:
             return self._opened[1]
         try:
@@ -185,7 +182,6 @@ class TensorFiles:
         return self._opened[1]
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in its own format."""
         found = self.found[name]
         handle = self._open(found.file)
         if found.file.suffix == ".safetensors":

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as arrays of ours, one array at a time, also for a run that starts."""
+"""Import of a Hugging Face checkpoint, one array at a time."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,20 +20,16 @@ from MaxText.errors import UserError
 
 
 class FolderWeights(Weights):
-    """The weights of a folder under our names.
+    """The weights of a Hugging Face checkpoint under our names.
 
     Attributes:
-      folder: where they lie.
-      config_json: its config.json.
-      keys: our keys of its model.
-      map: tensors of theirs and arrays of ours.
+      keys: Our keys of its model.
     """
 
     def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
         """Reads config.json, and names and shapes of all tensors; no numbers.
 
-        Args:
-          given: keys that the user set on top.
+        `given` are keys that the user set on top.
         """
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
@@ -63,7 +59,7 @@ class FolderWeights(Weights):
         }
 
     def _match(self) -> dict[str, str]:
-        """Name of every tensor of the table -> its name in the files."""
+        """Returns the name of every tensor of the table -> its name in the files."""
         found, prefix = self.files.found, self.family.prefix
         names = {}
         for tensor in self.map.tensors:
@@ -96,7 +92,6 @@ class FolderWeights(Weights):
         return names
 
     def _advice(self) -> str:
-        """What to do about tensors that do not fit."""
         for other in FAMILIES.values():
             is_like = any(name.startswith(other.prefix or "\0") for name in self.files.found)
             if is_like and other.prefix != self.family.prefix:
@@ -105,7 +100,7 @@ class FolderWeights(Weights):
         return f"Check that {CONFIG} and the tensors belong together."
 
     def _tied_head(self) -> str | None:
-        """The head's tensor in files of a model that ties it: a copy of the token table."""
+        """Returns the head's tensor in files of a tied model: a copy of the token table."""
         if "logits_dense/kernel" in self.model.parameters:
             return None
         rows = [row for row in self.family.rows if row.theirs == self.family.head]
@@ -118,7 +113,7 @@ class FolderWeights(Weights):
 
     @property
     def widened(self) -> dict[str, str]:
-        """Formats of the tensors that are stored in a narrower one than our array of them."""
+        """Returns the formats of tensors stored in a narrower one than our array of them."""
         return {
             tensor.name: self._stored[tensor.name]
             for tensor in self.map.tensors
@@ -126,7 +121,6 @@ class FolderWeights(Weights):
         }
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours."""
         return self.map.array(
             ours, self.formats[ours], lambda name: self.files.read(self._names[name])
         )
@@ -135,10 +129,10 @@ class FolderWeights(Weights):
 def open_weights(
     path: str, key: str, config_flat: Mapping[str, Any]
 ) -> tuple[FolderWeights, dict[str, Any]]:
-    """The weights of a folder, and the current configuration with what the folder says of them.
+    """Returns a checkpoint's weights, and the configuration with what config.json says.
 
     Raises:
-      UserError: no such folder, or one that cannot be imported.
+      UserError: No such checkpoint, or one that cannot be imported.
     """
     given = {}
     if config_flat["position_embedding"] != "learned":
@@ -156,12 +150,12 @@ def open_folder(
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
 ) -> tuple[str, dict[str, Any], Callable[[], Any]]:
-    """The path of a folder, the configuration with what it says, and what reads its parameters.
+    """Returns the path, the configuration with what config.json says, and a reader.
 
-    It is compared with the configuration by names and shapes alone.
+    Names and shapes are compared with the configuration.
 
     Args:
-      abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
+      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
     """
     weights, stored_flat = open_weights(path, key, config_flat)
     shapes = {

@@ -112,11 +112,11 @@ class RunWeights(Weights):
         """Reads names and shapes; no numbers.
 
         Args:
-          path: a run, its checkpoints, a step folder or its items.
-          given: the configuration, for a checkpoint that does not hold its own.
+          path: A run, its checkpoints, a step folder or its items.
+          given: The configuration, for a checkpoint without one.
 
         Raises:
-          UserError: no checkpoint, none that can be read, or arrays that do not fit.
+          UserError: No checkpoint, none that can be read, or arrays that do not fit.
         """
         self.stored = layout.find(path, "from")
         self.metadata = metadata_if_any(self.stored)
@@ -148,10 +148,9 @@ class RunWeights(Weights):
         return build(under_todays_names(flat, str(self.stored)))
 
     def read(self, ours: str) -> np.ndarray:
-        """One array, all layers stacked."""
         return self._arrays.read(_PARAMS + ours)
 
     @property
     def hugging_face(self) -> dict[str, Any]:
-        """What the import of a folder noted beside the weights; empty for trained ones."""
+        """What an import recorded about its checkpoint; empty for trained weights."""
         return self.metadata.get("hugging_face") or {}

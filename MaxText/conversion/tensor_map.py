@@ -1,4 +1,4 @@
-"""Which tensor of theirs holds which arrays of ours: names and shapes of one model, no numbers."""
+"""Map between Hugging Face tensors and arrays of one model, by names and shapes."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from MaxText.parallelism.constraints import ParameterInfo
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs."""
+    """A Hugging Face tensor."""
 
     name: str  # with the layer's number in it
     shape: tuple[int, ...]  # as it is stored there
@@ -29,11 +29,7 @@ class Tensor:
 
 
 class UnknownParameters(UserError):
-    """Parameters of a model that the format has no place for, such as those of a part of one's own.
-
-    Attributes:
-      names: of the parameters.
-    """
+    """Parameters that the format has no place for, such as those of a user's part."""
 
     def __init__(self, family: str, names: Sequence[str]):
         self.names = ", ".join(names)
@@ -47,14 +43,12 @@ class TensorMap:
     """A family's rows, filled in with the sizes of one model.
 
     Attributes:
-      family: whose table it is.
-      model: our model.
-      groups: arrays of ours that share tensors -> these tensors, layer by layer. Only together can
-        either be made of the other.
+      groups: Arrays of ours that share tensors -> these tensors, layer by layer. Neither can be
+        made without all of the other.
     """
 
     def __init__(self, family: Family, model: Model, rows: Sequence[Row] | None = None):
-        """Args: rows: others than the family's, for another layout of its models."""
+        """Fills in the rows of the family, or others for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[Tensor]] = {}
         num_layers = model.section.shape.dimensions.num_layers
@@ -72,7 +66,7 @@ class TensorMap:
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[Row, int]]:
-        """Rows that mixers and feed-forwards declare, and the layer of each."""
+        """Returns rows that mixers and feed-forwards declare, and the layer of each."""
         found = []
         for layer, one in enumerate(self.model.section.layers):
             feed_forward = lookup("feed_forward", one.section.feed_forward.feed_forward_type)
@@ -85,7 +79,6 @@ class TensorMap:
         return found
 
     def _add(self, row: Row, layer: int) -> None:
-        """The tensors of a row in a layer."""
         section = self.model.section
         num_layers, num_experts = section.shape.dimensions.num_layers, 1
         if row.in_experts:
@@ -101,7 +94,7 @@ class TensorMap:
             self.groups.setdefault(ours, []).append(tensor)
 
     def _stored(self, row: Row, layer: int) -> list[tuple[str, tuple[int, ...]]]:
-        """The arrays that hold ours of a row in a layer, and the place in each."""
+        """Returns the stored arrays of a row in a layer, and the index in each."""
         stored = []
         for name in row.ours:
             found = numbered(name, self.model.section.shape.dimensions.num_layers, layer)
@@ -111,7 +104,7 @@ class TensorMap:
         return stored
 
     def _fits(self, row: Row, ours: str) -> bool:
-        """Whether the model has an array of a row, with as many dimensions."""
+        """Returns whether the model has an array of a row, with as many dimensions."""
         info = self.model.parameters.get(ours)
         if info is None:
             return False
@@ -119,13 +112,12 @@ class TensorMap:
         return len(info.shape) - outer == len(row.layout.ours.split())
 
     def _sizes(self, row: Row, ours: str) -> dict[str, int]:
-        """Sizes of one array by the letters of its layout; they may differ from layer to layer."""
+        """Returns sizes by the letters of a layout; they may differ from layer to layer."""
         info = self.model.parameters[ours]
         return row.layout.sizes(info.shape[("layers" in info.logical_axes) + row.in_experts :])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors."""
         return [tensor for group in self.groups.values() for tensor in group]
 
     @functools.cached_property
@@ -137,30 +129,30 @@ class TensorMap:
         }
 
     def sources(self, ours: str) -> list[Tensor]:
-        """The tensors that an array of ours is made of: one, or one for each layer and expert."""
+        """Returns the tensors of an array of ours: one, or one for each layer and expert."""
         return self._places[ours][0]
 
     def array(self, ours: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """An array of ours, of tensors of theirs that are read by name one after the other."""
+        """Returns an array of ours from tensors that are read by name, one after the other."""
         array = np.empty(self.model.parameters[ours].shape, dtype)
         for tensor in self.sources(ours):
             array[tensor.place] = self.part(ours, read(tensor.name))
         return array
 
     def part(self, ours: str, tensor: np.ndarray) -> np.ndarray:
-        """What a tensor of theirs contributes to an array of ours; a view."""
+        """Returns what a tensor contributes to an array of ours, as a view."""
         sources, place = self._places[ours]
         row = sources[0].row
         return row.layout.split(tensor, self._sizes(row, ours), len(row.ours))[place]
 
     def whole(self, tensor: Tensor, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """A tensor of theirs from the arrays of ours of its group, all layers of each."""
+        """Returns a tensor from the arrays of ours of its group, all layers of each."""
         parts = [array[tensor.place] for array in arrays]
         return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.ours[0]))
 
 
 def _linear(info: ParameterInfo) -> Layout:
-    """A matrix as torch.nn.Linear has it, [outputs, inputs]; other arrays as they are."""
+    """Returns the layout of torch.nn.Linear, [outputs, inputs]; other arrays as they are."""
     names = [name for name in info.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")

@@ -1,4 +1,4 @@
-"""The tokenizer's files, from one folder to another."""
+"""Copies of tokenizer files."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -27,11 +27,7 @@ _TABLES = ("vocab.json", "added_tokens.json")
 
 
 def check_ids(folder: Path, vocab_size: int) -> None:
-    """Refuses a tokenizer whose ids have no row in the token table. More rows than ids are fine.
-
-    Raises:
-      UserError: it makes larger ids, or cannot be read.
-    """
+    """Refuses a tokenizer with ids beyond the token table, or one that cannot be read."""
     path = folder / TOKENIZER_NAME
     if path.is_file():
         _check_largest(path, _opened(path).get_vocab(), vocab_size)
@@ -42,7 +38,6 @@ def check_ids(folder: Path, vocab_size: int) -> None:
 
 
 def _opened(path: Path) -> Any:
-    """The library's tokenizer of a tokenizer.json."""
     import tokenizers
 
     text = read_text(path)
@@ -62,7 +57,7 @@ def _check_largest(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -
 
 
 def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
-    """Copies what there is of a tokenizer, to a local or remote folder; returns the names."""
+    """Copies existing tokenizer files to a local or remote folder; returns the names."""
     names = [name for name in possible if (source / name).is_file()]
     if names:
         target.mkdir(parents=True, exist_ok=True)
@@ -72,7 +67,6 @@ def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> l
 
 
 def write_json(path: Any, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object as Hugging Face's files are."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -101,10 +95,9 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
 
 
 def keep_tokenizer(source: Path, run_folder: Any) -> None:
-    """Copies the tokenizer of a data set into a run, which can then be used from anywhere.
+    """Copies the tokenizer of a dataset into a run, which can then be used from anywhere.
 
-    Its tokenizer_config.json says whether texts of the data set begin with the id for that, as the
-    manifest does there.
+    Its tokenizer_config.json says whether texts of the dataset begin with bos.
     """
     folder = source if source.is_dir() else source.parent
     names = {source.name, "special_tokens_map.json"}
@@ -121,7 +114,7 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
 
 
 def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
-    """The folder of a run's tokenizer, and what to say where there is none to export."""
+    """Returns a run's tokenizer folder, and a message if there is none to export."""
     if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
         return run_folder / RUN_FOLDER_NAME, ""
     if not dataset_path:

@@ -1,4 +1,4 @@
-"""Whether transformers and our model compute the same numbers from a folder."""
+"""Comparison of an exported checkpoint in transformers with our model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ _ROWS, _LENGTH = 2, 64
 
 
 class Agreement(NamedTuple):
-    """What was measured: logits and mean loss in nats of random tokens."""
+    """Measured differences of logits and mean loss in nats of random tokens."""
 
     logits_difference: float
     largest_logit: float
@@ -58,8 +58,7 @@ def compare(weights: Weights, folder: Path, dtype: str = "") -> Agreement:
     """Runs the same random tokens through both.
 
     Args:
-      dtype: the format that the folder's tensors were rounded to; ours are then rounded as well,
-        so that what is compared is the model and not the rounding.
+      dtype: Format that the tensors were rounded to; ours are rounded as well.
     """
     section = weights.config.model
     length = min(_LENGTH, section.shape.max_target_length)
@@ -107,7 +106,7 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean of -log p(next token), in double."""
+    """Returns the mean of -log p(next token) in float64."""
     scores = logits[:, :-1].astype(np.float64)
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())
@@ -116,11 +115,7 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
 def verify(
     weights: Weights, folder: Path, shown: str, show: Callable[[str], None], dtype: str = ""
 ) -> None:
-    """Compares, says what was found, and refuses a folder that computes something else.
-
-    Args:
-      dtype: the format that the folder's tensors were rounded to.
-    """
+    """Compares, reports, and refuses a checkpoint that computes something else."""
     found = compare(weights, folder, dtype)
     line = (
         f"logits differ by at most {found.logits_difference:.2g} (largest logit "

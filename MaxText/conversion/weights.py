@@ -1,4 +1,4 @@
-"""What every source of weights offers: arrays under our names, read one at a time."""
+"""Interface of sources of weights: arrays under our names, read one at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,37 +14,34 @@ _MOST_LINES = 20
 
 
 class Weights(Protocol):
-    """A model somewhere on disk."""
-
     config: Config  # our configuration of it
     model: Model  # its parameters' names and shapes
     formats: dict[str, np.dtype]  # of every array of ours
 
     def read(self, ours: str) -> np.ndarray:
-        """One array of ours, all layers stacked."""
+        """Returns one array of ours, all layers stacked."""
         ...
 
 
 def model_of(config: Config) -> Model:
-    """The abstract model of a configuration; how numbers are computed is settled for a CPU."""
+    """Returns the abstract model of a configuration, with numerics of a CPU."""
     from MaxText.training.backend_defaults import resolve
 
     return Model(resolve(config.model, "cpu")[0])
 
 
 def num_bytes(weights: Weights) -> dict[str, int]:
-    """Bytes of every array of ours."""
     parameters = weights.model.parameters
     return {name: info.size * weights.formats[name].itemsize for name, info in parameters.items()}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """A tree from paths such as "layers/mlp/wo/kernel"."""
+    """Returns a tree from paths such as "layers/mlp/wo/kernel"."""
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def common_format(formats: Iterable[str]) -> np.dtype:
-    """The format of an array made of tensors in some formats.
+    """Returns the format of an array made of tensors in some formats.
 
     float16 becomes float32, which holds each of its numbers: there are no float16 parameters.
     """
@@ -61,11 +58,9 @@ def check_arrays(
     """Compares stored arrays with those of a model, by names and shapes.
 
     Args:
-      found: name -> what has a shape, and is shown.
-      wanted: name -> shape.
-      what: begins the message.
-      advice: ends it.
-      others: problems of another kind, one line each.
+      found: Name -> what has a shape, and is shown.
+      what, advice: Begin and end the message.
+      others: Problems of another kind, one line each.
     """
     shapes = {name: [int(size) for size in shape] for name, shape in wanted.items()}
     problems = [

@@ -167,7 +167,6 @@ class ModelCost:
         )
 
     def _executed(self) -> list[tuple[str, str, str, Any]]:
-        """The row of executed operations, where they are known."""
         count = self.count
         if count.recomputed is None:
             return []
@@ -192,7 +191,6 @@ class ModelCost:
         ]
 
     def _memory(self) -> list[tuple[str, str, str, Any]]:
-        """Rows of the memory of training and of the cache of generation."""
         parts = {"parameters": self.parameter_bytes, "gradients": self.parameter_bytes}
         if self.optimizer_bytes is not None:
             parts["optimizer state"] = self.optimizer_bytes
@@ -235,13 +233,10 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    """The cost of training and running a model.
+    """Returns the cost of training and running a model.
 
     Args:
-      model: with backend defaults resolved.
-      sequence_length: tokens of a sequence; attention and the cache depend on it.
-      optimizer_state: a tree of arrays or jax.ShapeDtypeStruct, such as TrainState.opt_state;
-        None leaves it out of the table.
+      optimizer_state: A tree of arrays or jax.ShapeDtypeStruct; None omits it from the table.
     """
     optimizer_bytes = None
     if optimizer_state is not None:

@@ -1,66 +1,44 @@
-"""How many floating point operations a token needs, by formula, for every part of a model.
+"""Floating point operations per token, by formula, for every part of a model.
 
-Counted: products of matrices, 2 operations per multiply-add. Looking up tables, norms, biases,
-rotary positions, softmax and activation functions do not count. Per token and over all layers,
-forward:
+Counted: matrix products, 2 operations per multiply-add. Lookups, norms, biases, rotary positions,
+softmax and activation functions are not. Per token and over all layers, forward:
 
-    token embedding      0                     looked up
-    position embedding   0                     looked up
     query, key, value    2 L D H (N + 2 K)
     attention scores     2 L N H S             q k^T
     attention values     2 L N H S             probabilities times v
     attention output     2 L N H D
     feed-forward         2 L (A + 1) D F       A activations: 1 is plain, 2 is gated
+    experts              2 L (A + 1) D F k     of k experts that a token visits
+    router               2 L D E               with E experts
     dense connections    2 sum_i K_i (D + C_i S_i)
-    sums over depth      2 D sum_i C_i S_i     C_i ways, each a sum of S_i hidden states
-    norms                0
+    sums over depth      2 D sum_i C_i S_i     C_i streams, each a sum of S_i hidden states
     head                 2 D V                 tied or not
 
-Layers of linear attention and of none, experts, Head-QK and static SGU differ from these rows:
-
-    linear attention     2 H^2 (K + N)         per layer, in place of scores and values
-    experts              2 (A + 1) D F k       per layer, of k experts that a token visits
-    router               2 D E                 per layer with E experts
-    Head-QK              4 D I + 2 I S         I head_qk_dim
-    static SGU           D S                   per layer, S of a window; no gradient: training is
-                                               forward alone
-
-Weights that all layers share are multiplied L times.
-
-With Pattention these depend on the slots, n of the projections and m of the feed-forward. Where
-N H = K H = D and m = 4 n, a layer has 16 D n weights.
-
+    Pattention, of n slots in projections and m in the feed-forward:
     query, key, value    2 L n (3 D + N H + 2 K H)
     attention output     2 L n (N H + D)
     feed-forward         4 L D m
 
-Dense connections (MUDDFormer) make C_i S_i weights after layer i by two products with K_i hidden
-units between, none where the weights are fixed. Their sums are counted as the products of weights
-with hidden states that they are, as probabilities times v are, in whichever form they are
-computed. MUDDFormer's paper (Xiao et al. 2025) counts the same, but for the second product and the
-rounding of K_i: (L + 3) / D / (3 + T / 4 D) of the layers' own operations.
+Other mixers, heads and connections declare their operations (`flops` of layers/part.py). Weights
+that layers share are multiplied L times. MUDDFormer's paper (Xiao et al. 2025) counts its
+connections the same, except for the second product and the rounding of K_i.
 
-Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With
-P weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
+Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With P
+weights that a token is multiplied with, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
 
-S, the keys that a query counts, has two readings:
+S, the keys of a query, has two readings:
 
-- by the rule of MFU (`keys_by_rule`): T without a mask, T/2 under a causal mask (MaxText's rule;
-  exactly (T+1)/2), W - W^2/(2T) under a causal mask with a window of W tokens; and M more where
-  there are M learned keys;
-- as the backend computes it (`keys_multiplied`), masked products included.
+- by the rule of MFU (`keys_by_rule`): T without a mask, (T+1)/2 under a causal mask (MaxText's
+  rule: T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
+- as executed by the backend (`keys_multiplied`), masked products included.
 
-Experts with a capacity execute every place they have, filled or not. Without one the count is of
-the rows that tokens have; a backend that has no products of ragged rows (CPU, and GPU as JAX is set
-by default) multiplies each row with every expert. Linear attention executes the squares of its
-chunks as well.
+`FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is executed, with
+rematerialization, unfilled capacity of experts, and every expert on backends without ragged
+products (CPU, and GPU by default). tests/monitoring/test_flops.py holds the latter against XLA's
+own count, within 5 %, and against the products of the traced program, exactly.
 
-`FlopCount.per_token` goes by the rule, `FlopCount.executed_per_token` by what is computed, with
-what rematerialisation computes again. tests/monitoring/test_flops.py holds the latter against
-XLA's own count, within 5 %, and against the products of the traced program, exactly.
-
-Legend: T tokens of a sequence, L layers, D emb_dim, N query heads, K key/value heads, H head_dim,
-F mlp_dim, V vocab_size.
+Legend: T tokens of a sequence, L layers, D emb_dim, N query heads, K key/value heads, H head_dim, F
+mlp_dim, V vocab_size.
 """
 
 import collections
