@@ -1,7 +1,7 @@
 """Registry of parts: what a key such as `mixer` may name.
 
 Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
-The generated layers/built_in.py lists built-in parts, so that they are known without importing jax.
+The generated layers/built_in.yml lists built-in parts, which are thus known without importing jax.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import yaml
 from pydantic import model_serializer, model_validator
 
 from MaxText.configuration.keys import Section
@@ -28,7 +30,7 @@ KINDS = {
     "objective": "loss_type",
     "optimizer": "opt_type",
 }
-_BUILT_IN = "MaxText.layers.built_in"
+BUILT_IN = Path(__file__).parents[1] / "layers" / "built_in.yml"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -90,16 +92,13 @@ def _tell() -> None:
         forget_derived()
 
 
-def register(
-    kind: str, name: str, *, keys: type[Section] | None = None, target: str = ""
-) -> Callable[[Any], Any]:
+def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Callable[[Any], Any]:
     """Registers a part; a decorator of its class or function.
 
     Args:
       kind: One of KINDS.
       name: Lower-case letters, digits and underscores.
       keys: A Section with keys of the part's own.
-      target: "module:name" of a part that is imported later, instead of decorating.
 
     Raises:
       RegistrationError: The kind is unknown, the name is taken or invalid, or a key exists.
@@ -114,7 +113,7 @@ def register(
             )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
-        earlier = None if target else _all().get((kind, name))
+        earlier = _all().get((kind, name))
         if earlier and earlier.target == f"{given.__module__}:{given.__name__}":
             return given  # built in
         if earlier is not None:
@@ -126,7 +125,7 @@ def register(
         _tell()
         return given
 
-    return add(target) if target else add
+    return add
 
 
 def _check_keys(keys: type[Section], who: str) -> None:
@@ -144,7 +143,9 @@ def _check_keys(keys: type[Section], who: str) -> None:
 
 @functools.cache
 def _load_built_in() -> None:
-    importlib.import_module(_BUILT_IN)
+    for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
+        for name, target in targets.items():
+            _registered[kind, name] = Registration(kind, name, target, None, str(BUILT_IN))
 
 
 def _all() -> dict[tuple[str, str], Registration]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.configuration import documentation
+from MaxText.configuration import documentation, registry
 from MaxText.configuration.catalogue import all_keys, build, by_section, flat
 from MaxText.configuration.config_files import BASE_YML, read
 from MaxText.configuration.loading import configure
@@ -17,7 +17,7 @@ PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
 
 def test_generated_files_are_up_to_date():
     assert BASE_YML.read_text(encoding="utf-8") == documentation.base_yml()
-    assert documentation.BUILT_IN_PY.read_text(encoding="utf-8") == documentation.built_in_py()
+    assert registry.BUILT_IN.read_text(encoding="utf-8") == documentation.built_in_yml()
     text = documentation.CONFIGURATION_MD.read_text(encoding="utf-8")
     assert text == documentation.configuration_md()
 
