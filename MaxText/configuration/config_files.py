@@ -89,7 +89,6 @@ def find(name: str | Path, beside: Path | None = None) -> Path:
         if len(same_name) == 1:
             return SHIPPED / same_name[0]
     facts = [("searched", ", ".join(str(candidate) for candidate in candidates))]
-    # Compare with the whole path and with the bare name: users type either.
     short = {Path(path).name: path for path in known}
     close = nearest(given.name, short)
     if close:

@@ -121,7 +121,6 @@ class Block(Section):
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
-# What attention_types calls the built-in mixers.
 MIXERS: dict[AttentionKind, str] = {
     "global": "attention",
     "local": "local_attention",

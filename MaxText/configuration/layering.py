@@ -23,7 +23,6 @@ FOR_COMPARE = {
     "stages": "several runs, each beginning from the one before",
 }
 
-# Keys that a file may hold besides those of the schema.
 FILE_KEYS = ("base_config", "schema_version", *FOR_COMPARE)
 
 # What an argument of a program is: key=value, or a config file.

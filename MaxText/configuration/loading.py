@@ -29,7 +29,6 @@ from MaxText.configuration.problems import ConfigurationError, Problem, nearest,
 from MaxText.configuration.rules import RULES
 from MaxText.configuration.schema import Config
 
-# Layers that a user writes for this run.
 _DELIBERATE = (Layer.CONFIG_FILE, Layer.ENVIRONMENT, Layer.COMMAND_LINE, Layer.ARGUMENT)
 
 __all__ = ["Layer", "Loaded", "Origin", "Setting", "configure", "load"]

@@ -18,7 +18,6 @@ from pydantic import model_serializer, model_validator
 
 from MaxText.configuration.keys import Section
 
-# What a part can be, and the key that chooses one of them.
 KINDS = {
     "mixer": "mixer",
     "feed_forward": "feed_forward_type",

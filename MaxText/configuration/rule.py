@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 from MaxText.configuration.catalogue import all_keys
 from MaxText.configuration.schema import Config
 
-# What a judge may ask for besides values of keys.
 _OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
 _Judge = TypeVar("_Judge", bound=Callable[..., str | None])
 

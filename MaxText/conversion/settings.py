@@ -178,7 +178,6 @@ def with_effect(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str
     return {
         name: value
         for name, value in names.items()
-        # A name that is no key is for the configuration to refuse.
         if name not in schema or _has_effect(schema[name], values)
     }
 
@@ -213,9 +212,6 @@ def in_their_words(family: Family, problems: Iterable[Problem], given: Mapping[s
             return ""
         lines.append(_WORD.sub(lambda word: names.get(word[0], word[0]), problem.what))
     return "\n".join(f"  {line}" for line in lines)
-
-
-# --- Our keys as config.json ----------------------------------------------------------------------
 
 
 def find_family(config: Config, asked: str) -> Family:

@@ -12,7 +12,6 @@ from MaxText.input_pipeline.tokenization.tokenizer_files import CONFIG_NAME, rea
 
 RUN_FOLDER_NAME = "tokenizer"  # of a run that was imported, beside its checkpoints
 
-# Everything that the tokenizers of transformers read.
 _FILES = (
     TOKENIZER_NAME,
     CONFIG_NAME,

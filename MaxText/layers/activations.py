@@ -28,7 +28,6 @@ def _odd_harmonics(wave: Function, power: int) -> Function:
     )
 
 
-# Of each number by itself.
 ACTIVATIONS: dict[str, Function] = {
     "linear": lambda x: x,
     "relu": jax.nn.relu,
@@ -77,7 +76,6 @@ ACTIVATIONS: dict[str, Function] = {
     "softplusmone": lambda x: jax.nn.softplus(x) - 1,
 }
 
-# Of all F numbers of a token together.
 OVER_FEATURES: dict[str, Function] = {
     "softmax": functools.partial(jax.nn.softmax, axis=-1),
     "logsoftmax": functools.partial(jax.nn.log_softmax, axis=-1),

@@ -26,7 +26,6 @@ from MaxText.layers.rotary import rotate
 from MaxText.layers.weights import Init, weight
 from MaxText.parallelism.constraints import constrain, sharding_in_force, split_axes
 
-# Names of the dimensions of queries and of keys and values.
 OF_QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 OF_KEYS = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
 

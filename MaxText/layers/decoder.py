@@ -38,7 +38,6 @@ from MaxText.parallelism.constraints import HIDDEN, constrain, num_stages_in_for
 
 States = tuple[Any, ...]  # of the mixers, one per layer, and of the head
 
-# Axes of rows and tokens after the last layer.
 _OF_HEAD = ("activation_embed_and_logits_batch", "activation_length")
 
 

@@ -157,7 +157,6 @@ def flash_attention(
     queries, keys = PartitionSpec(batch, length, heads), PartitionSpec(batch, None, heads)
     mask = of_mask = None
     if length and (scoring.causal or (scoring.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
-        # Each device has its rows of the mask.
         parts = math.prod(mesh.shape[axis] for axis in length)
         shard = of_queries.shard_shape(q_BTNH.shape)
         mask = _kernel_of(scoring, (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts)

@@ -26,7 +26,6 @@ MAX_ROWS = {"tpu": 128, "interpret": 16}
 MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions that are in registers at once
 
 
-# Arrays by name, as the functions below say.
 Given = dict[str, Any]
 
 

@@ -183,8 +183,6 @@ class _Ring:
         o_BLNH = attend(*tokens, slopes_N, memory)
         return self._exchanged(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
-    # The two passes
-
     def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory):
         """Returns o_BLNH and log-sum-exp, float32 [P, B, K, G, R]."""
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
@@ -316,8 +314,6 @@ class _Ring:
             sees = sees & (nearest < window) & (farthest >= -window)
         return sees
 
-    # Parts of them
-
     def _scores(self, rows: _Rows, keys: _Keys, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by the products q k."""
         scoring, scale = self.scoring, self.scoring.scale_of(rows.q_BRKGH.shape[-1])
@@ -358,8 +354,6 @@ class _Ring:
         """[B, L, N, ...] -> [P, B, K, G, R, ...]."""
         x = _cut(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), self.num_blocks)
         return jnp.moveaxis(x, 2, 4)
-
-    # Where tokens are
 
     def _places(self, part: jax.Array) -> jax.Array:
         """Returns positions in the sequence of a part's tokens, int32 [Q, S]."""

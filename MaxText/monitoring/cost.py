@@ -6,6 +6,7 @@ Legend: T tokens of a sequence, L layers, K key/value heads, H head_dim.
 import dataclasses
 import functools
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -162,72 +163,26 @@ class ModelCost:
             [
                 table,
                 *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes),
-                derived_quantities([*self._executed(), *self._memory()]),
+                derived_quantities(self._totals()),
             ]
         )
 
-    def _executed(self) -> list[tuple[str, str, str, Any]]:
-        count = self.count
-        if count.recomputed is None:
-            return []
-        section = self.model.section
-        why = f"remat_policy={section.memory.remat_policy}"
-        if section.objective.num_vocab_tiling > 1:
-            why += f", num_vocab_tiling={section.objective.num_vocab_tiling}"
-        assert count.executed_per_token is not None
-        training = count.executed_per_token - count.recomputed
-        once = (3 * count.executed_forward - training) / 2  # no gradient passes
-        forward = f"{count.executed_forward:,.0f}"
-        if once:
-            forward = f"{count.executed_forward - once:,.0f} + {once:,.0f}"
-        return [
-            (
-                "executed FLOPs per token",
-                f"3 x forward as computed{' + static SGU' if once else ''} + computed "
-                f"again ({why})",
-                f"3 x {forward} + {count.recomputed:,.0f}",
-                count.executed_per_token,
-            )
-        ]
-
-    def _memory(self) -> list[tuple[str, str, str, Any]]:
-        parts = {"parameters": self.parameter_bytes, "gradients": self.parameter_bytes}
-        if self.optimizer_bytes is not None:
-            parts["optimizer state"] = self.optimizer_bytes
-        rows = [
-            (
-                "memory of training, each array once, without activations",
-                " + ".join(parts),
-                " + ".join(f"{size:,}" for size in parts.values()),
-                byte_count(self.training_bytes),
-            )
-        ]
-        section, length = self.model.section, self.count.sequence_length
+    def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
+        count, section = self.count, self.model.section
+        if count.executed_per_token is not None:
+            why = f"remat_policy={section.memory.remat_policy}"
+            if section.objective.num_vocab_tiling > 1:
+                why += f", num_vocab_tiling={section.objective.num_vocab_tiling}"
+            yield f"executed FLOPs/token in training ({why})", "", "", count.executed_per_token
+        state = "" if self.optimizer_bytes is None else ", optimizer state"
+        name = f"memory of parameters, gradients{state} (no activations)"
+        yield name, "", "", byte_count(self.training_bytes)
         if not section.attention.causal:
-            return [*rows, ("KV cache", "", "", "none, attention is not causal")]
-        d, dtype = section.shape.dimensions, section.numerics.dtype
-        per_token = self.kv_cache_bytes_per_token
-        fixed = self.kv_cache_bytes - length * per_token
-        *of_layers, (of_head, _) = self._states
-        growing = sum(of_token > 0 for of_token, _ in of_layers)
-        layers = "layers" if growing == d.num_layers else "layers of global attention"
-        of_token = f"2 x {layers} x kv heads x head_dim x bytes of {dtype}"
-        itemsize = jnp.dtype(dtype).itemsize
-        numbers = f"2 x {growing} x {d.num_kv_heads} x {d.head_dim} x {itemsize}"
-        if of_head:
-            of_token += f" + state of head {section.head.name}"
-            numbers += f" + {of_head}"
-        of_sequence = "tokens x bytes of a token" + (" + what does not grow" if fixed else "")
-        return [
-            *rows,
-            ("KV cache of a token", of_token, numbers, f"{per_token:,} bytes"),
-            (
-                "KV cache of a sequence",
-                of_sequence,
-                f"{length:,} x {per_token:,}" + (f" + {fixed:,}" if fixed else ""),
-                byte_count(self.kv_cache_bytes),
-            ),
-        ]
+            yield "KV cache", "", "", "none, attention is not causal"
+            return
+        yield "KV cache of a token", "", "", byte_count(self.kv_cache_bytes_per_token)
+        name = f"KV cache of {count.sequence_length:,} tokens"
+        yield name, "", "", byte_count(self.kv_cache_bytes)
 
 
 def model_cost(

@@ -29,7 +29,6 @@ from MaxText.planning.program import Program, model_of
 from MaxText.planning.step_time import least_time
 from MaxText.training import backend_defaults
 
-# From what keeps most to what keeps least.
 POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 MOST_PROPOSED = 8
 _BATCH = ("per_device_batch_size", "gradient_accumulation_steps")

@@ -87,7 +87,6 @@ class Value:
     is_square: bool = False  # scores of attention, or made of them at their size
     # arrays in memory that it is read from; itself where it is written
     roots: frozenset["Value"] = frozenset()
-    # numbers of the nodes that read it
     readers: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -101,7 +100,6 @@ class Node:
     """An equation that is not a call."""
 
     name: str  # of its primitive
-    # its operands and results
     reads: list[Value]
     makes: list[Value]
     params: dict[str, Any]  # of its primitive

@@ -284,7 +284,7 @@ def test_cache_of_llama_2_7b():
     model = Model(configure(model_name="llama2-7b", **keys).model)
     cost = model_cost(model, sequence_length=4096)
     assert (cost.kv_cache_bytes_per_token, cost.kv_cache_bytes) == (2**19, 2**31)
-    assert "4,096 x 524,288 = 2,147,483,648 bytes (2.00 GiB)" in cost.describe()
+    assert "KV cache of 4,096 tokens = 2,147,483,648 bytes (2.00 GiB)" in cost.describe()
 
 
 @pytest.mark.parametrize(
