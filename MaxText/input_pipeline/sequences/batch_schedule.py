@@ -1,8 +1,8 @@
-"""How many sequences of which length a step sees: constant, ramped up, or in stages of length.
+"""Batch size and sequence length of each step: constant, ramped up, or in stages.
 
 A sample is a window of max_target_length tokens. Steps map to samples by a closed form, so that a
-run continues at any step without counting, and a position in the data is a number of samples:
-it means the same under every batch size.
+run resumes at any step without counting, and a data position is a number of samples with the same
+meaning under every batch size.
 """
 
 import dataclasses
@@ -15,13 +15,11 @@ from MaxText.configuration.training_sections import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps that see batches of one shape.
+    """Steps with batches of one shape.
 
     Attributes:
-      first_step: first of them.
-      samples: windows of max_target_length that a step reads, over all hosts.
-      length: tokens of a row; where it is less than max_target_length, each window becomes
-        max_target_length / length rows.
+      samples: Windows of max_target_length that a step reads, over all hosts.
+      length: Tokens of a sequence; below max_target_length, each window becomes several sequences.
     """
 
     first_step: int
@@ -31,10 +29,9 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """The stages of a run, from step 0 on.
+    """The stages of a run; the first begins at step 0, the last has no end.
 
     Attributes:
-      stages: in order; the first begins at step 0, the last has no end.
       window: max_target_length.
     """
 
@@ -43,19 +40,18 @@ class BatchPlan:
 
     @classmethod
     def constant(cls, samples: int, window: int) -> "BatchPlan":
-        """Every step sees `samples` windows of `window` tokens."""
+        """Returns the plan of `samples` windows of `window` tokens in every step."""
         return cls((Stage(0, samples, window),), window)
 
     def at(self, step: int) -> Stage:
-        """The stage of a step."""
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
     def rows(self, stage: Stage) -> int:
-        """Rows of a batch of a stage."""
+        """Returns the sequences of a batch of a stage."""
         return stage.samples * (self.window // stage.length)
 
     def samples_before(self, step: int) -> int:
-        """Samples that all steps before `step` see."""
+        """Returns the samples of all steps before `step`."""
         total = 0
         for stage in self.stages:
             first, end = self.steps_of(stage, step)
@@ -63,7 +59,7 @@ class BatchPlan:
         return total
 
     def steps_of(self, stage: Stage, num_steps: int) -> tuple[int, int]:
-        """First step of a stage and its end, among the first `num_steps` steps."""
+        """Returns the first step of a stage and its end, among the first `num_steps` steps."""
         following = self.stages.index(stage) + 1
         end = num_steps
         if following < len(self.stages):
@@ -71,7 +67,7 @@ class BatchPlan:
         return stage.first_step, max(end, stage.first_step)
 
     def steps_for(self, samples: int) -> int:
-        """Steps until `samples` are read, the last one perhaps in part."""
+        """Returns the steps until `samples` are read, the last one perhaps in part."""
         done = 0
         for stage, following in itertools.pairwise((*self.stages, None)):
             assert stage is not None
@@ -83,23 +79,19 @@ class BatchPlan:
 
     @property
     def has_stages(self) -> bool:
-        """Whether batches change their shape in the course of the run."""
+        """Whether batches change their shape during the run."""
         return len(self.stages) > 1
 
 
 def plan_batches(section: Batch, window: int, samples_of: Callable[[float], int]) -> BatchPlan:
-    """The stages that the keys about the batch ask for.
+    """Returns the stages that the batch keys ask for.
 
-    The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal
-    increments; each of its stages sees an equal share of global_rampup_samples, in whole steps.
+    The ramp-up goes from per_device_batch_size_start to per_device_batch_size in equal increments;
+    each of its stages sees an equal share of global_rampup_samples, in whole steps.
 
     Args:
-      section: the keys about the batch.
       window: max_target_length.
       samples_of: per_device_batch_size -> sequences of an update over all devices.
-
-    Raises:
-      UserError: as `samples_of`.
     """
     sizes = _rampup_sizes(section)
     ramp = [(0, samples_of(sizes[0]))]

@@ -1,7 +1,7 @@
-"""Samples that a run leaves out: holes in the numbering of its data.
+"""Excluded samples of a run.
 
-A run counts the samples that it reads; the data number all there are. Behind a hole the two differ
-by its size. Imports no jax.
+A run counts the samples that it reads; the data number all of them. After an excluded range the two
+differ by its size.
 
 Legend: N numbers.
 """
@@ -17,20 +17,13 @@ _LARGEST = 2**61
 
 
 class Holes:
-    """Ranges [first, end) of samples of the data that are left out, in order and apart.
-
-    Attributes:
-      pairs: (first, end) of each.
-    """
+    """Disjoint ranges (first, end) of excluded samples, in order."""
 
     def __init__(self, pairs: Iterable[Sequence[int]] = ()):
-        """Joins ranges that overlap or touch.
-
-        Args:
-          pairs: (first, end), 0 <= first < end, in any order.
+        """Joins ranges (first, end), 0 <= first < end, that overlap or touch, in any order.
 
         Raises:
-          UserError: a pair that is no such range.
+          UserError: A pair is not such a range.
         """
         merged: list[tuple[int, int]] = []
         for first, end in sorted((int(first), int(end)) for first, end in pairs):
@@ -58,23 +51,20 @@ class Holes:
         return Holes((*self.pairs, *other.pairs))
 
     def within(self, first: int, end: int = _LARGEST) -> "Holes":
-        """What of the holes lies in [first, end)."""
+        """Returns the parts of the ranges in [first, end)."""
         clipped = ((max(first, start), min(end, stop)) for start, stop in self.pairs)
         return Holes(pair for pair in clipped if pair[0] < pair[1])
 
     def count(self) -> int:
-        """Samples in all holes."""
+        """Excluded samples."""
         return sum(end - first for first, end in self.pairs)
 
     def ahead(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """Samples of the data, read in order from `start` on.
+        """Returns the numbers in the data (int64 [N]) of samples read in order from `start` on.
 
         Args:
-          start: number of a sample of the data; samples before it and holes there do not matter.
-          numbers_N: int64, 0 for the first sample from `start` on that no hole has.
-
-        Returns:
-          int64 [N], their numbers in the data.
+          start: Number of a sample in the data.
+          numbers_N: int64, 0 for the first sample from `start` on that is not excluded.
         """
         ahead = self.within(start)
         if not ahead:
@@ -86,7 +76,7 @@ class Holes:
         return start + numbers_N + skipped[np.searchsorted(before, numbers_N, side="right")]
 
     def behind(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """As `ahead`, backwards: 1 is the last sample before `start` that no hole has."""
+        """Reads backwards: 1 is the last sample before `start` that is not excluded."""
         mirrored = Holes((start - end, start - first) for first, end in self.within(0, start).pairs)
         return start - 1 - mirrored.ahead(0, numbers_N - 1)
 

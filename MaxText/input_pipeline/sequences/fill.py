@@ -1,8 +1,8 @@
-"""Fills the rows of a batch with tokens, targets, weights and documents: `fill_rows`.
+"""Assembly of the sequences of a batch: tokens, targets, weights and documents.
 
-All data sets of a batch are filled together, by array operations over the whole batch.
+All datasets of a batch are filled together, by array operations over the whole batch.
 
-Legend: B rows, T tokens of a window, P spans, Q beginnings of documents.
+Legend: B sequences (rows), T tokens of a window, P spans, Q beginnings of documents.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from MaxText.input_pipeline.sequences.windows import Spans, Windows
 
 
 class Piecewise(NamedTuple):
-    """What some rows of a batch are made of.
+    """Sources of some sequences of a batch.
 
     Attributes:
-      windows: of the data set that they belong to.
-      rows: int64, which rows of the batch they are.
-      spans: their pieces, whose `row_P` counts within `rows`.
-      without_weight: see Windows.without_weight.
+      windows: The dataset they belong to.
+      rows: int64, their indices in the batch.
+      spans: Their pieces, whose `row_P` counts within `rows`.
+      without_weight: See Windows.without_weight.
     """
 
     windows: Windows
@@ -30,22 +30,20 @@ class Piecewise(NamedTuple):
 
 
 def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
-    """The rows of a batch.
+    """Returns the sequences of a batch.
 
     Args:
-      parts: together all rows of it, each once.
-      has_documents: whether rows carry positions and segments.
+      parts: Together all sequences of the batch, each once.
+      has_documents: Whether sequences have positions and segments.
 
     Returns:
-      Arrays [B, T] by the names of Batch without its suffix: int32 `tokens` and `targets`, float32
-      `weights`, and with `has_documents` int32 `positions` and `segments`.
-
-      A position counts from the first token of its document that is in the row, so it is below T. A
-      weight is 0 where there is no target, and with `has_documents` also where the target begins
-      another document.
+      Arrays [B, T] by the names of Batch without suffix: int32 `tokens` and `targets`, float32
+      `weights`, and with `has_documents` int32 `positions` and `segments`. Positions count from the
+      first token of the document in the sequence. A weight is 0 without a target, and with
+      `has_documents` also if the target begins another document.
 
     Raises:
-      UnreadableFile: a file cannot be read.
+      UnreadableFile: A file cannot be read.
     """
     alike: dict[tuple[bool, bool], list[Piecewise]] = {}
     for part in parts:
@@ -60,7 +58,7 @@ def fill_rows(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.n
 
 
 def _fill(parts: Sequence[Piecewise], has_documents: bool) -> dict[str, np.ndarray]:
-    """Rows of data sets that are filled in the same way, in the order of the parts."""
+    """Fills sequences of datasets of one kind, in the order of the parts."""
     first = parts[0].windows
     length, num_rows = first.length, sum(len(part.rows) for part in parts)
     before = np.cumsum([0, *(len(part.rows) for part in parts)])
@@ -119,7 +117,7 @@ def _finished(
     used_B: np.ndarray | None,
     has_documents: bool,
 ) -> dict[str, np.ndarray]:
-    """Takes the weight from targets that do not count, and adds documents."""
+    """Zeroes the weights of targets that do not count, and adds documents."""
     for part, first_row in zip(parts, before.tolist(), strict=False):
         if part.without_weight is not None:
             counts = part.without_weight.tolist()
@@ -138,12 +136,12 @@ def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
-    """float32 [B, width]: 1 in the first `used_B` places of each row, 0 elsewhere."""
+    """Returns float32 [B, width], 1 in the first `used_B` positions of each row."""
     return (np.arange(width) < used_B[:, None]).astype(np.float32)
 
 
 def _spread(values: np.ndarray, used_B: np.ndarray, filler_B: np.ndarray, width: int) -> np.ndarray:
-    """[B, width] of the values in the first `used_B` places of each row, and a filler elsewhere."""
+    """Returns values in the first `used_B` positions of each row of [B, width], and padding."""
     spread = np.empty((len(used_B), width), values.dtype)
     spread[:] = filler_B[:, None]
     at = 0
@@ -159,9 +157,9 @@ def _add_documents(
     before: np.ndarray,
     used_B: np.ndarray | None,
 ) -> None:
-    """Adds positions and segments, and takes the weight from targets in another document.
+    """Adds positions and segments, and zeroes the weights of targets in another document.
 
-    `used_B` is how many places of each row are filled, None where all are.
+    `used_B` are the tokens of each row before its padding, None if there is none.
     """
     num_rows, length = arrays["tokens"].shape
     begins = [part.windows.beginnings(part.spans) for part in parts]

@@ -1,8 +1,6 @@
-"""The batch of each step, as NumPy arrays, from the rows of a run.
+"""The batch of each step, as NumPy arrays.
 
-Imports no jax.
-
-Legend: B rows, T tokens of a window.
+Legend: B sequences (rows), T tokens of a window.
 """
 
 import sys
@@ -18,14 +16,13 @@ from MaxText.input_pipeline.sequences.order import Rows
 
 
 class GlobalBatch:
-    """This host's share of the batches of a run, one step at a time.
+    """This host's share of the batches of a run, by step.
 
-    Rows past the end of the data have weight 0 everywhere: the last batch is filled with them.
+    Sequences past the end of the data have weight 0: the last batch is padded with them.
 
     Attributes:
-      plan: samples of each step.
-      holes: samples of the data that are left out, from `first_sample` on.
-      first_step, first_sample: see begin_at.
+      holes: Excluded samples from `first_sample` on.
+      first_step, first_sample: See begin_at.
     """
 
     def __init__(
@@ -40,17 +37,14 @@ class GlobalBatch:
         largest_id: int | None = None,
         holes: Holes = NO_HOLES,
     ):
-        """Fixes what is read.
+        """Describes what is read.
 
         Args:
-          rows: of the run.
-          plan: samples of each step.
-          process_index, process_count: this host among all.
-          num_steps: steps at most.
-          masked: hides tokens; None leaves rows as they are.
-          seed: of what is hidden.
-          largest_id: ids above it are refused; None where no id can be.
-          holes: samples that are left out.
+          num_steps: Maximum number of steps.
+          masked: Masks tokens; None for next-token prediction.
+          seed: Of the masks.
+          largest_id: Ids above it are refused; None if none is possible.
+          holes: Excluded samples.
         """
         self.plan = plan
         self.holes = holes
@@ -63,41 +57,37 @@ class GlobalBatch:
         self._largest_id = largest_id
 
     def begin_at(self, step: int, sample: int, passed: Holes = NO_HOLES) -> None:
-        """Makes `sample` of the data the first one that `step` may read; later steps go on.
+        """Makes `sample` of the data the first one that `step` may read; later steps continue.
 
         Args:
-          step: from 0.
-          sample: its number in the data. Holes before it change nothing any more.
-          passed: what steps before `step` left out.
+          sample: Number in the data. Exclusions before it have no further effect.
+          passed: Exclusions of steps before `step`.
         """
         self.first_step, self.first_sample = step, sample
         self._passed = passed.within(0, max(0, sample))
 
     def leave_out(self, holes: Holes, step: int) -> None:
-        """Adds holes for `step` and later ones; what earlier steps read stays what it was."""
+        """Excludes samples from `step` on; what earlier steps read does not change."""
         self.begin_at(step, self.samples_before(step), self.left_out)
         self.holes |= holes
 
     @property
     def left_out(self) -> Holes:
-        """What steps before `first_step` have left out, and what it and later ones will."""
+        """Exclusions of all steps."""
         return self._passed | self.holes.within(max(0, self.first_sample))
 
     def samples_before(self, step: int) -> int:
-        """Number in the data of the first sample that `step` reads.
-
-        Without holes these are the samples read before it.
-        """
+        """Returns the number in the data of the first sample that `step` reads."""
         return int(self._numbers(step, np.zeros(1, np.int64))[0])
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """First sample of the data that a step reads on all hosts, and the one after its last."""
+        """Returns the first sample of the data that a step reads on all hosts, and the end."""
         ends = np.array([0, self.plan.at(step).samples - 1], np.int64)
         first, last = self._numbers(step, ends).tolist()
         return max(0, first), max(0, last + 1)
 
     def _numbers(self, step: int, places_N: np.ndarray) -> np.ndarray:
-        """Numbers in the data (int64 [N]) of samples of a step, by their places in its batch."""
+        """Returns numbers in the data (int64 [N]) of samples, by their indices in a batch."""
         ahead = self.plan.samples_before(step) - self.plan.samples_before(self.first_step)
         numbers_N = ahead + places_N
         return np.where(
@@ -118,11 +108,11 @@ class GlobalBatch:
         return max(0, min(self._limit, self.plan.steps_for(samples)))
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of a step: arrays by name.
+        """Returns the batch of a step: arrays by name.
 
         Raises:
-          UnreadableFile: a file cannot be read.
-          UserError: an id is too large.
+          UnreadableFile: A file cannot be read.
+          UserError: An id is too large.
         """
         stage = self.plan.at(step)
         rows_B = self._rows_of(step)
@@ -139,7 +129,7 @@ class GlobalBatch:
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """What each row of this host's batch holds before it is cut into stages, see Rows."""
+        """Returns the documents in each sequence of this host's batch, see Rows."""
         return [self._rows.origin(row) for row in self._rows_of(step).tolist()]
 
     def _rows_of(self, step: int) -> np.ndarray:
@@ -159,7 +149,7 @@ class GlobalBatch:
 
 
 def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Cuts rows [B, T] into rows [B T / length, length]; positions restart in each."""
+    """Splits sequences [B, T] into [B T / length, length]; positions restart in each."""
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:
         segments, positions = folded["segments"], folded["positions"]

@@ -1,8 +1,8 @@
-"""Rows in the order of GPT-NeoX's sample index, which Pythia was trained in.
+"""Sequences in the order of GPT-NeoX's sample index, in which Pythia was trained.
 
-Documents are laid end to end in random order, over all epochs at once, and cut into samples of
-T + 1 tokens that share one token with their neighbors; the samples are visited in another random
-order. Both come from one numpy RandomState, documents first.
+Documents are concatenated in random order, over all epochs at once, and split into samples of T + 1
+tokens that share one token with their neighbors; the samples are visited in another random order.
+Both come from one numpy RandomState, documents first.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,13 @@ from MaxText.input_pipeline.token_store.store import TokenData
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:
-    """The documents of one part of a data set that is divided as `969,30,1`.
+    """Returns the first document and the end of part 0, 1 or 2 of data split as `969,30,1`.
 
     Args:
-      split: shares of training, validation and test, separated by commas or slashes.
-      part: 0, 1 or 2 of these.
-      num_documents: of the whole data set.
-
-    Returns:
-      First document and the one after the last.
+      split: Shares of training, validation and test, separated by commas or slashes.
 
     Raises:
-      UserError: the shares are no numbers of 0 and above with a sum above 0.
+      UserError: The shares are not nonnegative numbers with a positive sum.
     """
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
@@ -47,7 +42,7 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
 
 
 class SampleWindows(Windows):
-    """Sample i is the i-th row of T + 1 tokens that GPT-NeoX would train on.
+    """The samples of GPT-NeoX in its order.
 
     Maps 12 bytes per document and epoch, and 4 per sample.
     """
@@ -66,18 +61,14 @@ class SampleWindows(Windows):
         """Draws the order.
 
         Args:
-          data: the tokens.
-          cutting: how rows are cut.
           seed: GPT-NeoX's (1234 for Pythia).
-          cache_dir: folder for the orders of large data.
-          num_samples: samples of the whole run, its steps times its batch size: the documents of
-            as many epochs as that takes are shuffled together, so the order depends on it. None
-            for one epoch.
-          documents: first document of the part to visit, and its end, see document_range; None for
-            all.
+          cache_dir: Folder for the orders of large data.
+          num_samples: Samples of the whole run, which decide how many epochs of documents are
+            shuffled together; None for one epoch.
+          documents: First document and end of the part to visit; None for all.
 
         Raises:
-          UserError: the documents hold no sample.
+          UserError: The documents hold no sample.
         """
         super().__init__(data, cutting)
         offsets = data.store.document_offsets
@@ -128,10 +119,7 @@ class SampleWindows(Windows):
         return np.where(documents == 0, 0, len(self))
 
     def pieces(self, sample: int) -> list[tuple[int, int]]:
-        """Where the T + 1 tokens of a sample lie in the store: pairs (start, stop).
-
-        The pieces follow each other in the sample, one of each document it touches.
-        """
+        """Returns the token ranges (start, stop) of a sample, one of each document it touches."""
         offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
         start = int(self._arrays["samples"][sample]) * self.length
         stop = start + self.length + 1

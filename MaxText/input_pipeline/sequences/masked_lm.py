@@ -1,10 +1,9 @@
-"""Masked language modelling (BERT, arXiv 1810.04805): hides some tokens of each row to predict.
+"""Masked language modeling (BERT, arXiv 1810.04805).
 
-What is hidden in a row is a pure function of (seed, number of the row in the whole run): the same
-on any number of hosts and after any resume, and another choice each time a window comes again.
-Imports no jax.
+The masks of a sequence are a pure function of (seed, its number in the run): the same on any number
+of hosts and after any resume, and different each time a window is read again.
 
-Legend: B rows, T tokens of a row, V ids, S hidden places of a batch.
+Legend: B sequences (rows), T tokens of a sequence, V ids, S masked positions of a batch.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +18,7 @@ _LARGEST_WORD = 2**64 - 1
 
 
 def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
-    """Random uint64 [B, T]; row b depends on `seed` and `run_rows_B[b]` only."""
+    """Returns random uint64 [B, T]; row b depends on `seed` and `run_rows_B[b]` only."""
     start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
     rows_B = mix(start + run_rows_B.astype(np.uint64))
     places_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
@@ -27,15 +26,14 @@ def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
 
 
 class MaskedLanguageModel:
-    """Makes rows for masked language modelling out of rows for next-token prediction.
+    """Turns sequences for next-token prediction into sequences for masked language modeling.
 
-    Each token that may be hidden is chosen with probability `mlm_mask_prob`, independently. Of the
-    chosen ones a share `mlm_same_token_prob` stays as it is, `mlm_random_token_prob` becomes a
-    random id, and the rest becomes the mask. Exactly the chosen places are predicted.
+    Each eligible token is chosen with probability `mlm_mask_prob`, independently. Of the chosen
+    ones a share `mlm_same_token_prob` stays, `mlm_random_token_prob` becomes a random id, and the
+    rest becomes the mask. Exactly the chosen positions are predicted.
 
-    Never hidden are filling, CLS, mask, the other special ids and `mlm_mask_ignore_ids`; a random
-    id is none of these ids either. By chance a short row may have nothing chosen: it then has no
-    weight, rather than a place that was chosen with another probability.
+    Padding, CLS, mask, other special ids and `mlm_mask_ignore_ids` are never chosen or drawn. A
+    short sequence may by chance have nothing chosen, and then has no weight.
     """
 
     def __init__(
@@ -48,14 +46,13 @@ class MaskedLanguageModel:
         """Checks the keys.
 
         Args:
-          masking: the mlm_* keys.
-          vocab_size: V; ids of rows are in [0, V), and random ids are drawn from there.
-          tokenizer_mask_id: the tokenizer's mask, taken where mlm_mask_id is -1; None without.
-          special_ids: ids besides CLS and mask that are never hidden: bos, eos, pad.
+          vocab_size: V; random ids are below it.
+          tokenizer_mask_id: Used if mlm_mask_id is -1; None without.
+          special_ids: Ids besides CLS and mask that are never chosen: bos, eos, pad.
 
         Raises:
-          UserError: no mask id, an id outside the vocabulary, shares above 1, or no id left to
-            draw from.
+          UserError: No mask id, an id outside the vocabulary, shares above 1, or no id left to
+            draw.
         """
         mask_id = masking.mlm_mask_id if masking.mlm_mask_id >= 0 else tokenizer_mask_id
         if mask_id is None:
@@ -100,9 +97,9 @@ class MaskedLanguageModel:
 
     @property
     def num_added_tokens(self) -> int:
-        """Places of a row that CLS takes, 0 or 1.
+        """Positions of a sequence that CLS takes, 0 or 1.
 
-        Windows that are this much shorter than `length` of `apply` lose no token to it.
+        Windows that are this much shorter than `length` of `apply` lose no token.
         """
         return int(self._cls_id >= 0)
 
@@ -113,24 +110,21 @@ class MaskedLanguageModel:
         seed: int,
         length: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Hides tokens of rows.
+        """Masks tokens of sequences.
 
         Args:
-          rows: arrays [B, T] of windows: int32 `tokens`, float32 `weights` of next-token
-            prediction, and where documents are kept apart int32 `positions` and `segments` (0 is
-            filling). Without segments a token is filling where it neither has a weight nor is the
-            target of one. `targets` are not read.
-          run_rows_B: int64 [B], number of each row in the whole run, which fixes what is hidden.
-          seed: any int.
-          length: T of the result; None for that of `rows`. With CLS, rows of T tokens lose their
-            last one and rows of T - 1 none.
+          rows: Arrays [B, T]: int32 `tokens`, float32 `weights` of next-token prediction, and with
+            documents int32 `positions` and `segments` (0 is padding). Without segments a token is
+            padding if it has no weight and is not the target of one.
+          run_rows_B: int64 [B], number of each sequence in the run.
+          length: T of the result; None for that of `rows`. With CLS, sequences of T tokens lose
+            their last one and sequences of T - 1 none.
 
         Returns:
-          New arrays [B, T]: `tokens` with hidden places, `targets` the ids as they were, `weights`
-          1 at the chosen places and 0 elsewhere; `positions` and `segments` where `rows` has them.
-          CLS is the first place of its row, belongs to the segment of the token after it and has
-          position 0; the tokens of that segment move up by one position, further documents of the
-          row still count from 0.
+          New arrays [B, T]: masked `tokens`, `targets` the original ids, `weights` 1 at the chosen
+          positions; `positions` and `segments` if `rows` has them. CLS is the first token, with
+            position 0,
+          in the segment of the next token, whose positions move up by one.
         """
         tokens_BT = rows["tokens"]
         result = {name: rows[name] for name in ("positions", "segments") if name in rows}
@@ -167,7 +161,7 @@ class MaskedLanguageModel:
         rest: Mapping[str, np.ndarray],
         length: int | None,
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Moves every row to the right by one place, as far as `length` goes, and puts CLS."""
+        """Shifts every sequence to the right by one, as far as `length` goes, and inserts CLS."""
         num_moved = (length or tokens_BT.shape[1]) - 1
 
         def moved(array_BT: np.ndarray) -> np.ndarray:
@@ -185,7 +179,7 @@ class MaskedLanguageModel:
         return tokens_BT, moved(real_BT), result
 
     def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
-        """What stands at the chosen places: the token itself, a random id or the mask."""
+        """Returns the ids at the chosen positions: the token itself, a random id or the mask."""
         # The word that chose a place is small; mixed once more, all of its bits are free again.
         words_S = mix(words_S + np.uint64(INCREMENT))
         kind_S = words_S & 0xFFFFFFFF

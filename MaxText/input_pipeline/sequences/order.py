@@ -1,8 +1,6 @@
-"""Which window of which data set is the n-th row of a run: computed from n alone, without state.
+"""Order of the sequences of a run: a pure function of their number.
 
-Imports no jax.
-
-Legend: B rows.
+Legend: B sequences (rows).
 """
 
 import bisect
@@ -33,36 +31,35 @@ _SHARE_BITS = 40
 
 
 class Rows(Protocol):
-    """Random access to the rows of a run."""
+    """Random access to the sequences of a run."""
 
     @property
     def num_rows(self) -> int:
-        """Rows there are; sys.maxsize for no end."""
+        """Number of sequences; sys.maxsize for no end."""
         ...
 
     @property
     def has_documents(self) -> bool:
-        """Whether rows carry positions and segments."""
+        """Whether sequences have positions and segments."""
         ...
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads rows (int64 [B]), see fill_rows; rows past the end count nowhere.
+        """Reads sequences (int64 [B]), see fill_rows; those past the end have no weight.
 
         Raises:
-          UnreadableFile: a file cannot be read.
+          UnreadableFile: A file cannot be read.
         """
         ...
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """What a row holds: (document, first token of it in the row, number of tokens there)."""
+        """Returns (document, its first token here, number of tokens) for each document."""
         ...
 
 
 class WindowOrder:
-    """Maps a row of a data set (0, 1, 2, ... over all steps and hosts) to a window.
+    """Maps a sequence of a dataset (0, 1, 2, ... over all steps and hosts) to a window.
 
-    Each window comes once per epoch. A row costs a few microseconds wherever it is, so a run
-    continues at row 10^9 as fast as at row 0.
+    Each window occurs once per epoch. The cost does not depend on the number: O(1) seek.
     """
 
     def __init__(
@@ -76,10 +73,8 @@ class WindowOrder:
         """Fixes the order.
 
         Args:
-          num_windows: windows in the split.
-          seed: of the permutations.
-          shuffle: False visits windows in stream order.
-          num_epoch: passes, or -1 for no end.
+          shuffle: False visits windows in order.
+          num_epoch: Passes, or -1 for no end.
           groups: int64, first window of each group and the end: groups are visited in order and
             only their windows are permuted. None is one group.
 
@@ -103,7 +98,7 @@ class WindowOrder:
         self.num_rows = sys.maxsize if num_epoch == -1 else num_windows * num_epoch
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Windows of `rows` (int64 [B]), EMPTY past the last epoch."""
+        """Returns the windows of `rows` (int64 [B]), EMPTY past the last epoch."""
         epochs, windows = np.divmod(rows, self._num_windows)
         if self._shuffle:
             first, sizes = np.zeros_like(rows), np.full_like(rows, self._num_windows)
@@ -128,7 +123,7 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 
 def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
-    """uint64 [B] that look random: splitmix64 of the seed and the number of each row."""
+    """Returns splitmix64 hashes (uint64 [B]) of the seed and each number."""
     start = ((seed + 1) * INCREMENT) & (2**64 - 1)
     words = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
     return scatter(words)
@@ -136,12 +131,10 @@ def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class OrderedWindows:
-    """Rows of one data set, see Rows.
+    """Sequences of one dataset, see Rows.
 
     Attributes:
-      windows: how it is cut.
-      order: which window is the n-th.
-      seed: of the random numbers that windows are drawn with.
+      seed: Of the random numbers that windows are drawn with.
     """
 
     windows: Windows
@@ -157,7 +150,7 @@ class OrderedWindows:
         return self.windows.has_documents
 
     def pieces(self, places: np.ndarray, rows: np.ndarray) -> Piecewise:
-        """What rows are made of: `places` are their numbers here, `rows` those in the batch."""
+        """Returns the sources of sequences `places`, for the indices `rows` of the batch."""
         windows = self.order[places]
         draws = random_words(self.seed, places) if self.windows.random else places
         spans = self.windows.spans(windows, draws)
@@ -167,7 +160,7 @@ class OrderedWindows:
         return fill_rows([self.pieces(rows, np.arange(len(rows)))], self.has_documents)
 
     def in_order(self) -> "OrderedWindows":
-        """The same rows once, in the order of the windows."""
+        """Returns the same sequences once, in the order of the windows."""
         order = WindowOrder(len(self.windows), self.seed, False, 1)
         return OrderedWindows(self.windows, order, self.seed)
 
@@ -178,14 +171,14 @@ class OrderedWindows:
 
 
 class _Several:
-    """Rows of several data sets, all with positions and segments or none, see Rows."""
+    """Sequences of several datasets, see Rows."""
 
     def __init__(self, sources: Sequence[OrderedWindows]):
         self._sources = list(sources)
         self.has_documents = any(source.has_documents for source in sources)
 
     def place(self, row: int) -> tuple[int, int]:
-        """The data set of a row, and its number among that one's rows."""
+        """Returns the dataset of a sequence, and its number there."""
         raise NotImplementedError
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -202,19 +195,18 @@ class _Several:
 
 
 class Mixture(_Several):
-    """Rows of several data sets in fixed shares, as evenly spread as whole rows allow, see Rows.
+    """Sequences of several datasets in fixed shares, as evenly spread as possible, see Rows.
 
-    Row n belongs to the first data set when its share passes a whole number there:
-    floor((n + 1) p) > floor(n p). Otherwise it is a row of the mixture of the others, with their
-    shares scaled up, counted without the first one's. So after n rows each has had its share of
-    them to within one row for each data set before it, and which row of which one the n-th is
-    follows from n alone.
+    Sequence n belongs to the first dataset if its share passes an integer there: floor((n + 1) p) >
+    floor(n p). Otherwise it is a sequence of the mixture of the others, with their shares scaled
+    up. So after n sequences each dataset has had its share to within one sequence for each dataset
+    before it, and the dataset of the n-th sequence follows from n alone.
     """
 
     num_rows = sys.maxsize
 
     def __init__(self, sources: Sequence[OrderedWindows], weights: Sequence[float]):
-        """Args: `weights`: one of each data set, above 0; any sum."""
+        """Takes a weight above 0 for each dataset, of any sum."""
         assert len(sources) == len(weights) > 0
         super().__init__(sources)
         # Each share is of the rows that the ones before left; the last one takes all of them.
@@ -233,7 +225,7 @@ class Mixture(_Several):
 
 
 class Concatenation(_Several):
-    """Rows of several data sets one after the other, each once, see Rows; for evaluation."""
+    """Sequences of several datasets one after the other, for evaluation, see Rows."""
 
     def __init__(self, sources: Sequence[OrderedWindows]):
         super().__init__(sources)

@@ -1,6 +1,6 @@
-"""Packs documents whole into rows: first fit and best fit, planned from their lengths alone.
+"""Packing of whole documents into sequences: first fit and best fit, from their lengths.
 
-Legend: T tokens of a window, I items, R rows, G groups.
+Legend: T tokens of a window, I items, R sequences (rows), G groups.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,13 @@ _BLOCK = 1024 * GROUP
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
-    """Puts the items of each group into rows, in order.
+    """Packs the items of each group into rows, in order.
 
-    First fit takes the first row of the group with enough free places, best fit the fullest such
-    row (the first of equals); a new row is begun where no other fits.
+    First fit takes the first row of the group with enough room, best fit the fullest such row (the
+    first of equals); a new row is begun if no other fits.
 
     Args:
-      sizes_GI: places each item needs, 0 < size <= length; 0 where there is no item.
-      length: T, places of a row.
+      sizes_GI: Positions each item needs, 0 < size <= length; 0 for no item.
 
     Returns:
       int32 like `sizes_GI`: the row within the group.
@@ -52,10 +51,10 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
 
 
 class PackedDocuments(Windows):
-    """Rows of several whole documents; those longer than T give full windows and a last piece.
+    """Sequences of several whole documents; longer ones give full windows and a last piece.
 
-    A piece of n tokens fills n - 1 places and predicts in each, so that every token but the first
-    of its document is a target exactly once per epoch, and no place is spent on a last token.
+    A piece of n tokens fills n - 1 positions and predicts in each, so that every token but the
+    first of its document is a target exactly once per epoch.
     """
 
     joined = False
@@ -111,13 +110,7 @@ class PackedDocuments(Windows):
 
 
 def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Blocks of `starts`, first token of each item by row, and `first_item` of each row, and end.
-
-    Args:
-      offsets: int64 [D + 1], first token of each document, then the end.
-      length: T.
-      best_fit: best fit, or first fit.
-    """
+    """Yields blocks of `starts`, first token of each item, and `first_item` of each row, and end."""
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
     for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
         block = np.asarray(offsets[first : first + _BLOCK + 1])
@@ -136,7 +129,7 @@ def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict
 def _plan_groups(
     begins_D: np.ndarray, sizes_D: np.ndarray, length: int, best_fit: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The items of whole groups of documents by row, and the first item of each row."""
+    """Returns the items of whole groups of documents by row, and the first item of each row."""
     full_D = sizes_D // length
     rest_D = sizes_D - full_D * length
     num_groups = -(-len(sizes_D) // GROUP)

@@ -1,10 +1,9 @@
-"""Windows that overlap, so that each target is predicted from much of what stands before it.
+"""Overlapping windows for evaluation, so that each target has much context.
 
-Windows side by side give the first target of a window no context at all. Here a window moves on
-by `stride` targets: its last `stride` targets count, and what stands before them is context. Each
-target counts exactly once.
+A window moves by `stride` targets: its last `stride` targets count, and the tokens before them are
+context. Each target counts exactly once.
 
-Legend: T tokens of a window, S stride, I windows, P pieces of some rows, R rows.
+Legend: T tokens of a window, S stride, I windows, P pieces of some sequences, R sequences (rows).
 """
 
 import numpy as np
@@ -14,21 +13,20 @@ from MaxText.input_pipeline.token_store.store import TokenData
 
 
 class SlidingWindows(Windows):
-    """Windows over each document, or over the whole stream where documents attend to each other.
+    """Windows over each document, or over all tokens if documents attend to each other.
 
-    The n tokens of a document have n - 1 targets. Its first window has the first T of them, and
-    all count. Each further window ends S targets later (the last one at the end of the document),
-    begins T targets before its end, and the targets that earlier windows had do not count. So a
-    target has between T - S + 1 and T tokens before it, or all there are of its document.
+    The n tokens of a document have n - 1 targets. Its first window has the first T of them, and all
+    count. Each further window ends S targets later (the last one at the end of the document) and
+    begins T targets before its end; targets of earlier windows do not count. So a target has
+    between T - S + 1 and T tokens of context, or all there are.
 
-    Windows of short documents share a row, in order, each a segment of its own. Keeps 20 bytes
-    per window in memory.
+    Windows of short documents share a sequence, each as its own segment. Keeps 20 bytes per window.
     """
 
     joined = False
 
     def __init__(self, data: TokenData, cutting: Cutting, stride: int):
-        """Args: `stride`: S, from 1 to T. The data must not have labels."""
+        """Computes the windows; `stride` is from 1 to T. The data must not have labels."""
         assert 1 <= stride <= cutting.length
         assert data.labels is None
         super().__init__(data, cutting)
@@ -45,7 +43,6 @@ class SlidingWindows(Windows):
 
     @property
     def num_targets(self) -> int:
-        """Targets of all windows, each counted once."""
         return int(np.sum(self._stop_I - self._start_I - 1 - self._context_I))
 
     def __len__(self) -> int:
@@ -60,11 +57,10 @@ class SlidingWindows(Windows):
         return Spans(rows_P, filled_P - before_P, starts_P, stops_P)
 
     def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
-        """See Windows: targets that another window counts."""
         return self._context_I[self._pieces(windows)[1]]
 
     def _pieces(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [P] each: the row of the batch that a piece belongs to, and which window it is."""
+        """Returns int64 [P] each: the row of the batch that a piece belongs to, and its window."""
         rows = np.flatnonzero(windows != EMPTY)
         first, end = self._first_R[windows[rows]], self._first_R[windows[rows] + 1]
         counts = end - first
@@ -82,7 +78,7 @@ class SlidingWindows(Windows):
 def _windows(
     offsets: np.ndarray, length: int, stride: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First token (int64 [I]) and end of tokens of each window, and its targets of weight 0."""
+    """Returns the first token (int64 [I]) and end of each window, and its targets of weight 0."""
     targets_D = np.maximum(np.diff(offsets) - 1, 0)
     further_D = np.maximum(-(-(targets_D - length) // stride), 0)
     counts_D = (targets_D > 0) + further_D
@@ -97,7 +93,7 @@ def _windows(
 
 
 def _rows(sizes_I: np.ndarray, length: int) -> np.ndarray:
-    """int64 [R + 1]: first window of each row, and the end. A row takes what follows and fits."""
+    """Returns int64 [R + 1]: first window of each row, and the end."""
     ends_I = np.cumsum(sizes_I)
     first = [0]
     while first[-1] < len(sizes_I):

@@ -1,8 +1,7 @@
-"""SplitMix64 (Steele, Lea and Flood 2014): numbers that look random, from counters.
+"""SplitMix64 (Steele, Lea and Flood 2014): pseudorandom numbers from counters.
 
-A counter, multiplied and mixed, computes a whole batch in a few array operations and any number of
-it without the others, where a generator object per number costs more than the number. Arithmetic
-of unsigned integers in arrays wraps around, which is what is meant.
+A few array operations compute a whole batch, where a generator object per number would cost more
+than the number. Unsigned array arithmetic wraps around, as intended.
 """
 
 import numpy as np
@@ -12,7 +11,7 @@ INCREMENT = 0x9E3779B97F4A7C15
 
 
 def mix(words: np.ndarray) -> np.ndarray:
-    """SplitMix64's bijection of uint64 words, in place."""
+    """Applies SplitMix64's bijection to uint64 words, in place."""
     words ^= words >> 30
     words *= 0xBF58476D1CE4E5B9
     words ^= words >> 27
@@ -22,7 +21,7 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def scatter(words: np.ndarray) -> np.ndarray:
-    """Two steps of the counter, each mixed, in place: neighbouring words end up far apart."""
+    """Applies two mixed steps of the counter, in place: neighboring words end up far apart."""
     for _ in range(2):
         words += np.uint64(INCREMENT)
         mix(words)

@@ -1,6 +1,6 @@
 """Random tokens, for measuring speed and for tests without data.
 
-Legend: B rows, T tokens of a window.
+Legend: B sequences (rows), T tokens of a window.
 """
 
 import sys
@@ -12,30 +12,22 @@ TRAIN_STREAM, EVAL_STREAM = 0, 1
 
 
 class SyntheticRows:
-    """Rows of uniformly random ids, each a pure function of (seed, row), see order.Rows.
+    """Sequences of uniformly random ids, a pure function of (seed, number), see order.Rows.
 
-    Every place counts, and rows are single documents: no positions, no segments.
+    Every target counts, and sequences are single documents.
     """
 
     num_rows = sys.maxsize
     has_documents = False
 
     def __init__(self, length: int, vocab_size: int, seed: int, stream: int = TRAIN_STREAM):
-        """Fixes shape and seed.
-
-        Args:
-          length: T, tokens of a window.
-          vocab_size: ids are in [0, vocab_size).
-          seed: any int >= 0.
-          stream: one seed gives independent tokens for each number.
-        """
+        """Fixes shape and seed; each `stream` of a seed has independent tokens."""
         self._length = length
         self._vocab_size = vocab_size
         self._seed = seed % 2**64
         self._stream = stream
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Arrays [B, T]: int32 `tokens` and `targets`, float32 `weights` of ones."""
         ids = np.empty((len(rows), self._length + 1), np.int32)
         for index, row in enumerate(rows.tolist()):
             # A generator per row, so that rows do not depend on how hosts share them.
@@ -50,5 +42,4 @@ class SyntheticRows:
         }
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """What a row holds."""
         return [(f"random tokens {row}", 0, self._length)]

@@ -1,9 +1,9 @@
-"""Cuts a token store into rows of a fixed length, each with targets, weights and segments.
+"""Slices a token store into sequences of fixed length with targets, weights and segments.
 
-Everything is computed when a row is read, from the document offsets: no index is stored (but for
-documents that are packed whole, see packing.py), and any window can be read without the others.
+Everything is computed from the document offsets when a sequence is read: no index is stored (except
+for documents that are packed whole, see packing.py).
 
-Legend: B rows, T tokens of a window, P spans, D documents, Q beginnings of documents.
+Legend: B sequences (rows), T tokens of a window, P spans, D documents, Q beginnings of documents.
 """
 
 import abc
@@ -25,13 +25,12 @@ EMPTY = -1
 
 
 class Spans(NamedTuple):
-    """Pieces of the stream that make up rows, ordered by row and place.
+    """Token ranges that make up sequences, ordered by row and position.
 
     Attributes:
-      row_P: int64, the row that a piece belongs to.
-      place_P: int64, where in the row its first token stands.
-      start_P: int64, its first token in the stream.
-      stop_P: int64, the end of its tokens, targets included.
+      row_P: int64, row of each range.
+      place_P: int64, position of its first token in the row.
+      start_P, stop_P: int64, the range in the store, targets included.
     """
 
     row_P: np.ndarray
@@ -42,13 +41,13 @@ class Spans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How rows are cut.
+    """Options for slicing.
 
     Attributes:
       length: T, tokens of a window.
-      attend_across_documents: whether documents of one row are one sequence.
-      zero_loss: whether targets with id 0 count.
-      truncate: whether a document's tokens beyond one window are dropped.
+      attend_across_documents: Treat the documents of a sequence as one.
+      zero_loss: Count targets with id 0.
+      truncate: Drop a document's tokens beyond one window.
     """
 
     length: int
@@ -58,19 +57,15 @@ class Cutting:
 
 
 class Windows(abc.ABC):
-    """What all ways of cutting share: rows filled from pieces of the token store.
+    """Base class of all slicings: sequences filled from ranges of the token store.
 
     Attributes:
-      data: the tokens.
-      cutting: see Cutting.
-      joined: True when the pieces of a row follow each other as one sequence, in which the first
-        token of a piece is the target of the token before it. False when each piece of n tokens
-        fills n - 1 places on its own.
-      has_documents: whether rows carry positions and segments.
-      has_own_order: whether windows come in an order that shuffling must not change.
-      random: whether `spans` looks at its random numbers.
-      padding_share: of the positions of all windows, those without a target because nothing is
-        packed; 0 where documents are.
+      joined: Ranges of a sequence are contiguous: the first token of a range is the target of the
+        token before it. Otherwise each range of n tokens fills n - 1 positions.
+      has_documents: Sequences have positions and segments.
+      has_own_order: Windows come in an order that shuffling must not change.
+      random: `spans` uses its random numbers.
+      padding_share: Share of positions without a target because nothing is packed; 0 with packing.
     """
 
     joined = True
@@ -85,39 +80,39 @@ class Windows(abc.ABC):
         self.has_documents = not (cutting.attend_across_documents or self._single_documents())
 
     def _single_documents(self) -> bool:
-        """Whether no row ever holds two documents."""
+        """Whether no sequence ever holds two documents."""
         return False
 
     @property
     @abc.abstractmethod
     def description(self) -> str:
-        """How rows are cut, in words that differ where rows would."""
+        """Text that differs where sequences would."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Number of windows."""
+        pass
 
     @abc.abstractmethod
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> Spans:
-        """The pieces of rows; none for a row that is EMPTY.
+        """Returns the ranges of sequences; none for one that is EMPTY.
 
         Args:
           windows: int64 [B], indices in [0, len) or EMPTY.
-          draws: uint64 [B], a random number for each row; anything where `random` is False.
+          draws: uint64 [B], a random number for each, used if `random`.
         """
 
     @abc.abstractmethod
     def first_window(self, documents: np.ndarray) -> np.ndarray:
-        """First window of each of `documents` (int64); len(self) for the number of documents."""
+        """Returns the first window of each document (int64); len(self) for their number."""
 
     def without_weight(self, spans: Spans, windows: np.ndarray) -> np.ndarray | None:
-        """Of each span, how many of its first targets do not count (int64 [P]); None for none."""
+        """Returns how many first targets of each range do not count (int64 [P]); None for none."""
         return None
 
     def beginnings(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """Where documents begin in rows, in order: (row, place), int64 [Q] each.
+        """Returns the beginnings of documents in order: (row, position), int64 [Q] each.
 
-        Where documents attend to each other a row is one: segments then only show its filling.
+        If documents attend to each other a sequence is one: segments then only show padding.
         """
         if self.cutting.attend_across_documents:
             first_P = spans.place_P == 0
@@ -134,7 +129,7 @@ class Windows(abc.ABC):
         return row_Q[new_Q], place_Q[new_Q]
 
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
-        """What a row holds: (document, first token of it in the row, number of tokens there)."""
+        """Returns (document, its first token here, number of tokens) for each document."""
         spans = self.spans(np.array([window]), np.array([draw], np.uint64))
         store = self.data.store
         offsets = store.document_offsets
@@ -151,7 +146,7 @@ class Windows(abc.ABC):
 
 
 def _boundaries(offsets: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents begin strictly inside pieces: (index of the piece, place in the piece)."""
+    """Returns document boundaries strictly inside ranges: (index of the range, position in it)."""
     first = np.searchsorted(offsets, spans.start_P, side="right")
     last = np.searchsorted(offsets, spans.stop_P, side="left")
     counts = last - first
@@ -162,15 +157,15 @@ def _boundaries(offsets: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarr
 
 
 def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Spans:
-    """Spans of rows that are one piece each."""
+    """Returns spans of sequences that are one range each."""
     return Spans(rows, np.zeros(len(rows), np.int64), starts, stops)
 
 
 class PackedWindows(Windows):
-    """Documents laid end to end, cut every T tokens.
+    """Documents concatenated, then split every T tokens.
 
-    Window i reads tokens [i T, i T + T) and predicts [i T + 1, i T + T + 1), so each token of
-    the stream but the first is a target once. The last window is filled up, not dropped.
+    Window i reads tokens [i T, i T + T) and predicts [i T + 1, i T + T + 1), so each token but the
+    first is a target once. The last window is padded, not dropped.
     """
 
     @property
@@ -194,8 +189,8 @@ class PackedWindows(Windows):
 class DocumentWindows(Windows):
     """Each document (or record) begins a window of its own; long ones continue in further ones.
 
-    A document of n tokens makes ceil((n - 1) / T) windows: one of a single token, which predicts
-    nothing, makes none. With `truncate` it makes one at most. Maps 8 bytes per document.
+    A document of n tokens makes ceil((n - 1) / T) windows; a single token, which predicts nothing,
+    makes none. With `truncate` it makes one at most. Maps 8 bytes per document.
     """
 
     def __init__(self, data: TokenData, cutting: Cutting, cache_dir: Path):
@@ -253,11 +248,11 @@ class DocumentWindows(Windows):
 
 
 class StitchedWindows(Windows):
-    """One window out of `stitch` documents that follow each other (GPT-Neo's documents_* modes).
+    """A window out of `stitch` consecutive documents (GPT-Neo's documents_* modes).
 
-    Legend: s tokens of the stitched documents. `random` begins the window at a place drawn evenly
-    from 0..s - (T + 1), otherwise it begins at 0. Where s is less than T + 1, all is read and
-    the row is filled up. What lies outside the window is not seen in that epoch.
+    Legend: s tokens of the stitched documents. `random` begins the window at a position drawn
+    evenly from 0..s - (T + 1), otherwise it begins at 0. If s is less than T + 1, the sequence is
+    padded. Tokens outside the window are not seen in that epoch.
     """
 
     def __init__(self, data: TokenData, cutting: Cutting, stitch: int, random: bool):

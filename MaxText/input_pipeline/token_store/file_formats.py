@@ -1,4 +1,4 @@
-"""Which format files have, told by their names and first bytes, and which split they belong to."""
+"""Formats of files by their names and first bytes, and the split they belong to."""
 
 import re
 from pathlib import Path
@@ -35,19 +35,17 @@ _MAGIC = {
 def choose_format(
     files: list[FileInfo], kind: str, key: str, location: str
 ) -> tuple[str, list[FileInfo]]:
-    """The format of the files of a location, and those of them that have it.
+    """Returns the format of the files of a location, and the files that have it.
 
     Args:
-      files: all of them.
       kind: grain_file_type.
-      key: configuration key that named the location.
-      location: it, for messages.
+      key: Configuration key that named the location.
 
     Returns:
       One of tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text, and its files.
 
     Raises:
-      UserError: none is known, several are there, or `kind` is not that of the first file.
+      UserError: The format is unknown, there are several, or `kind` is not that of the first file.
     """
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
@@ -80,7 +78,7 @@ def choose_format(
 
 
 def _check_said(kind: str, file: str, key: str, location: str) -> None:
-    """Looks whether a file is of the format that grain_file_type says."""
+    """Checks that a file has the format that grain_file_type says."""
     # Text and the ids of Megatron begin with any bytes, and compressed files with those of gzip.
     if kind == "text" or file.endswith((".gz", ".tgz", ".bin")):
         return
@@ -137,17 +135,15 @@ def _first_bytes(file: str) -> bytes:
 def choose_split(
     files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
 ) -> list[FileInfo]:
-    """The files to train or to evaluate on, by their names below the folder they share.
+    """Selects files for training or evaluation by their names below the folder they share.
 
     Args:
-      files: all of them.
-      evaluation: what the names of those for evaluation contain.
-      for_training: whether to return the others.
-      key: configuration key that named the location.
-      location: it, for messages.
+      evaluation: Part of the names of files for evaluation.
+      for_training: Return the others.
+      key: Configuration key that named the location.
 
     Raises:
-      UserError: none is left.
+      UserError: None is left.
     """
     names = names_below([file.path for file in files])
     named = [file for file, name in zip(files, names, strict=True) if evaluation in name]

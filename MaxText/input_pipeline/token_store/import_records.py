@@ -1,15 +1,15 @@
-"""Imports records of other programs into the token store, at their first use: `import_records`.
+"""Import of other programs' records into the token store, at first use.
 
     <cache_dir>/imported/<digest of names, sizes, times and format>/
-      tokens-00000.bin       ids of a source file: uint16, or uint32 where one is larger
+      tokens-00000.bin       ids of a source file: uint16, or uint32 if one is larger
       labels-00000.bin       int32, of files with labels
-      file-00000.json        what a source file held; written last, so that a killed import goes on
+      file-00000.json        contents of a source file; written last, so that an import resumes
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
       import.json            all of it; a folder with this file is complete
 
-Reading and checking every byte of such files once is needed anyway; after it batches are read from
-flat files, whatever the format was. Imports no jax.
+Every byte of such files must be read once to be checked. Batches are then read from flat files,
+whatever the format was.
 """
 
 import contextlib
@@ -51,12 +51,10 @@ class Imported:
     """An import on disk.
 
     Attributes:
-      folder: of it.
-      dtype: type of a stored id.
-      num_tokens: ids of each file.
-      has_labels: whether there are files of labels.
-      largest_id: that occurs; -1 without any.
-      skipped: records that were left out, in words.
+      dtype: Stored type of ids.
+      num_tokens: Ids of each file.
+      largest_id: -1 without ids.
+      skipped: Descriptions of skipped records.
     """
 
     folder: Path
@@ -67,7 +65,7 @@ class Imported:
     skipped: tuple[str, ...]
 
     def files(self, kind: str = "tokens") -> list[str]:
-        """The files of ids, or of `labels`."""
+        """Returns the files of `tokens` or `labels`."""
         return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
 
 
@@ -76,7 +74,7 @@ Read = Callable[[str], Iterator[TokenDocument | BadRecord]]
 
 
 class _Job(NamedTuple):
-    """What all files of an import share."""
+    """Settings that all files of an import share."""
 
     folder: Path
     files: tuple[FileInfo, ...]
@@ -97,24 +95,21 @@ def import_records(
     max_bad_records: int,
     show: Callable[[str], None],
 ) -> Imported:
-    """The import of `files`, made on the first call and whenever one of them has changed.
+    """Imports `files` on the first call and whenever one of them has changed.
 
-    Several processes may ask at once: one works, the others wait.
+    Of several processes one works and the others wait.
 
     Args:
-      files: in the order of their records.
-      read: reads one of them.
-      identity: everything that decides what `read` gives, besides the file.
-      eos_id: put at the end of every record; below 0 none is.
-      cache_dir: folder of imports; created.
-      skip: whether bad records are left out.
-      max_bad_records: as many end the import all the same.
-      show: takes lines about progress.
+      files: In the order of their records.
+      read: Reads one of them.
+      identity: Everything besides the file that decides what `read` returns.
+      eos_id: Appended to every record unless negative.
+      skip: Skip bad records, up to `max_bad_records`.
 
     Raises:
-      BadRecord: a record is damaged, or the rest of a file cannot be found, and `skip` is false.
-      UnreadableFile: a file cannot be read.
-      UserError: too many bad records, or `cache_dir` cannot be written.
+      BadRecord: A record is damaged, or the rest of a file cannot be found, and `skip` is false.
+      UnreadableFile: A file cannot be read.
+      UserError: Too many bad records, or `cache_dir` cannot be written.
     """
     found = [(storage.absolute(file.path), file.size, file.tag) for file in files]
     name = json.dumps([_LAYOUT, identity, eos_id, skip, found])
@@ -145,10 +140,10 @@ def import_records(
 
 
 def _load(folder: Path) -> Imported | None:
-    """The import in a folder; None where there is none. What is left of a damaged one is deleted.
+    """Returns the import in a folder, or None; deletes the rest of a damaged one.
 
     Raises:
-      OSError: storage fails.
+      OSError: Storage fails.
     """
     if not (folder / _HEADER_NAME).exists():
         return None
@@ -203,7 +198,7 @@ def _import(job: _Job, show: Callable[[str], None]) -> None:
 
 
 def _finish(job: _Job, entries: list[dict[str, Any]]) -> tuple[int, int]:
-    """Joins what the files held; returns how many records and tokens there are."""
+    """Joins the contents of files; returns the numbers of records and tokens."""
     bad = [message for entry in entries for message in entry["bad"]]
     _check_bad(job, bad)
     widest = max((entry["dtype"] for entry in entries), default="<u2")
@@ -274,7 +269,7 @@ def _import_file(job: _Job, number: int, advance: Callable[[int], None]) -> None
 
 
 def _raise_if_unreadable(problem: BadRecord) -> None:
-    """Storage that fails is no damage to pass over."""
+    """Raises storage errors, which are not damage to skip."""
     cause = problem.__cause__
     if isinstance(cause, Exception):
         if is_transient(cause, storage.is_url(problem.path)):
@@ -297,12 +292,7 @@ def _path(folder: Path, kind: str, number: int) -> Path:
 
 
 class _Writer:
-    """Appends integers to a file: of two bytes, and of four from the first that needs them on.
-
-    Attributes:
-      dtype: type of a stored one.
-      count, largest: integers so far, and the largest of them.
-    """
+    """Appends integers to a file: of two bytes, and of four from the first that needs them."""
 
     def __init__(self, path: Path, dtype: str = "<u2"):
         self.dtype = np.dtype(dtype)
@@ -332,13 +322,12 @@ class _Writer:
         self._waiting, self._num_waiting = [], 0
 
     def close(self) -> None:
-        """Writes what waits, and forces the file to disk."""
         self._flush()
         sync_file(self._path)
 
 
 def _rewrite(path: Path, stored: str, dtype: str) -> None:
-    """Writes a file of integers anew with a wider type."""
+    """Rewrites a file of integers with a wider type."""
     wide = path.with_suffix(".wide")
     with open(path, "rb") as narrow, open(wide, "wb") as file:
         while piece := narrow.read(_BUFFER_TOKENS * np.dtype(stored).itemsize):

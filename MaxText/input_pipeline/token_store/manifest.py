@@ -1,17 +1,14 @@
-"""`manifest.json`: what a prepared data set holds, and the checks made before it is read.
+"""`manifest.json`: contents of a prepared dataset, and checks before it is read.
 
     <dataset_path>/
-      manifest.json                                this file
-      tokenizer.json                               the tokenizer that made the ids, or its
-                                                   tokenizer.model, ranks file or settings
-      <split>/tokens-00000-of-00004.array_record   chunks of the token stream, or
-      <split>/tokens-00000-of-00004.bin            the ids end to end
-      <split>/document_offsets.npy                 first token of each document, then the end
-      <split>/document_rows.npy                    row of each document in its source file
-      <split>/source_files.json                    [[first document, name of its file], ...]
+      manifest.json                  this file
+      tokenizer.json                 or tokenizer.model, a ranks file or settings
+      <split>/tokens-000000.bin ...  the ids end to end, or chunks of them as .array_record
+      <split>/document_offsets.npy   first token of each document, then the end
+      <split>/document_rows.npy      row of each document in its source file
+      <split>/source_files.json      [[first document, name of its file], ...]
 
-The last two are absent in data sets of schema_version 1, which are always array_record. Imports
-no jax.
+The last two are absent in schema_version 1, which is always array_record.
 """
 
 import hashlib
@@ -43,14 +40,11 @@ class _Entry(pydantic.BaseModel):
 
 
 class RecordFile(_Entry):
-    """One file of token records.
+    """A token file.
 
     Attributes:
-      name: file name inside the split's folder.
-      num_bytes: its exact size; a copy that stopped early shows here.
-      num_records: records it holds: chunks of an array_record file, ids of a bin file.
-      num_tokens: ids it holds; its last record may be shorter than the others. None in
-        schema_version 1, where only the last record of the split may be.
+      num_records: Chunks of an array_record file, ids of a bin file.
+      num_tokens: None in schema_version 1, where only the last record of the split may be shorter.
     """
 
     name: str = pydantic.Field(pattern=_PLAIN_NAME)
@@ -60,18 +54,15 @@ class RecordFile(_Entry):
 
 
 class Split(_Entry):
-    """One part of the data, for example `train` or `validation`.
+    """One part of the data, such as `train` or `validation`.
 
     Attributes:
-      files: its record files in stream order.
-      num_tokens: tokens in the stream, bos and eos included.
-      num_documents: documents in the stream.
+      files: In the order of their tokens.
+      num_tokens: bos and eos included.
       num_text_bytes: UTF-8 bytes of the text behind them.
-      unigram_entropy: nats per token of the token frequencies: the loss of a model that knows
-        how often each id occurs and nothing else.
-      largest_id: largest token id that occurs.
-      tokens_sha256: of the ids as little-endian bytes in the data set's dtype.
-      offsets_sha256: of the document offsets as little-endian int64.
+      unigram_entropy: Nats per token of the token frequencies, the loss of a unigram model.
+      tokens_sha256: Of the ids as little-endian bytes in `dtype`.
+      offsets_sha256: Of the document offsets as little-endian int64.
     """
 
     files: tuple[RecordFile, ...]
@@ -85,14 +76,13 @@ class Split(_Entry):
 
 
 class TokenizerEntry(_Entry):
-    """The tokenizer that made the ids; the file itself lies beside the manifest.
+    """The tokenizer that made the ids.
 
     Attributes:
-      origin: where it came from, in words.
-      sha256: of tokenizer.json, or of the file that stands for it.
-      vocab_size: largest id it can produce, plus 1.
-      bos_id, eos_id, pad_id: its control ids, None where it has none.
-      mask_id: id that hides a token in masked language modelling, None where it has none.
+      origin: Text about its source.
+      sha256: Of tokenizer.json, or of the file in its place.
+      vocab_size: Largest id it can produce, plus 1.
+      mask_id: Mask of masked language modeling.
     """
 
     origin: str
@@ -105,19 +95,17 @@ class TokenizerEntry(_Entry):
 
     @property
     def special_ids(self) -> set[int]:
-        """Its control ids, as far as it has them."""
+        """Its control ids."""
         ids = (self.bos_id, self.eos_id, self.pad_id, self.mask_id)
         return {control for control in ids if control is not None}
 
 
 class SourceEntry(_Entry):
-    """The text a data set was made from.
+    """The text a dataset was made from.
 
     Attributes:
-      description: in words.
-      sha256: of the texts of all documents, in order.
-      num_files: files read.
-      skipped: reason -> how many files or documents were left out.
+      sha256: Of the texts of all documents, in order.
+      skipped: Reason -> number of skipped files or documents.
     """
 
     description: str
@@ -127,17 +115,15 @@ class SourceEntry(_Entry):
 
 
 class Manifest(_Entry):
-    """Everything known about a data set without opening its records.
+    """Contents of a dataset.
 
     Attributes:
-      schema_version: layout of the folder; readers refuse newer ones.
-      tokenizer: see TokenizerEntry.
-      dtype: type of a stored id, little-endian; uint8 where they are the bytes of a text.
+      schema_version: Layout of the folder; readers refuse newer ones.
+      dtype: Type of a stored id, little-endian; uint8 for the bytes of a text.
       format: array_record (records of chunk_length ids) or bin (flat files of ids).
-      chunk_length: ids per record; the last record of a file may be shorter. 1 for bin.
-      splits: name -> Split. A split without documents is absent.
-      source: see SourceEntry.
-      options: the preparation keys it was made with.
+      chunk_length: Ids per record; the last record of a file may be shorter. 1 for bin.
+      splits: Name -> Split. Splits without documents are absent.
+      options: The preparation keys it was made with.
     """
 
     schema_version: int
@@ -159,7 +145,7 @@ class Manifest(_Entry):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the contents (ids and document boundaries), the same wherever it lies."""
+        """Hex digest of ids and document boundaries, independent of the location."""
         contents = {
             name: [split.num_tokens, split.tokens_sha256, split.offsets_sha256]
             for name, split in self.splits.items()
@@ -169,19 +155,19 @@ class Manifest(_Entry):
 
     @property
     def filler_id(self) -> int:
-        """Id written where a window has no token: pad, else eos, else 0. Its weight is 0."""
+        """Padding id: pad, else eos, else 0."""
         for candidate in (self.tokenizer.pad_id, self.tokenizer.eos_id):
             if candidate is not None:
                 return candidate
         return 0
 
     def to_json(self) -> str:
-        """The text of manifest.json, the same bytes for the same contents."""
+        """Returns the text of manifest.json, deterministically."""
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
 
 
 def unigram_entropy(counts_V: np.ndarray) -> float:
-    """Entropy in nats per token of ids that occur `counts_V` times; 0 without any."""
+    """Returns the entropy in nats of ids that occur `counts_V` times; 0 without any."""
     present = counts_V[counts_V > 0].astype(np.float64)
     if present.size == 0:
         return 0.0
@@ -190,15 +176,14 @@ def unigram_entropy(counts_V: np.ndarray) -> float:
 
 
 def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
-    """Reads and checks `<dataset_path>/manifest.json`, or the file of another name there.
+    """Reads and checks `<dataset_path>/manifest.json`, or another file there.
 
     Args:
-      dataset_path: local; of a bucket, the folder of a copy (local_copies.py).
-      name: of the file.
+      dataset_path: Local; for a bucket, the folder of a copy (local_copies.py).
 
     Raises:
-      UserError: path empty, missing, not readable or without manifest; manifest damaged or
-        newer than this program.
+      UserError: The path is empty, missing, unreadable or without manifest; the manifest is damaged
+        or newer than this program.
     """
     how = (
         "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
@@ -231,7 +216,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    """The error of a file of a data set that cannot be read, or not be understood."""
+    """Returns the error for a file of a dataset that cannot be read or parsed."""
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError):
@@ -248,10 +233,10 @@ def damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
-    """The entry of `split`; `key` names the configuration key it came from.
+    """Returns the entry of `split`, which the configuration key `key` named.
 
     Raises:
-      UserError: there is no such split, or it holds no token.
+      UserError: There is no such split, or it is empty.
     """
     entry = manifest.splits.get(split)
     if entry is not None and entry.num_tokens > 0:
@@ -272,7 +257,7 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
 
 
 def _can_be_held_out(manifest: Manifest, split: str) -> bool:
-    """Whether preparing the text again with validation_fraction can make this split."""
+    """Returns whether preparing again with validation_fraction can make this split."""
     if split != "validation" or not set(manifest.splits) <= {"train", "validation"}:
         return False
     # Of two documents one is held out, unless the splits are those that the source has.
@@ -281,10 +266,10 @@ def _can_be_held_out(manifest: Manifest, split: str) -> bool:
 
 
 def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
-    """The token files of a split as they are, after a look at their sizes.
+    """Returns the token files of a split after a check of their sizes.
 
     Raises:
-      UserError: one is missing, has another size or may not be looked at.
+      UserError: One is missing, has another size or may not be looked at.
     """
     entry = manifest.splits[split]
     again = "Copy the data set again, or delete the folder and prepare it again."
@@ -307,7 +292,7 @@ def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
 
 
 def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
-    """Ids of each file of a split."""
+    """Returns the number of ids of each file."""
     counts: list[int] = []
     for number, file in enumerate(entry.files):
         num_tokens = file.num_tokens
@@ -322,7 +307,7 @@ def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
 
 
 def describe(manifest: Manifest) -> str:
-    """A few lines for people: size, documents, bytes per token, unigram entropy of each split."""
+    """Describes size, documents, bytes per token and unigram entropy of each split."""
     tokenizer = manifest.tokenizer
     lines = [
         f"Data set {manifest.fingerprint}: {manifest.source.description}",

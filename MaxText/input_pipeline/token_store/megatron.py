@@ -1,6 +1,6 @@
-"""Megatron data: ids in one flat `.bin` file, or its parts, and an `.idx` file with their sizes.
+r"""Megatron data: ids in a flat `.bin` file (or its parts), and an `.idx` file.
 
-    MMIDIDX\\0\\0           9 bytes
+    MMIDIDX\0\0           9 bytes
     version 1             uint64
     type of an id         uint8, see DTYPES
     S, sequences          uint64
@@ -9,8 +9,8 @@
     pointers              int64 [S], bytes
     documents             int64 [D], first sequence of each document, then S
 
-Everything is little-endian. A document is mostly one sequence. Read in place; where documents begin
-is computed from the index once and mapped from the cache afterwards.
+All little-endian. A document is mostly one sequence. Data are read in place; document offsets are
+computed from the index once and mapped from the cache afterwards.
 """
 
 import contextlib
@@ -43,16 +43,14 @@ _BLOCK = 2**20
 
 
 def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir: Path) -> TokenData:
-    """Opens one Megatron data set.
+    """Opens a Megatron dataset.
 
     Args:
       files: .idx and .bin files that the location names; either is enough.
-      key: configuration key that named the location.
-      location: it, for messages.
-      cache_dir: folder for what is computed from a large index.
+      key: Configuration key that named the location.
 
     Raises:
-      UserError: no index or several, data that do not fit it, or no tokens.
+      UserError: No index or several, data that do not fit it, or no tokens.
     """
     indices = [file for file in files if file.path.endswith(".idx")]
     if not indices:  # the name of the .bin file was given
@@ -103,7 +101,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
 
 @contextlib.contextmanager
 def _opened(index: FileInfo) -> Iterator[Path]:
-    """A local path of an index: itself, or a copy for the time of the block."""
+    """Yields a local path of an index: itself, or a temporary copy."""
     try:
         if not storage.is_url(index.path):
             yield Path(storage.local_path(index.path))
@@ -117,10 +115,10 @@ def _opened(index: FileInfo) -> Iterator[Path]:
 
 
 def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
-    """Type of an id, number of sequences and of document entries.
+    """Returns the type of an id, and the numbers of sequences and document entries.
 
     Raises:
-      UserError: no index, another version, ids that are floats, or of another size than it says.
+      UserError: No index, another version, float ids, or another size than stated.
     """
     with open(file, "rb") as stream:
         header = stream.read(_HEADER.size)
@@ -145,13 +143,13 @@ def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
 
 
 def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]:
-    """Blocks of `document_offsets`: first token of each document (int64), then the end.
+    """Yields blocks of `document_offsets`: first token of each document (int64), then the end.
 
-    Sequences count as documents where all have one length (rows that a program cut), or where the
-    index does not divide them among documents.
+    Sequences count as documents if all have one length (another program's training sequences), or
+    if the index does not divide them among documents.
 
     Raises:
-      UserError: sequences that do not lie end to end, or entries that cannot be.
+      UserError: Sequences do not lie end to end, or entries are impossible.
     """
     dtype, num_sequences, num_documents = read_header(file, index)
     path, at = index.path, _HEADER.size
@@ -208,10 +206,9 @@ def write_index(
     """Writes the index of sequences that lie end to end.
 
     Args:
-      path: of the .idx file.
-      dtype: integer type of the ids in the .bin file, below 64 bits or int64.
-      sizes: tokens of each sequence.
-      documents: first sequence of each document, then the number of sequences.
+      dtype: Integer type of the ids, below 64 bits or int64.
+      sizes: Tokens of each sequence.
+      documents: First sequence of each document, then the number of sequences.
     """
     codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
     tokens = np.asarray(sizes, "<i4")

@@ -1,8 +1,7 @@
-"""Opens any token data that can be trained on: what is at a location, and which part of it.
+"""Opening of any token data that can be trained on.
 
-Prepared sets of flat files and Megatron data are read in place. Other records are imported into the
-token store at their first use, and text is tokenized then. Whether records hold ids or text is told
-by the first of them.
+Prepared sets of flat files and Megatron data are read in place. Other records are imported at first
+use, and text is tokenized then. The first record tells whether records hold ids or text.
 """
 
 import dataclasses
@@ -55,7 +54,7 @@ from MaxText.input_pipeline.token_store.tokenizer_beside import holds_tokenizer,
 
 
 class _Request(NamedTuple):
-    """What open_token_data was asked for."""
+    """Arguments of open_token_data."""
 
     location: str
     key: str
@@ -78,24 +77,21 @@ def open_token_data(
     for_training: bool,
     show: Callable[[str], None],
 ) -> TokenData:
-    """Opens what lies at a location.
+    """Opens the data at a location.
 
-    Of a prepared data set, `split` is read. Of other files, evaluation reads those whose name
-    contains `split` and training all whose name does not contain data.eval_split; of
+    Of a prepared dataset, `split` is read. Of other files, evaluation reads those whose name
+    contains `split`, and training all whose name does not contain data.eval_split; of
     grain_eval_files evaluation reads all.
 
     Args:
-      location: see dataset_path.
-      key: configuration key it came from.
-      data: the keys about data.
-      preparation: tokenizer and field of records of text.
-      split: of prepared data; of other files part of a name.
-      for_training: whether to train or to evaluate on it.
-      show: takes lines about what is done.
+      location: See dataset_path.
+      key: Configuration key it came from.
+      preparation: Tokenizer and field for records of text.
+      split: Of prepared data; part of the names of other files.
 
     Raises:
-      BadRecord: a file is damaged.
-      UserError: nothing is there, of no known format, or without the split.
+      BadRecord: A file is damaged.
+      UserError: Nothing is there, the format is unknown, or the split is missing.
     """
     request = _Request(location, key, data, preparation, show)
     kind = data.grain_file_type
@@ -153,7 +149,7 @@ def _is_prepared(location: str, key: str) -> bool:
 
 
 def _check_unused(request: _Request, tokens: TokenData) -> None:
-    """Says which keys about records and text have no effect on a prepared data set."""
+    """Reports keys about records and text that have no effect on a prepared dataset."""
     data, preparation = request.data, request.preparation
     # In a mixture other sources may be records.
     is_alone = request.key != "dataset_mix" and ";" not in getattr(data, request.key)
@@ -223,7 +219,7 @@ def _open_prepared(request: _Request, split: str, split_key: str) -> TokenData:
 def _copy_prepared(
     request: _Request, url: str, split: str
 ) -> tuple[Path, Manifest, list[FileInfo] | None]:
-    """A copy of all of a remote data set but its token files, and these."""
+    """Returns a copy of a remote dataset without its token files, and these."""
     with storage.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
     folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
@@ -243,7 +239,7 @@ def _copy_prepared(
 
 
 def _find(request: _Request) -> list[FileInfo]:
-    """All files of the location; a Megatron prefix stands for its .bin and .idx."""
+    """Returns all files of the location; a Megatron prefix stands for its .bin and .idx."""
     location = request.location
     if not location.startswith("@") and not is_url(location):
         path = local_path(location)

@@ -1,9 +1,9 @@
-"""The token store: ids in flat files, read at any place, with where documents begin.
+"""The token store: flat files of ids with document boundaries, read at random.
 
-What every data set is by the time it is read: a set prepared as `bin`, Megatron's .bin, or records
-of another program after their import. Imports no jax.
+Every dataset is one by the time it is read: a set prepared as `bin`, Megatron's .bin, or imported
+records.
 
-Legend: P pieces, D documents.
+Legend: P ranges (pieces), D documents.
 """
 
 import bisect
@@ -37,13 +37,13 @@ _MAX_GAP = 4096
 
 
 class TokenStore:
-    """The ids of some files, end to end, cut into documents (or records).
+    """The ids of some files, end to end, divided into documents (or records).
 
-    Holds no open file and no large array that is not mapped: safe to use from several threads, and
-    pickled to reader processes in a few kilobytes.
+    Holds no open file and no large array that is not mapped: safe for several threads, and pickled
+    to reader processes in a few kilobytes.
 
     Attributes:
-      files: paths or URLs, in the order of their tokens.
+      files: Paths or URLs, in the order of their tokens.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class TokenStore:
         """Opens nothing.
 
         Args:
-          files: in the order of their tokens, without gaps.
-          num_tokens: ids of each file.
-          dtype: unsigned or positive integer type of a stored id, little-endian.
+          files: In the order of their tokens, without gaps.
+          num_tokens: Ids of each file.
+          dtype: Integer type of a stored id, little-endian.
           documents: `document_offsets`, int64 [D + 1]: first token of each document, then the end.
-          origins: where documents come from; None names them after the files of ids.
+          origins: Source files of documents; None names them after the token files.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
@@ -87,10 +87,10 @@ class TokenStore:
         return np.array([*self._origins.firsts, len(self.document_offsets) - 1], np.int64)
 
     def document_name(self, document: int) -> str:
-        """`letters.jsonl, row 17`, counted from 0 in its file where that is known.
+        """Returns for example `letters.jsonl, row 17`, counted from 0.
 
         Raises:
-          UserError: what says it is damaged.
+          UserError: The file with these names is damaged.
         """
         if self._origins is not None:
             return self._origins.name(document)
@@ -99,11 +99,11 @@ class TokenStore:
         return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
 
     def check(self, paths: Sequence[str]) -> None:
-        """Looks at the sizes of some of the files after a read failed.
+        """Checks the sizes of some of the files after a read failed.
 
         Raises:
-          UnreadableFile: one is gone.
-          UserError: one is longer; reading tells what was cut short.
+          UnreadableFile: One is gone.
+          UserError: One is longer; reading reports truncated ones.
         """
         known = {path: number for number, path in enumerate(self.files)}
         for path in paths:
@@ -121,10 +121,10 @@ class TokenStore:
         return int(self._first[file + 1] - self._first[file]) * self._dtype.itemsize
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
-        """Compares files as they were listed with what their tokens need.
+        """Compares the listed sizes of files with those of their tokens.
 
         Raises:
-          UserError: one has another size.
+          UserError: One has another size.
         """
         for number, file in enumerate(files):
             if file.size != (num_bytes := self._num_bytes(number)):
@@ -135,17 +135,16 @@ class TokenStore:
                 )
 
     def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
-        """Reads pieces, remote ones by one call.
+        """Reads ranges of tokens, remote ones in a single call.
 
         Args:
-          starts_P: int64 [P], first token of each piece.
-          stops_P: int64 [P], end of each, starts_P <= stops_P <= len.
+          starts_P, stops_P: int64 [P], starts_P <= stops_P <= len.
 
         Returns:
-          int32 [sum of the sizes], one piece after the other.
+          int32 [sum of the sizes], the ranges end to end.
 
         Raises:
-          UnreadableFile: a file is gone, was cut short or cannot be read.
+          UnreadableFile: A file is gone, truncated or unreadable.
         """
         sizes_P = stops_P - starts_P
         total = int(sizes_P.sum())
@@ -166,7 +165,7 @@ class TokenStore:
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
     def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
-        """The ids of ranges, in the stored type."""
+        """Reads ranges in the stored type."""
         ids, width = np.empty(total, self._dtype), self._dtype.itemsize
         files = np.searchsorted(self._first, starts, side="right") - 1
         sizes = stops - starts
@@ -193,10 +192,10 @@ class TokenStore:
 
 
 class Origins:
-    """Which file each document comes from, as a prepared set tells it beside its offsets."""
+    """Source files of the documents of a prepared set."""
 
     def __init__(self, folder: Path, num_documents: int, unit: str = "document"):
-        """Reads nothing. Args: `unit`: what documents are in files that have no rows."""
+        """Reads nothing; `unit` is the name of documents in files without rows."""
         self._folder = folder
         self._num_documents = num_documents
         self._unit = unit
@@ -229,11 +228,10 @@ class Origins:
 
     @property
     def names(self) -> list[str]:
-        """Of the files; empty where they are not known."""
+        """Names of the files; empty if unknown."""
         return self._entries[1]
 
     def name(self, document: int) -> str:
-        """See TokenStore.document_name."""
         firsts, names, rows = self._entries
         if not names:
             return f"document {document}"
@@ -244,10 +242,10 @@ class Origins:
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
-    """The document offsets of a folder, after a look whether they fit what a manifest says.
+    """Returns the document offsets of a folder.
 
     Raises:
-      UserError: they do not, or are damaged.
+      UserError: They are damaged or do not fit the manifest.
     """
     path = folder / OFFSETS_NAME
     documents = Arrays(folder)
@@ -270,16 +268,14 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
 def open_flat(
     folder: Path, manifest: Manifest, split: str, files: Sequence[FileInfo] | None = None
 ) -> TokenStore:
-    """A split of a prepared set of flat files.
+    """Opens a split of a prepared set of flat files.
 
     Args:
-      folder: of the set, or of a copy of all of it but the token files.
-      manifest: of it.
-      split: to read.
-      files: its token files elsewhere; None for those in the folder.
+      folder: Of the set, or of a copy of all of it but the token files.
+      files: Its token files elsewhere; None for those in the folder.
 
     Raises:
-      UserError: a file is missing, of another size, or damaged.
+      UserError: A file is missing, of another size, or damaged.
     """
     assert manifest.format == "bin", manifest.format
     entry = manifest.splits[split]
@@ -306,27 +302,23 @@ def _is_ascending(offsets: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TokenData:
-    """A split that can be read.
+    """An opened split.
 
     Attributes:
-      store: its tokens.
-      description: a line or two for people.
-      fingerprint: hex digest of what is read (contents, or names and sizes of files and where
-        documents begin): equal data gives equal batches.
-      filler_id: id written where a window has no token; its weight is 0.
-      eos_id: id that ends documents, None where unknown.
-      special_ids: ids that are never text (bos, eos, pad), as far as they are known.
-      mask_id: id of the tokenizer's mask, None where it has none.
-      vocab_size: ids of the tokenizer, None where unknown.
-      largest_id: largest id that occurs, None where that is not known without reading all.
-      unigram_entropy: nats per token, None where unknown.
-      record_length: tokens of each record where all have one length (the last may be shorter), as
-        another program cuts training sequences; None for documents of any length.
-      labels: a store as long as `store` and cut alike, of the id to predict at each place (already
-        shifted), negative where none is; None where targets are the next tokens.
-      skipped: records that the import left out, in words.
-      tokenizer_folder: folder or file of the tokenizer, None where none is known.
-      tokenizer_sha256: hex digest of the tokenizer that made the ids; empty where unknown.
+      fingerprint: Hex digest of the contents, or of names and sizes of files and document
+        boundaries: equal data gives equal batches.
+      filler_id: Padding id.
+      special_ids: Known ids that are never text (bos, eos, pad).
+      vocab_size: Of the tokenizer, None if unknown.
+      largest_id: None if unknown without reading all.
+      unigram_entropy: Nats per token, None if unknown.
+      record_length: Tokens of each record if all have one length (the last may be shorter), as
+        another program cuts training sequences; None for documents.
+      labels: A store parallel to `store` with the id to predict at each position (already shifted),
+        negative for none; None if targets are the next tokens.
+      skipped: Descriptions of records that the import skipped.
+      tokenizer_folder: Folder or file of the tokenizer, None if unknown.
+      tokenizer_sha256: Of the tokenizer that made the ids; empty if unknown.
     """
 
     store: TokenStore
@@ -347,12 +339,12 @@ class TokenData:
 
 
 def boundaries_digest(document_offsets: np.ndarray) -> str:
-    """Digest of where documents begin (int64 [D + 1])."""
+    """Returns a digest of document boundaries (int64 [D + 1])."""
     return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
 
 
 def record_length(offsets: np.ndarray) -> int | None:
-    """The common length of documents, see TokenData; None where there is none."""
+    """Returns the common length of documents, see TokenData; None if there is none."""
     sizes = np.diff(offsets[: 2**20 + 1])
     if sizes.size < 2 or np.any(sizes[:-1] != sizes[0]):
         return None

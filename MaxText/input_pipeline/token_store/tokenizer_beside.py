@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to files of token ids: the one that lies beside them."""
+"""The tokenizer next to files of token ids."""
 
 import contextlib
 import hashlib
@@ -23,16 +23,16 @@ _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
 
 def tokenizer_beside(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
-    """The tokenizer of some files, for showing their ids as text.
+    """Finds the tokenizer of some files, for showing their ids as text.
+
+    Looks into the folders between `location` and the files, the nearest first, and above one that
+    is named like a split.
 
     Args:
-      files: of token ids.
-      location: what named them; where it is a folder, the folders between it and the files are
-        looked into, the nearest first. So is the folder above one that is named like a split.
-      tokenizer_path: the key, taken where no tokenizer lies beside the files.
+      tokenizer_path: The key, used if no tokenizer is found.
 
     Returns:
-      A folder, or what tokenizer_path says; None where there is neither.
+      A folder, or tokenizer_path; None if there is neither.
     """
     top = Path(os.path.abspath(local_path(location)))
     for file in [file for file in files if not is_url(file)][:1]:
@@ -63,7 +63,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def holds_tokenizer(tokenizer_path: str, sha256: str, folder: Path | None) -> bool:
-    """Whether a path is that of a known tokenizer: `folder`, or a file of this digest."""
+    """Returns whether a path is that of a known tokenizer: `folder`, or a file of this digest."""
     path = Path(tokenizer_path).expanduser()
     if folder is not None and folder.resolve() in (path.resolve(), path.resolve().parent):
         return True
