@@ -1,10 +1,10 @@
-"""Arrays computed once, kept in a folder and mapped from there: `cached_arrays`. Imports no jax.
+"""Arrays computed once, cached in a folder and mapped from there.
 
     <cache_dir>/<kind>-<digest>/<name>.npy
     <cache_dir>/<kind>-<digest>/arrays.json   length of each; a folder with this file is complete
 
-Their number of bytes grows with the documents of a data set, and mapped pages are shared by all
-processes of a machine and given back when memory is short.
+Their size grows with the documents of a dataset. Mapped pages are shared by all processes of a
+machine and reclaimed when memory is short.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ _MAX_AGE_SECONDS = 180 * 86400
 
 
 class Arrays:
-    """Arrays by name, mapped from a folder or in memory. Pickled, a mapped one is its path."""
+    """Arrays by name, mapped from a folder or in memory. A mapped one is pickled as its path."""
 
     def __init__(self, folder: Path | None, arrays: Mapping[str, np.ndarray] | None = None):
-        """Args: `folder` of NAME.npy files, or None where `arrays` holds all of them."""
+        """Takes a `folder` of NAME.npy files, or `arrays` in memory."""
         self.folder = folder
         self._arrays = dict(arrays or {})
 
@@ -53,14 +53,14 @@ class Arrays:
 def cached_arrays(
     cache_dir: Path, kind: str, key: str, compute: Callable[[], Iterable[dict[str, np.ndarray]]]
 ) -> Arrays:
-    """The arrays that `compute` yields, from the cache if they are there. Small ones are not kept.
+    """Returns the arrays that `compute` yields, from the cache if possible.
+
+    Small ones are not cached.
 
     Args:
-      cache_dir: folder of caches.
-      kind: what they are, with the version of how they are computed: a part of the folder's name.
-      key: everything that they depend on.
-      compute: yields them block by block, so that all of them are never in memory; each block has
-        a part of every array.
+      kind: Name and version of their computation, a part of the folder's name.
+      key: Everything that they depend on.
+      compute: Yields them block by block; each block has a part of every array.
 
     Raises:
       UserError: `cache_dir` cannot be written.
@@ -94,7 +94,7 @@ def cached_arrays(
 
 
 def _load(folder: Path) -> Arrays | None:
-    """The arrays in a folder; None where there are none. Damaged ones are deleted."""
+    """Returns the arrays in a folder, or None; deletes damaged ones."""
     try:
         lengths = json.loads((folder / _LENGTHS_NAME).read_text(encoding="utf-8"))
         arrays = Arrays(folder)
@@ -113,11 +113,7 @@ def _load(folder: Path) -> Arrays | None:
 
 
 def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
-    """Appends blocks to .npy files, whose headers leave room for the final length.
-
-    Returns:
-      The length of each.
-    """
+    """Appends blocks to .npy files with room for the final header; returns the lengths."""
     counts: dict[str, int] = {}
     dtypes: dict[str, np.dtype] = {}
     with contextlib.ExitStack() as stack:
@@ -142,7 +138,7 @@ def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
 
 
 def unwritable(cache_dir: Path, error: OSError) -> UserError:
-    """The error of a cache folder that cannot be written."""
+    """Returns the error for a cache folder that cannot be written."""
     return UserError(
         f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
         "data_cache_dir to a folder on a disk with room."
@@ -150,7 +146,7 @@ def unwritable(cache_dir: Path, error: OSError) -> UserError:
 
 
 def delete_unused(folder: Path) -> None:
-    """Deletes folders in a cache that nobody has opened for half a year."""
+    """Deletes folders of a cache that have not been opened for half a year."""
     oldest = time.time() - _MAX_AGE_SECONDS
     for entry in folder.iterdir():
         with contextlib.suppress(OSError):

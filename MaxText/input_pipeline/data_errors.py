@@ -1,14 +1,10 @@
-"""What cannot be read: a record, or a file."""
+"""Errors for unreadable files and damaged records."""
 
 from MaxText.errors import UserError
 
 
 class UnreadableFile(UserError):
-    """A file that cannot be read now: it is missing, not permitted, or its storage fails.
-
-    Attributes:
-      path: the file.
-    """
+    """A file that cannot be read now: missing, not permitted, or on failing storage."""
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(message)
@@ -16,16 +12,13 @@ class UnreadableFile(UserError):
 
 
 class BadRecord(UserError):
-    """One record is damaged: the message names file, place and reason.
+    """A damaged record: the message names file, position and reason.
 
-    With on_bad_record=skip it is left out; otherwise it ends the run as any UserError does.
+    on_bad_record=skip skips it; otherwise it ends the run as any UserError does.
 
     Attributes:
-      path: the file.
-      offset: place of the record in the file, counted from 0.
-      reason: what is wrong with it.
-      unit: what `offset` counts: byte, record or row.
-      is_last: whether all records of the file from here on are lost.
+      offset: Position of the record in the file, from 0, in `unit`s (byte, record or row).
+      is_last: All records of the file from here on are lost.
     """
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):

@@ -1,7 +1,4 @@
-"""Which data sets a run reads, how each is cut into rows, and in which order they are visited.
-
-Imports no jax.
-"""
+"""Datasets of a run, their slicing into sequences, and their order."""
 
 import dataclasses
 import functools
@@ -51,14 +48,14 @@ _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One data set of a run.
+    """A dataset of a run.
 
     Attributes:
-      location: what dataset_path may be.
-      key: configuration key that named it.
-      weight: its share in a mixture, before mixture_temperature.
+      location: As dataset_path.
+      key: Configuration key that named it.
+      weight: Share in a mixture, before mixture_temperature.
       sampling: chunks, or GPT-Neo's documents_random or documents_fixed.
-      stitch: documents joined for a window by the latter two.
+      stitch: Documents joined for a window by the latter two.
     """
 
     location: str
@@ -69,10 +66,10 @@ class Entry:
 
 
 def train_entries(data: Data) -> list[Entry]:
-    """The data sets to train on.
+    """Returns the datasets to train on.
 
     Raises:
-      UserError: a weight that is no number above 0.
+      UserError: A weight is not a positive number.
     """
     if data.dataset_mix:
         parts = map(mix_part, data.dataset_mix)
@@ -86,11 +83,7 @@ def train_entries(data: Data) -> list[Entry]:
 
 
 def eval_entries(data: Data) -> list[Entry]:
-    """The data sets to evaluate on: grain_eval_files, else the eval_split of what is trained on.
-
-    Raises:
-      UserError: as train_entries.
-    """
+    """Returns the datasets to evaluate on: grain_eval_files, else the training data's split."""
     if data.grain_eval_files:
         return _weighted(data.grain_eval_files, "grain_eval_files")
     if data.dataset_path:
@@ -126,13 +119,7 @@ def _weighted(text: str, key: str) -> list[Entry]:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedSource:
-    """A data set of a run, opened.
-
-    Attributes:
-      entry: what named it.
-      data: its tokens.
-      rows: its rows in the order they are visited.
-    """
+    """An opened dataset, and its sequences in order."""
 
     entry: Entry
     data: TokenData
@@ -140,10 +127,10 @@ class OpenedSource:
 
 
 def prepare_sources(config: Config) -> None:
-    """Prepares the data set that `prepare_source` describes, if any, and checks all local data.
+    """Prepares the dataset that `prepare_source` describes, if any, and checks all local data.
 
     Raises:
-      UserError: as `check_sources`, or the text cannot be prepared.
+      UserError: As `check_sources`, or the text cannot be prepared.
     """
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
@@ -159,10 +146,10 @@ def prepare_sources(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Opens what the run reads from local files, before devices are looked for, and forgets it.
+    """Opens the run's local data before devices are initialized, and closes it.
 
     Raises:
-      UserError: it is missing or damaged, has no tokenizer, or ids that the model lacks.
+      UserError: It is missing or damaged, has no tokenizer, or ids beyond the vocabulary.
     """
     data, vocab_size = config.data, config.model.shape.vocab_size
     if data.dataset_type == "synthetic":
@@ -214,22 +201,16 @@ def open_sources(
     show: Callable[[str], None],
     log: RetryLog | None = None,
 ) -> list[OpenedSource]:
-    """Opens data sets for reading.
+    """Opens datasets.
 
     Args:
-      data: the keys about data.
-      preparation: the keys about tokenising text while reading.
-      entries: what to open.
-      split: the split's name.
-      length: T, tokens of a row.
-      vocab_size: ids the model knows.
-      num_samples: rows of the whole run, None where it has no end.
-      for_training: shuffled and repeated as `data` says; otherwise in order, once.
-      show: takes lines about what is done.
-      log: takes what is tried again because storage fails; None for one try.
+      length: T, tokens of a sequence.
+      num_samples: Sequences of the whole run, None without end.
+      for_training: Shuffled and repeated as `data` says; otherwise in order, once.
+      log: Receives retries after storage errors; None for a single try.
 
     Raises:
-      UserError: a data set is missing, damaged, does not fit vocab_size or has nothing to predict.
+      UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
 
     cutting = Cutting(
@@ -312,9 +293,9 @@ def _cut(data: Data, entry: Entry, tokens: TokenData, cutting: Cutting) -> Windo
 
 
 def _are_sequences(tokens: TokenData, length: int) -> bool:
-    """Whether records are training sequences that another program cut for this length.
+    """Returns whether records are training sequences that another program cut for this length.
 
-    Records of another length are documents, or packing would leave a part of each row empty.
+    Records of another length are documents; otherwise each sequence would be partly empty.
     """
     size = tokens.record_length
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
@@ -351,7 +332,7 @@ def _in_sample_order(
 
 
 def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray | None:
-    """First window of each group of iter_file_nums files, and the end."""
+    """Returns the first window of each group of iter_file_nums files, and the end."""
     files = tokens.store.file_of_document if data.iter_file_nums else None
     if files is None or len(files) <= 2:
         return None
@@ -360,10 +341,10 @@ def _file_groups(data: Data, tokens: TokenData, windows: Windows) -> np.ndarray 
 
 
 def combine(data: Data, opened: list[OpenedSource]) -> Rows:
-    """The rows to train on: of the only source, or a mixture.
+    """Returns the sequences to train on: of the only source, or a mixture.
 
     Raises:
-      UserError: a mixture with num_epoch.
+      UserError: A mixture with num_epoch.
     """
     if len(opened) == 1:
         return opened[0].rows
@@ -377,12 +358,12 @@ def combine(data: Data, opened: list[OpenedSource]) -> Rows:
 
 
 def chain(opened: list[OpenedSource]) -> Rows:
-    """The rows to evaluate on: all sources, one after the other."""
+    """Returns the sequences to evaluate on: all sources, one after the other."""
     return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
 
 
 def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
-    """Share of each source in the rows of the mixture, before scaling to 1."""
+    """Returns the unnormalized share of each source in the mixture."""
     shares = []
     for source in opened:
         weight = source.entry.weight
@@ -393,7 +374,7 @@ def weights(data: Data, opened: list[OpenedSource]) -> list[float]:
 
 
 def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> str:
-    """Lines about the sources: what each is, its share and its passes over `num_rows` rows."""
+    """Describes the sources: contents, share, and passes over `num_rows` sequences."""
     lines = []
     for source in opened:
         lines += [source.data.description, *_padding(data, source)]
@@ -410,7 +391,7 @@ def describe(data: Data, opened: list[OpenedSource], num_rows: int | None) -> st
 
 
 def _padding(data: Data, source: OpenedSource) -> list[str]:
-    """A line where more than 1 % of the positions are padding."""
+    """Returns a line if more than 1 % of the positions are padding."""
     windows = source.rows.windows
     if windows.padding_share <= 0.01:
         return []

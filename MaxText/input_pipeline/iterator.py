@@ -1,4 +1,4 @@
-"""The host's batches in order: of a run (BatchIterator) and of an evaluation (EvalBatches)."""
+"""This host's batches in order, of a run and of an evaluation."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,20 +29,16 @@ _KEY_OF = {
 
 
 class BatchIterator(Iterator[Batch]):
-    """The host's training batches in order, from any step.
+    """This host's training batches in order, from any step.
 
-    A failed read is tried again, see RetryingReader. Not for several threads at once. Nothing is
-    read before the first `next`.
-
-    Samples are numbered as the data are, over all steps and hosts; some may be left out.
+    Failed reads are retried, see RetryingReader. Not thread-safe. Nothing is read before the first
+    `next`. Samples are numbered over all steps and hosts; some may be excluded.
 
     Attributes:
-      has_documents: whether batches carry positions and segments.
-      description: lines about the data.
-      retry_log: what was read again.
-      skipped: records that were left out, in words.
-      identity: what fixes the meaning of a sample; part of every position.
-      opened: the data sets; none for random tokens.
+      has_documents: Batches have positions and segments.
+      skipped: Descriptions of skipped records.
+      identity: What fixes the meaning of a sample; part of every position.
+      opened: The datasets; none for random tokens.
     """
 
     def __init__(
@@ -62,16 +58,11 @@ class BatchIterator(Iterator[Batch]):
         """Starts before step 0.
 
         Args:
-          source: the batches by step.
-          identity: what fixes the meaning of a sample; part of every position.
-          has_documents: whether batches carry positions and segments.
-          num_workers: reader processes, 0 for threads of this one.
-          reuse_first: yield the batch of step 0 at every step.
-          opened: the data sets, None for random tokens.
-          description: lines about them.
-          policy: of failed reads; None for no further try.
-          log: takes what is read again; None for one of its own.
-          show: takes lines about what is read again and left out.
+          source: The batches by step.
+          num_workers: Reader processes, 0 for threads of this one.
+          reuse_first: Yield the batch of step 0 at every step.
+          policy: Of failed reads; None for no retries.
+          log: Receives retries; None for one of its own.
         """
         self.has_documents = has_documents
         self.description = description
@@ -98,21 +89,20 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def num_steps(self) -> int | None:
-        """Batches of the whole run, None when the data repeats without end.
+        """Batches of the whole run, None without end.
 
-        Depends on where the run stands and what it leaves out, so that `seek`, `resume` and
-        `exclude` change it.
+        Depends on the position and on exclusions: `seek`, `resume` and `exclude` change it.
         """
         return None if len(self._source) == sys.maxsize else len(self._source)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Of the tokens trained on, in nats; None for a mixture or where it is not known."""
+        """Unigram entropy of the training data in nats; None for mixtures or if unknown."""
         return self.opened[0].data.unigram_entropy if len(self.opened) == 1 else None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells whether two runs saw the same: the data, and the tokenizer if known."""
+        """Returns the identity of the data, and of the tokenizer if known."""
         tokenizers = {source.data.tokenizer_sha256 for source in self.opened} - {""}
         return {
             "train": "; ".join(source.entry.location for source in self.opened) or "random tokens",
@@ -122,39 +112,32 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Where the tokenizer of the (first) data set lies, None where there is none."""
+        """Tokenizer of the (first) dataset, None if there is none."""
         return self.opened[0].data.tokenizer_folder if self.opened else None
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Of each row of a step: (document, first token of it in the row, tokens there)."""
+        """Returns (document, its first token there, tokens) for each sequence of a step."""
         return self._source.origin(step)
 
     def sample_range(self, step: int) -> tuple[int, int]:
-        """First sample that a step reads, on any host, and the one after its last.
-
-        Those that are left out in between lie in the range too.
-        """
+        """Returns the first sample that a step reads on any host, and the end."""
         return self._source.sample_range(step)
 
     def exclude(self, first: int, end: int) -> None:
-        """Leaves out samples [first, end) from the next batch on: later ones move up.
+        """Excludes samples [first, end) from the next batch on.
 
-        What was read before stays read. Who also goes back to an earlier position may do so before
-        or after: what is left out once stays left out.
+        Batches that were read do not change. May be combined with a seek to an earlier position in
+        any order.
 
         Raises:
-          UserError: not 0 <= first < end.
+          UserError: Not 0 <= first < end.
         """
         holes = Holes([(first, end)])
         self.close()
         self._source.leave_out(holes, self._step)
 
     def exclude_once(self, first: int, end: int) -> bool:
-        """As `exclude`, unless all of it is left out already.
-
-        Returns:
-          Whether something is left out that was not.
-        """
+        """Excludes samples unless all of them are excluded; returns whether anything changed."""
         known = self._source.left_out
         if known | Holes([(first, end)]) == known:
             return False
@@ -165,9 +148,8 @@ class BatchIterator(Iterator[Batch]):
     def position(self) -> dict[str, Any]:
         """State after the last batch yielded: JSON-able, the same on every host.
 
-        `step` is the step of the next batch, `samples` the number in the data of its first sample
-        (without holes these are the samples read before it), `excluded` the [first, end) of what
-        was or will be left out; the rest says which data these count in.
+        `step` is the next step, `samples` the number in the data of its first sample, `excluded`
+        the [first, end) of all exclusions; the rest identifies the data.
         """
         return {
             "step": self._step,
@@ -177,12 +159,11 @@ class BatchIterator(Iterator[Batch]):
         }
 
     def seek(self, step: int, samples: int | None = None) -> None:
-        """Makes `step` the next one yielded. Reads nothing, whatever the distance.
+        """Makes `step` the next one yielded, in constant time.
 
         Args:
-          step: from 0.
-          samples: number in the data of its first sample; None for what this run's batches give
-            from step 0 on, with all that is left out now.
+          samples: Number in the data of its first sample; None for that of this run's batches from
+            step 0 on, with the current exclusions.
         """
         assert step >= 0, step
         self.close()
@@ -193,13 +174,12 @@ class BatchIterator(Iterator[Batch]):
         self._step = step
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Goes on where a saved position stands, also with another batch size.
+        """Resumes at a saved position, also with another batch size.
 
-        What was left out then stays left out, beside what excluded_samples and `exclude` say.
+        Its exclusions are kept, in addition to excluded_samples and `exclude`.
 
         Raises:
-          UserError: the data set, its reading or the seed differ, so that the saved position would
-            stand for other text. Names each key with both values.
+          UserError: The dataset, its reading or the seed differ. Names each key with both values.
         """
         if differences := self.differences(position):
             raise UserError(
@@ -217,7 +197,7 @@ class BatchIterator(Iterator[Batch]):
         self._show_left_out(saved)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Why samples of a position are not those of these data, in words; empty if they are."""
+        """Returns why samples of a position are not those of these data; empty if they are."""
         return [
             f"{words} was {position.get(name)!r} and is {self.identity.get(name)!r}"
             for name, words in _KEY_OF.items()
@@ -225,7 +205,7 @@ class BatchIterator(Iterator[Batch]):
         ]
 
     def _show_left_out(self, saved: Holes) -> None:
-        """Says what is left out from here on, and what of it the checkpoint did not know."""
+        """Reports exclusions from here on, and those that the checkpoint did not have."""
         ahead = self._source.holes.within(self._source.first_sample)
         if not ahead:
             return
@@ -255,20 +235,16 @@ class BatchIterator(Iterator[Batch]):
         return _to_batch(self._reader.read(step))
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Lets `next` raise StopWaiting as soon as `when` is true, in the midst of a wait too."""
+        """Makes `next` raise StopWaiting as soon as `when` is true, even while it waits."""
         self._reader.stopping = when
 
     def close(self) -> None:
-        """Stops the readers; the next `next` starts them again."""
+        """Stops the readers; `next` starts them again."""
         self._reader.close()
 
 
 class EvalBatches:
-    """One pass over a split, in order, each time it is iterated. `len` is its batches.
-
-    Attributes:
-      has_documents, retry_log, skipped: as of BatchIterator.
-    """
+    """One pass over a split, in order, each time it is iterated. `len` is its batches."""
 
     def __init__(
         self,
@@ -278,7 +254,7 @@ class EvalBatches:
         policy: RetryPolicy | None = None,
         log: RetryLog | None = None,
     ):
-        """Args: as of BatchIterator."""
+        """Takes the arguments of BatchIterator."""
         self.has_documents = has_documents
         self.retry_log = log or RetryLog(print)
         self.skipped = _skipped(opened or [])
@@ -291,7 +267,6 @@ class EvalBatches:
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """As of BatchIterator, for iterating."""
         self._reader.stopping = when
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Batches for training and evaluation: `train_loader` and `eval_loader`.
+"""Batches for training and evaluation.
 
-The batch of step s is a pure function of (data sets, seed, s). The rows of a run are numbered over
-all steps and hosts, and host h takes its part of each step's rows, so hosts joined in order give
-the same global batch bit for bit, however many they are, and continuing at any step needs no
-replay. Samples that are left out move the later ones up.
+The batch of step s is a pure function of (datasets, seed, s). The sequences of a run are numbered
+over all steps and hosts, and host h takes its part of each step, so hosts joined in order give the
+same global batch bit for bit, and resuming at any step needs no replay. Excluded samples move later
+ones up.
 
 Legend: T tokens of a window.
 """
@@ -95,7 +95,7 @@ def _open(
 
 
 def _unchecked_ids(opened: list[data_sources.OpenedSource], vocab_size: int) -> int | None:
-    """The largest id to look for in each batch; None where opening the data told it."""
+    """Returns the largest id to look for in batches; None if opening the data checked all."""
     known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
     return None if known else vocab_size - 1
 
@@ -112,28 +112,21 @@ def train_loader(
     num_steps: int | None = None,
     show: Callable[[str], None] = print,
 ) -> BatchIterator:
-    """This host's rows of each training batch, from step 0 on.
+    """Returns this host's training batches, from step 0 on.
 
     Args:
-      data: the keys about data.
-      plan: samples and length of each step's batch, over all hosts (accumulation included).
-      vocab_size: ids the model knows.
-      masking: the keys about masked language modelling.
-      preparation: the keys about tokenising text while reading.
-      process_index: this host.
-      process_count: hosts.
-      num_steps: steps of the run, which GPT-NeoX's order and what is said about passes over a
-        mixture depend on; None where it has no end.
-      show: takes lines about what is done.
+      plan: Samples and length of each step's batch, over all hosts (accumulation included).
+      process_index, process_count: This host among all.
+      num_steps: Steps of the run, on which GPT-NeoX's order depends; None without end.
 
     Returns:
-      An iterator over host-local Batch of NumPy arrays [rows of the step / process_count, T].
-      With `num_epoch` it ends after that many passes, the last batch filled up with rows of
-      weight 0; otherwise it never ends.
+      An iterator over host-local Batch of NumPy arrays [sequences of the step / process_count, T].
+        With
+      `num_epoch` it ends after that many passes, the last batch padded with sequences of weight 0.
 
     Raises:
-      UserError: a data set is missing, damaged, too short for one window, or does not fit
-        vocab_size; the batch does not split over the hosts; or excluded_samples is no list of
+      UserError: A dataset is missing, damaged, too short for one window, or does not fit
+        vocab_size; the batch does not split over the hosts; or excluded_samples is not a list of
         ranges.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
@@ -221,25 +214,18 @@ def eval_loader(
     process_count: int = 1,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """This host's rows of the evaluation batches: what is evaluated on in order, once.
+    """Returns this host's evaluation batches, in order, once.
 
     Args:
-      data: the keys about data.
-      eval_steps: batches at most; -1 for the whole split.
-      max_target_length: T, tokens of a window.
-      vocab_size: ids the model knows.
-      global_batch_size: sequences of a batch over all hosts.
-      masking: the keys about masked language modelling.
-      preparation: the keys about tokenising text while reading.
-      process_index: this host.
-      process_count: hosts.
-      show: takes lines about what is done.
+      eval_steps: Maximum number of batches; -1 for the whole split.
+      global_batch_size: Sequences of a batch over all hosts.
+      process_index, process_count: This host among all.
 
     Returns:
-      Batches that can be iterated again and again, the last one filled up with rows of weight 0.
+      Batches that can be iterated repeatedly, the last one padded with sequences of weight 0.
 
     Raises:
-      UserError: as train_loader; also an unknown or empty split, or eval_steps=0.
+      UserError: As train_loader; also an unknown or empty split, or eval_steps=0.
     """
     masking, preparation = masking or Masking(), preparation or Preparation()
     plan = BatchPlan.constant(global_batch_size, max_target_length)

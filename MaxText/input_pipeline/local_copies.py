@@ -1,9 +1,9 @@
-"""Copies on this machine of small remote files that are read whole or mapped: `copy_files`.
+"""Local copies of small remote files that are read whole or mapped.
 
     <cache_dir>/copies/<digest>/...
 
-Tokenizers, manifests and document offsets; token files are read in place. The name of a copy
-depends on what it is a copy of, so that what has changed is copied again. Imports no jax.
+Tokenizers, manifests and document offsets; token files are read in place. The digest is of the
+source and its tags, so that a changed file is copied again.
 """
 
 import hashlib
@@ -23,11 +23,7 @@ _FILES_AT_ONCE = 4
 
 
 def copied_folder(url: str, cache_dir: Path) -> Path | None:
-    """A copy of the files that lie directly in a folder; None where there are none.
-
-    Raises:
-      as `copy_files`.
-    """
+    """Copies the files directly in a folder; returns None if there are none."""
     files = storage.files_in(url)
     if not files:
         return None
@@ -37,17 +33,17 @@ def copied_folder(url: str, cache_dir: Path) -> Path | None:
 
 
 def copies_folder(cache_dir: Path, *identity: str) -> Path:
-    """The folder of copies of what `identity` tells from all else."""
+    """Returns the folder for copies with this identity."""
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
     return cache_dir / "copies" / digest
 
 
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
-    """Copies remote files into a folder, those that are not there yet.
+    """Copies remote files into a folder, except those that exist.
 
     Raises:
-      UnreadableFile: one cannot be read.
-      UserError: the folder cannot be written.
+      UnreadableFile: One cannot be read.
+      UserError: The folder cannot be written.
     """
     missing = [file for file in files if not (folder / _name(file)).exists()]
     if not missing:

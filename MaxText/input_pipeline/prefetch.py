@@ -1,7 +1,7 @@
-"""Keeps the next batches ready, read by a thread of this process or by Grain's reader processes.
+"""Prefetch of batches, by a thread of this process or by Grain's reader processes.
 
-The thread that waits for them is ours and a daemon: Grain's own iterators wait without limit, and
-its pool of threads keeps a process from ending as long as one read hangs.
+The thread that waits for them is our own daemon: Grain's iterators wait without limit, and its
+thread pool blocks the exit of the process while a read hangs.
 """
 
 import contextlib
@@ -35,20 +35,15 @@ _Value = TypeVar("_Value")
 
 
 def never() -> bool:
-    """Nobody says that waiting should end."""
     return False
 
 
 class StepDataset(Protocol):
     """Batches by step; pickled to reader processes."""
 
-    def __len__(self) -> int:
-        """Steps."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, step: int) -> dict[str, Any]:
-        """The batch of a step."""
-        ...
+    def __getitem__(self, step: int) -> dict[str, Any]: ...
 
 
 class ReadTimeout(TimeoutError):
@@ -56,20 +51,20 @@ class ReadTimeout(TimeoutError):
 
 
 class WorkerDiedError(OSError):
-    """A reader process has ended without being asked to."""
+    """A reader process died."""
 
 
 class _Failure:
-    """Stands for a batch that could not be read."""
+    """A batch that could not be read."""
 
     def __init__(self, error: BaseException):
         self.error = error
 
 
 class _StepsFrom:
-    """A source whose element 0 is step `first`: how a reader starts in the middle for free.
+    """A source whose element 0 is step `first`, so that readers start anywhere at no cost.
 
-    Errors are elements, so that they arrive from another process as what they are.
+    Errors are elements, so that they arrive intact from another process.
     """
 
     def __init__(self, source: StepDataset, first: int):
@@ -87,7 +82,7 @@ class _StepsFrom:
 
 
 def _picklable(error: Exception) -> Exception:
-    """The error, or its text, with the traceback of a bug in a note."""
+    """Returns the error, or its text, with the traceback of a bug in a note."""
     if not isinstance(error, (UserError, OSError)):
         error.add_note(f"In the reader:\n{traceback.format_exc()}")
     try:
@@ -98,16 +93,10 @@ def _picklable(error: Exception) -> Exception:
 
 
 class Prefetcher:
-    """The batches of a source from a step on, in order, the next ones made while one is used."""
+    """The batches of a source from a step on, prefetched."""
 
     def __init__(self, source: StepDataset, first: int, num_processes: int):
-        """Starts reading.
-
-        Args:
-          source: the batches.
-          first: step of the first one.
-          num_processes: reader processes, 0 for none.
-        """
+        """Starts reading with `num_processes` reader processes, or threads if 0."""
         self._stopped = threading.Event()
         # Queues without Python code of their own: a batch costs microseconds to hand over.
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -124,17 +113,17 @@ class Prefetcher:
         weakref.finalize(self, _stop, self._stopped, self._wanted)
 
     def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
-        """The next batch; there must be one.
+        """Returns the next batch; there must be one.
 
         Args:
-          timeout: seconds to wait, None for ever.
-          stopping: ends the wait when it becomes true.
+          timeout: Seconds to wait, None for indefinitely.
+          stopping: Ends the wait when it becomes true.
 
         Raises:
-          ReadTimeout: it did not come in time.
-          StopWaiting: nobody shall wait for it any more.
-          WorkerDiedError: a reader process died.
-          Exception: whatever reading it raised.
+          ReadTimeout: It did not come in time.
+          StopWaiting: `stopping` became true.
+          WorkerDiedError: A reader process died.
+          Exception: Any error of reading it.
         """
         result = _get(self._ready, timeout, stopping, "no batch came")
         self._wanted.put(None)
@@ -143,7 +132,7 @@ class Prefetcher:
         return result
 
     def close(self) -> None:
-        """Stops reading; a read that hangs is left to itself."""
+        """Stops reading; a read that hangs is abandoned."""
         _stop(self._stopped, self._wanted)
         self._thread.join(_SECONDS_TO_CLOSE)
         # Waits for its processes, one that hangs included, before it ends them.
@@ -151,7 +140,6 @@ class Prefetcher:
 
 
 def _grain_iterator(source: StepDataset, first: int, num_processes: int) -> Any:
-    """Grain's iterator over the steps of `source` from the first on."""
     dataset = grain.MapDataset.source(_StepsFrom(source, first)).to_iter_dataset(
         grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     )
@@ -175,7 +163,7 @@ def _produce(
     stopped: threading.Event,
     copies: bool,
 ) -> None:
-    """What the thread does until nothing is left, or a failure: who takes that begins anew."""
+    """Puts batches into `ready` until the end or a failure, after which the reader is restarted."""
     result: Any = None
     while not isinstance(result, _Failure):
         wanted.get()
@@ -234,12 +222,11 @@ def _get(
 def call_with_timeout(
     call: Callable[[], _Value], timeout: float | None, stopping: Callable[[], bool] = never
 ) -> _Value:
-    """What `call` returns; one that hangs is left to itself.
+    """Calls a function, abandoning it if it hangs.
 
     Raises:
-      ReadTimeout: it did not return in time.
-      StopWaiting: nobody shall wait for it any more.
-      Exception: what `call` raises.
+      ReadTimeout: It did not return in time.
+      StopWaiting: `stopping` became true.
     """
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -257,11 +244,7 @@ def call_with_timeout(
 
 
 def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
-    """Sleeps.
-
-    Raises:
-      StopWaiting: `stopping` is or becomes true.
-    """
+    """Sleeps; raises StopWaiting if `stopping` is or becomes true."""
     until = time.monotonic() + seconds
     while True:
         if stopping():

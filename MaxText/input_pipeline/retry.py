@@ -1,7 +1,4 @@
-"""What storage fails to give is tried again, a limited number of times: opening data, and batches.
-
-Imports no jax.
-"""
+"""Retries of failed reads, when data is opened and for batches."""
 
 import dataclasses
 import time
@@ -36,32 +33,30 @@ _MAX_WAIT_SECONDS = 60.0
 
 
 class RetryLog:
-    """What went wrong and was mended, or is being tried again."""
+    """Messages about retries."""
 
     def __init__(self, show: Callable[[str], None]):
-        """Args: `show`: takes each message at once."""
         self._show = show
         self._news: list[str] = []
 
     def add(self, message: str) -> None:
-        """Notes and shows a message."""
         self._news.append(message)
         self._show(message)
 
     def drain(self) -> list[str]:
-        """Messages since the last call."""
+        """Returns the messages since the last call."""
         news, self._news = self._news, []
         return news
 
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how long a failed read is tried again.
+    """Limits of retries.
 
     Attributes:
-      retries: further tries at most.
-      seconds: wait before the first of them; each later one waits twice as long.
-      timeout: seconds without a batch that count as a failed read; 0 waits for ever.
+      retries: Maximum number.
+      seconds: Wait before the first; doubled for each later one.
+      timeout: Seconds without a batch that count as a failure; 0 waits indefinitely.
     """
 
     retries: int = 0
@@ -70,7 +65,6 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, data: Data) -> "RetryPolicy":
-        """As the keys say."""
         return cls(data.data_read_retries, data.data_retry_seconds, data.data_read_timeout)
 
     def call(
@@ -83,20 +77,18 @@ class RetryPolicy:
         log: RetryLog,
         stopping: Callable[[], bool] = never,
     ) -> _Value:
-        """What `attempt` returns at the first try that does not fail.
+        """Returns the result of the first call of `attempt` that succeeds.
 
         Args:
-          what: is tried, as a message begins: "DATA could not be opened".
-          attempt: takes the number of the try, from 1.
-          is_worth_it: whether a failure may be gone at the next try; others are raised at once.
-          hint: what to do about the last failure.
-          log: takes what is tried again.
-          stopping: ends a wait when it becomes true.
+          what: Begins messages: "DATA could not be opened".
+          attempt: Takes the number of the try, from 1.
+          is_worth_it: Whether a failure may be transient; others are raised at once.
+          hint: Remedy for the last failure.
+          stopping: Ends a wait when it becomes true.
 
         Raises:
-          UserError: all tries failed.
-          StopWaiting: nobody shall wait any more.
-          Exception: what `attempt` raises and is not worth another try.
+          UserError: All tries failed.
+          StopWaiting: `stopping` became true.
         """
         began = time.monotonic()
         try:  # nothing else costs time while all is well
@@ -159,11 +151,10 @@ def _sentence(problem: BaseException) -> str:
 def open_with_retries(
     location: str, open_once: Callable[[], _Value], policy: RetryPolicy, log: RetryLog
 ) -> _Value:
-    """What `open_once` returns, as often as failed reads are tried again in mid-run.
+    """Opens data, retrying as often as failed reads are retried in mid-run.
 
     Raises:
-      UserError: storage has failed at every try.
-      Exception: what `open_once` raises and no further try can mend, at once.
+      UserError: Storage failed at every try.
     """
     remote = is_url(location) or location.startswith("@")
     return policy.call(
@@ -176,14 +167,10 @@ def open_with_retries(
 
 
 class RetryingReader:
-    """The batches of a source in order, made ahead, from any step.
+    """The batches of a source in order, prefetched, from any step.
 
-    A failed read is tried again: what reads is given up, its files are opened anew and
-    looked at, and reading begins at exactly the step that failed. Not for several threads at once.
-
-    Attributes:
-      source: the batches by step.
-      stopping: whether nobody shall wait any more; looked at while waiting, and at each step.
+    After a failed read the reader is abandoned, its files are reopened and checked, and reading
+    restarts at exactly the step that failed. Not thread-safe.
     """
 
     def __init__(
@@ -199,12 +186,9 @@ class RetryingReader:
         """Reads nothing.
 
         Args:
-          source: the batches by step.
-          opened: the data sets behind it, none for random tokens.
-          what: is read, in words for messages.
-          log: takes what was tried again.
-          policy: limits.
-          num_processes: reader processes, 0 for a thread of this one.
+          opened: The datasets behind the source, none for random tokens.
+          what: Name of the data in messages.
+          num_processes: Reader processes, 0 for a thread of this one.
         """
         self.source = source
         self.stopping: Callable[[], bool] = never
@@ -227,11 +211,11 @@ class RetryingReader:
             self._prefetcher = None
 
     def read(self, step: int) -> dict[str, Any]:
-        """The arrays of a step: the one after the last call's, or any after `close`.
+        """Returns the arrays of a step: the one after the last call's, or any after `close`.
 
         Raises:
-          UserError: it cannot be read, after all tries; or the data do not fit the model.
-          StopWaiting: nobody shall wait any more.
+          UserError: It cannot be read after all retries, or the data do not fit the model.
+          StopWaiting: `stopping` became true.
         """
         interruptible_sleep(0.0, self.stopping)
         failed_path: str | None = None
@@ -276,12 +260,12 @@ class RetryingReader:
         return f"{hint} The same command then goes on from the last checkpoint.".lstrip()
 
     def _look_again(self, path: str | None) -> None:
-        """Closes all files, looks at the one that failed, and proves that the data are the same.
+        """Closes all files, checks the one that failed, and verifies that the data are the same.
 
         Raises:
-          UnreadableFile: it is still gone, or was cut short.
-          UserError: it holds other data.
-          ReadTimeout: looking at it hangs.
+          UnreadableFile: It is still gone, or was truncated.
+          UserError: It has other data.
+          ReadTimeout: The check hangs.
         """
         newest = self._newest
 
@@ -297,7 +281,7 @@ class RetryingReader:
         call_with_timeout(look, self._policy.timeout or None, self.stopping)
 
     def _compare(self, step: int, arrays: dict[str, Any]) -> None:
-        """Proof that sizes cannot give: the last batch, read again, is the same."""
+        """Verifies that the last batch, read again, is the same, which sizes cannot prove."""
         try:
             again = self.source[step]
             if all(np.array_equal(again[name], arrays[name]) for name in arrays):

@@ -1,4 +1,4 @@
-"""The batches that a configuration asks for: of a run, and of each data set that is scored."""
+"""Batches of a configuration: of a run, and of each dataset that is scored."""
 
 import sys
 from collections.abc import Callable
@@ -28,17 +28,12 @@ def open_batches(
     stopping: Callable[[], bool] = never,
     show: Callable[[str], None] = print,
 ) -> tuple[BatchIterator, EvalBatches | None]:
-    """This process's batches for training, and for evaluation if the run has any.
+    """Returns this process's batches for training, and for evaluation if the run has any.
 
     Args:
-      plan: of the training batches.
-      eval_rows: sequences of an evaluation's batch, over all processes.
-      part, parts: which part of each batch this process reads.
-      stopping: whether nobody shall wait for data any more; see BatchIterator.stop_waiting.
-      show: takes lines about the data.
-
-    Raises:
-      UserError: as train_loader and eval_loader.
+      eval_rows: Sequences of an evaluation batch, over all processes.
+      part, parts: Index and number of the parts of each batch.
+      stopping: See BatchIterator.stop_waiting.
     """
     reading = {
         "masking": config.masking,
@@ -67,15 +62,7 @@ def open_batches(
 
 
 def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenedSource]:
-    """Opens every data set that evaluation reads; none for random tokens.
-
-    Args:
-      config: grain_eval_files, or the eval_split of dataset_path or dataset_mix.
-      show: takes lines about the data.
-
-    Raises:
-      UserError: a data set is missing, damaged, or does not fit the vocabulary.
-    """
+    """Opens every dataset that evaluation reads; none for random tokens."""
     if config.data.dataset_type == "synthetic":
         return []
     return data_sources.open_sources(
@@ -101,19 +88,18 @@ def open_source_batches(
     parts: int,
     show: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """This process's batches of one data set, to evaluate it alone.
+    """Returns this process's batches of one dataset, to evaluate it alone.
 
     Args:
-      source: one of `open_eval_sources`; None for random tokens.
-      rows: sequences of a batch, over all processes.
-      stride: targets between the starts of windows, each a target once; -1 for windows side by
-        side, packed as in the evaluations of a run.
-      part, parts: which part of each batch this process reads.
-      show: takes lines about the data.
+      source: One of `open_eval_sources`; None for random tokens.
+      rows: Sequences of a batch, over all processes.
+      stride: Targets between the starts of windows, each counted once; -1 for adjacent windows,
+        packed as in the evaluations of a run.
+      part, parts: Index and number of the parts of each batch.
 
     Raises:
-      UserError: as eval_loader. With a stride also records with labels, whose targets are not the
-        text that goes on, and documents that have nothing to predict.
+      UserError: As eval_loader. With a stride also records with labels, and documents without
+        targets.
     """
     if source is not None and stride != -1:
         return _sliding(config, source, stride, rows, part, parts, show)

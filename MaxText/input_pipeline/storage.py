@@ -1,4 +1,4 @@
-"""Finding and reading files, on local disks and behind URLs that fsspec knows, such as gs://."""
+"""Files on local disks and behind URLs that fsspec knows, such as gs://."""
 
 import collections
 import errno
@@ -31,12 +31,10 @@ _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
 
 class FileInfo(NamedTuple):
-    """A file as a listing shows it.
+    """A listed file.
 
     Attributes:
-      path: local path or URL.
-      size: bytes.
-      tag: what else changes when its contents do: a time or an entity tag.
+      tag: A time or an entity tag, which changes with the contents.
     """
 
     path: str
@@ -45,31 +43,31 @@ class FileInfo(NamedTuple):
 
 
 def is_url(path: str) -> bool:
-    """Whether a path must be read through fsspec; file:// does not count."""
+    """Returns whether a path must be read through fsspec; file:// does not count."""
     return "://" in path and not path.startswith("file://")
 
 
 def local_path(path: str) -> str:
-    """A path as the operating system takes it: without file://, with the home folder for ~."""
+    """Returns a path for the operating system: without file://, ~ expanded."""
     return os.path.expanduser(path.removeprefix("file://"))
 
 
 def absolute(path: str) -> str:
-    """A path that means the same in every process."""
+    """Returns a path with the same meaning in every process."""
     return path if is_url(path) else os.path.abspath(local_path(path))
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts numbers inside names by value: shard-2 before shard-10."""
+    """Sort key for numbers in names by value: shard-2 before shard-10."""
     parts = re.split(r"(\d+)", name)
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """fsspec's file system of a local path or URL, and the path in it.
+    """Returns fsspec's file system of a local path or URL, and the path in it.
 
     Raises:
-      UserError: no such protocol, or its package is missing.
+      UserError: Unknown protocol, or its package is missing.
     """
     if not is_url(path):
         return LocalFileSystem(), local_path(path)
@@ -88,20 +86,19 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def list_files(location: str, key: str) -> list[FileInfo]:
-    """The files that one location names, with what one listing of each folder tells about them.
+    """Returns the files of a location, with one listing per folder.
 
     Args:
-      location: a file; a folder (all files below it without hidden ones); a pattern with *, ?, []
+      location: A file; a folder (all files below it that are not hidden); a pattern with *, ?, []
         and **; braces {000..127} or {a,b} in any of them; or @FILE, a text file with one name or
         URL per line. Local or a URL.
-      key: configuration key it came from, for messages.
+      key: Configuration key it came from, for messages.
 
     Returns:
-      Files in natural order; those of an @FILE as they are listed, those of braces in the order of
-      the braces.
+      Files in natural order; those of an @FILE or braces in their given order.
 
     Raises:
-      UserError: nothing is there, a listed file is missing, or it cannot be looked at.
+      UserError: Nothing is there, a listed file is missing, or it cannot be looked at.
     """
     if not location:
         raise UserError(f"{key} is empty. Name a file, a folder or a pattern.")
@@ -131,11 +128,11 @@ def list_files(location: str, key: str) -> list[FileInfo]:
 
 
 def path_type(path: str | os.PathLike[str]) -> str:
-    """`file`, `directory` or `other`; empty where nothing is. Local path or URL.
+    """Returns `file`, `directory` or `other`; empty if nothing is there.
 
     Raises:
-      OSError: it cannot be looked at, or storage fails.
-      UserError: as file_system.
+      OSError: It cannot be looked at, or storage fails.
+      UserError: As file_system.
     """
     entry = _look(*file_system(os.fspath(path)))
     return entry["type"] if entry else ""
@@ -193,7 +190,7 @@ def _choices(inside: str) -> list[str]:
 
 
 def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
-    """The files that each name stands for; with `literal`, names are those of files only."""
+    """Yields the files of each name; with `literal`, names are not patterns."""
     num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names)
     listings: dict[str, dict[str, FileInfo]] = {}
     for name in names:
@@ -209,7 +206,7 @@ def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[
 
 
 def files_in(folder: str) -> list[FileInfo]:
-    """The files directly in a folder; none where there is no such folder."""
+    """Returns the files directly in a folder; none if it does not exist."""
     system, path = file_system(folder)
     try:
         entries = system.ls(path, detail=True)
@@ -259,11 +256,11 @@ def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
 
 
 def file_info(path: str) -> FileInfo:
-    """Size and tag of a file.
+    """Returns size and tag of a file.
 
     Raises:
-      UnreadableFile: it is missing, not readable, or its storage fails.
-      UserError: it is a folder, or as file_system.
+      UnreadableFile: It is missing, unreadable, or its storage fails.
+      UserError: It is a folder, or as file_system.
     """
     try:
         system, name = file_system(path)
@@ -279,7 +276,7 @@ def file_info(path: str) -> FileInfo:
 
 
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
-    """file_info of each; remote ones are asked for at the same time."""
+    """Returns the file_info of each, remote ones concurrently."""
     if not any(map(is_url, paths)):
         return [file_info(path) for path in paths]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
@@ -287,23 +284,23 @@ def file_infos(paths: Sequence[str]) -> list[FileInfo]:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """A file open for reading from the start, local or a URL.
+    """Opens a local or remote file for reading.
 
     Raises:
-      OSError: it cannot be opened.
-      UserError: as file_system.
+      OSError: It cannot be opened.
+      UserError: As file_system.
     """
     system, name = file_system(path)
     return cast(BinaryIO, system.open(name, "rb")) if is_url(path) else open(name, "rb")
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error has its message already; that of a bucket is one of storage as well."""
+    """Returns whether an error already has a message; that of a bucket is a storage error, too."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 
 def reason(error: Exception) -> str:
-    """An error in a few words."""
+    """Returns a short description of an error."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
@@ -314,7 +311,7 @@ def _unreadable(path: str, error: Exception) -> UnreadableFile:
 
 
 class _Descriptor:
-    """An open file, closed when nobody uses it any more."""
+    """An open file, closed with its last user."""
 
     def __init__(self, path: str):
         self.number = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC)
@@ -330,10 +327,10 @@ _lock = threading.Lock()
 
 
 def _descriptor(path: str) -> _Descriptor:
-    """The open file of a path, kept open by its user; those not used for longest are closed.
+    """Returns the open file of a path; those least recently used are closed.
 
     Raises:
-      UnreadableFile: it cannot be opened.
+      UnreadableFile: It cannot be opened.
     """
     with _lock:
         if path in _open:
@@ -354,7 +351,7 @@ def _descriptor(path: str) -> _Descriptor:
 
 
 def forget(paths: Sequence[str]) -> None:
-    """Makes the next look at files see what is there then, not what was listed or open before."""
+    """Drops cached listings and open files of these paths."""
     closed = []
     with _lock:
         closed += [_open.pop(path, None) for path in paths]
@@ -363,18 +360,17 @@ def forget(paths: Sequence[str]) -> None:
 
 
 def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
-    """Fills arrays with the bytes of files from an offset on; all remote ones by one call.
+    """Fills arrays with bytes of files; all remote ones in a single call.
 
-    Local files are read by place instead of mapped: beyond the end of a file that was cut short
-    that is an error, where a map would end the process.
+    Local files are read, not mapped: beyond the end of a truncated file that is an error, where a
+    map would kill the process.
 
     Args:
-      paths: local paths or URLs.
-      offsets: first byte of each range.
-      into: contiguous; each is filled.
+      offsets: First byte of each range.
+      into: Contiguous arrays to fill.
 
     Raises:
-      UnreadableFile: a file is gone, may not be read, or ends before the end of a range.
+      UnreadableFile: A file is gone, may not be read, or ends before the end of a range.
     """
     remote: dict[str, list[tuple[str, int, np.ndarray]]] = {}
     path, descriptor = "", None
@@ -425,7 +421,7 @@ def _cut_short(path: str, size: int, missing: int) -> UnreadableFile:
 
 
 def names_below(files: Sequence[str]) -> Iterator[str]:
-    """Each file's name below the folder that all of them share."""
+    """Yields each file's name below the folder that all of them share."""
     if not files:
         return
     folders = [file.split("/")[:-1] for file in files]
@@ -438,7 +434,7 @@ def names_below(files: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
-    """Hex digest of names and sizes of files, the same wherever they lie, and of `contents`."""
+    """Returns a location-independent digest of names and sizes of files, and of `contents`."""
     names = names_below([file.path for file in files])
     sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
     return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

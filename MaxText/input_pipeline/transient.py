@@ -1,4 +1,4 @@
-"""Tells a failure of storage that may pass from one that stays until somebody does something."""
+"""Classification of storage failures as transient or permanent."""
 
 import errno
 
@@ -19,12 +19,12 @@ _TIMEOUT, _TOO_MANY = 408, 429
 
 
 def is_transient(error: BaseException, remote: bool) -> bool:
-    """Whether a failure, or what caused it, may be gone at the next try.
+    """Returns whether a failure, or its cause, may be gone at the next try.
 
     Args:
-      error: a UserError tells by what it was raised from.
-      remote: whether the data may lie behind a URL. Libraries there raise errors of their own
-        without a number, which on a local disk only damaged contents bring about.
+      error: A UserError is judged by its cause.
+      remote: The data may be behind a URL. Libraries there raise errors without a number, which on
+        a local disk mean damaged contents.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,7 +1,7 @@
-"""Documents of streams: text, rows and archives, and archives inside archives.
+"""Documents of streams: text, rows and archives, also nested.
 
-Members are read as a file of their name would be, straight out of the archive: nothing is written
-to disk and no name of a member becomes a path.
+Members are read straight out of the archive: nothing is written to disk, and no name of a member
+becomes a path.
 """
 
 import io
@@ -52,18 +52,17 @@ def stream_texts(
     """Reads the documents of a whole stream.
 
     Args:
-      file: its bytes.
-      file_format: of the stream; any layout that is read from front to back, or zip.
-      place: the file and the members of archives that led here, for messages.
-      text_field: field of a row that holds the text.
-      skipped: counts members of archives that are left out, by reason.
-      depth: archives around this stream.
+      file_format: Any layout that is read front to back, or zip.
+      place: The file and the enclosing members of archives, for messages.
+      text_field: Field of a row that holds the text.
+      skipped: Counts skipped members of archives, by reason.
+      depth: Archives around this stream.
 
     Yields:
       Number and text of each document; in an archive numbers run through all its members.
 
     Raises:
-      UserError: it cannot be read; names the place.
+      UserError: It cannot be read.
     """
     layout, compression = file_format
     with read_errors_as_user_error(place):
@@ -118,7 +117,7 @@ def _member_texts(
 
 
 def _tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
-    """Name and contents of the files of a tar archive, which may not be links or hidden."""
+    """Yields name and contents of the visible files of a tar archive."""
     for member, contents in scan_members(file, place):
         if contents is not None and not _is_hidden(member.name, skipped):
             yield member.name, contents
@@ -127,7 +126,7 @@ def _tar_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
 
 
 def _zip_members(file: BinaryIO, place: str, skipped: Counter[str]) -> Members:
-    """Name and contents of the files of a zip archive, in the order of its list of members."""
+    """Yields name and contents of the visible files of a zip archive, in its order."""
     with _opened_zip(file) as archive:
         for member in archive.infolist():
             if member.is_dir() or _is_hidden(member.filename, skipped):
@@ -175,7 +174,7 @@ def _line_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]
 
 
 def _counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, str]]:
-    """Documents behind their lengths in bytes, 16 decimal digits each."""
+    """Yields documents preceded by their lengths in bytes, 16 decimal digits each."""
     at = number = 0
     while count := file.read(_COUNT_BYTES):
         if len(count) < _COUNT_BYTES or not count.isdigit():
@@ -202,7 +201,7 @@ def _counted_texts(file: io.BufferedReader, place: str) -> Iterator[tuple[int, s
 
 
 def _read_exactly(file: io.BufferedReader, length: int) -> bytes:
-    """`length` bytes or what is left; a length that is damage is not believed at once."""
+    """Reads `length` bytes or the rest, in blocks: a damaged length must not allocate memory."""
     if length <= _PIECE_BYTES:
         return file.read(length)
     pieces = []

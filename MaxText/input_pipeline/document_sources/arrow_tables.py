@@ -1,4 +1,4 @@
-"""Columns of parquet and Arrow files, a few rows at a time."""
+"""Columns of parquet and Arrow files, in batches of rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,32 +24,23 @@ _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary"
 
 
 def partition_range(start: int, stop: int | None, size: int, count: int) -> range:
-    """Which of `count` equal parts of a file begin in its bytes [start, stop).
+    """Returns which of `count` equal parts of a file begin in its bytes [start, stop).
 
     Ranges that cover the file without overlap give each part once.
-
-    Args:
-      stop: None for the end.
-      size: bytes of the file, above 0 unless the range is the whole file.
-      count: parts.
     """
     first = -(-start * count // size) if start else 0
     return range(first, count if stop is None else -(-stop * count // size))
 
 
 class Table(Protocol):
-    """An open file of columns.
-
-    Attributes:
-      schema: pyarrow.Schema, names and types.
-    """
+    """An open table; `schema` is its pyarrow.Schema."""
 
     schema: Any
 
     def batches(
         self, columns: list[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Reads the rows that bytes [start, stop) of the file stand for.
+        """Reads the rows of bytes [start, stop) of the file.
 
         Yields:
           Number of the first row in the file and a pyarrow.RecordBatch of at least `columns`.
@@ -62,12 +53,12 @@ def open_table(path: str, size: int | None = None) -> Iterator[Table]:
     """Opens a parquet file, an Arrow file, or an Arrow stream as the `datasets` library writes.
 
     Args:
-      path: local path or URL; the first bytes tell which it is.
-      size: bytes of the file when it was found, where a part of it is read.
+      path: Local path or URL; the first bytes tell which it is.
+      size: Listed size of the file, to notice changes.
 
     Raises:
-      OSError: it is damaged or unreadable; raised for whatever pyarrow raises inside.
-      UserError: it has changed, or pyarrow is not installed.
+      OSError: It is damaged or unreadable; replaces whatever pyarrow raises inside.
+      UserError: It has changed, or pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -158,18 +149,16 @@ class _ArrowStream:
 def table_texts(
     path: str, text_field: str, start: int = 0, stop: int | None = None, size: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Reads the text of the rows that bytes [start, stop) stand for.
+    """Reads the text of the rows of bytes [start, stop).
 
     Args:
-      path, size: as of open_table.
-      text_field: column of strings, of UTF-8 bytes, or of lists of strings (paragraphs).
-      start, stop: as of Table.batches.
+      text_field: Column of strings, of UTF-8 bytes, or of lists of strings (paragraphs).
 
     Yields:
       Row number in the file and text, "" for null.
 
     Raises:
-      UserError: damaged, no such column, or pyarrow is not installed.
+      UserError: Damaged, no such column, or pyarrow is not installed.
     """
     with read_errors_as_user_error(path), open_table(path, size) as table:
         _check_text_column(table.schema, path, text_field)
@@ -178,17 +167,15 @@ def table_texts(
 
 
 def is_list(column_type: Any) -> bool:
-    """Whether a column of this pyarrow type holds a list in each row."""
     return str(column_type).startswith(("list<", "large_list<", "fixed_size_list<"))
 
 
 def is_list_of_integers(column_type: Any) -> bool:
-    """Whether a column of this pyarrow type holds a list of ids in each row."""
     return is_list(column_type) and str(column_type.value_type).startswith(("int", "uint"))
 
 
 def _value_type(column_type: Any) -> Any:
-    """The type of the values of a list or dictionary column, of any other its own."""
+    """Returns the value type of a list or dictionary column, else the column's own."""
     is_nested = str(column_type).startswith(("list<", "large_list<", "dictionary<"))
     return column_type.value_type if is_nested else column_type
 
@@ -222,7 +209,7 @@ def _column_texts(batch: Any, path: str, text_field: str, first_row: int) -> Ite
 
 
 def _check_offsets(column: Any) -> None:
-    """Arrow files have no checksums, and what their offsets point at would be read unseen."""
+    """Validates offsets, which would be followed blindly: Arrow files have no checksums."""
     try:
         column.validate(full=True)
     except ValueError as error:  # pyarrow.ArrowInvalid

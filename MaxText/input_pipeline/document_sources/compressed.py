@@ -1,4 +1,4 @@
-"""Opens local, remote and compressed files, and words what goes wrong with them."""
+"""Local, remote and compressed files, opened with errors that name the file."""
 
 import bz2
 import functools
@@ -44,7 +44,7 @@ READ_ERRORS = (*_COMPRESSION_ERRORS, *_ARCHIVE_ERRORS, OSError)
 
 
 def describe_error(error: Exception) -> str:
-    """One of READ_ERRORS in words, to follow the name of the file."""
+    """Returns text for one of READ_ERRORS, to follow the name of the file."""
     if isinstance(error, _COMPRESSION_ERRORS):
         return f"is not a whole compressed file: {error}"
     if isinstance(error, _ARCHIVE_ERRORS):
@@ -54,7 +54,7 @@ def describe_error(error: Exception) -> str:
 
 @contextmanager
 def read_errors_as_user_error(place: str) -> Iterator[None]:
-    """Turns READ_ERRORS into a UserError that names `place`."""
+    """Converts READ_ERRORS to a UserError that names `place`."""
     try:
         yield
     except UserError:
@@ -68,14 +68,14 @@ def read_errors_as_user_error(place: str) -> Iterator[None]:
 
 
 def decode(data: bytes, place: str, offset: int | None = None) -> str:
-    """`data` as UTF-8 text.
+    """Decodes UTF-8.
 
     Args:
-      place: the file or row, for the message.
-      offset: of `data` in the file, where it is known.
+      place: The file or row, for the message.
+      offset: Of `data` in the file, if known.
 
     Raises:
-      UserError: it is not UTF-8; names the first byte that is wrong.
+      UserError: It is not UTF-8; names the first wrong byte.
     """
     try:
         return data.decode()
@@ -90,15 +90,14 @@ def decode(data: bytes, place: str, offset: int | None = None) -> str:
 
 
 def open_bytes(path: str, size: int | None = None) -> BinaryIO:
-    """Opens a file for reading; it can seek.
+    """Opens a seekable file, local or a URL, for reading.
 
     Args:
-      path: local path or URL.
-      size: bytes that a local file had when it was found; None checks nothing.
+      size: Listed size of a local file, to notice changes.
 
     Raises:
-      UserError: its size is another now.
-      OSError: it cannot be opened.
+      UserError: Its size has changed.
+      OSError: It cannot be opened.
     """
     if is_url(path):
         return open_stream(path)
@@ -115,10 +114,10 @@ def open_bytes(path: str, size: int | None = None) -> BinaryIO:
 
 @contextmanager
 def local_file(path: str) -> Iterator[str]:
-    """The local path of a file; of one behind a URL a copy, which is removed at the end.
+    """Yields a local path of a file, a temporary copy for a URL.
 
     Raises:
-      OSError: it cannot be read, or the copy not be written.
+      OSError: It cannot be read, or the copy not be written.
     """
     if not is_url(path):
         yield local_path(path)
@@ -131,15 +130,15 @@ def local_file(path: str) -> Iterator[str]:
 
 
 def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
-    """The contents of a stream, with `peek`; all frames of a compressed one that has several.
+    """Returns the contents of a stream, with `peek`; all frames of a compressed one.
 
     Args:
-      file: the bytes; stays open when the stream of a compressed one is closed.
+      file: Stays open when the stream of a compressed one is closed.
       compression: "gz", "zst", "xz", "bz2", or "" for none.
 
     Raises:
-      EOFError: there is not a single byte where some are compressed. Reading raises it too where
-        the file ends early.
+      EOFError: There is not a single byte of compressed data; or, from reading, the file ends
+        early.
     """
     if not hasattr(file, "peek"):
         file = io.BufferedReader(cast(io.RawIOBase, file), _BUFFER_BYTES)
@@ -156,13 +155,13 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
 
 
 class _Frames(io.RawIOBase):
-    """Decompresses zstd frames, xz or bz2 streams that follow one another, to the last one.
+    """Decompresses consecutive zstd frames, xz or bz2 streams, to the last one.
 
     lzma.open and bz2.open take damage between two streams for the end.
     """
 
     def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
-        """Reads `file` with the decompressors, one per frame, that `begin` makes."""
+        """Reads `file` with a decompressor from `begin` for each frame."""
         self._file = file
         self._begin = begin
         self._frame: Any = None

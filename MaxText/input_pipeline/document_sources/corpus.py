@@ -1,4 +1,4 @@
-"""`open_corpus`: the text that `prepare_source` names, in shards that are read on their own."""
+"""The text that `prepare_source` names, in shards that are read independently."""
 
 import dataclasses
 import os
@@ -27,11 +27,10 @@ class Corpus:
     """All text of `prepare_source`.
 
     Attributes:
-      description: in words, without paths of this machine.
-      num_files: files read.
-      shards: in order; their documents in order are the documents of the corpus.
-      splits: for each shard the name of the split that the source itself puts it in ("train",
-        "validation" or "test"); empty where the source has no splits.
+      description: Without paths of this machine.
+      shards: In order; their documents in order are the documents of the corpus.
+      splits: For each shard the split of the source ("train", "validation" or "test"); empty if the
+        source has no splits.
     """
 
     description: str
@@ -50,13 +49,13 @@ def open_corpus(
     """Finds the files that `prepare_source` names; reads none.
 
     Args:
-      prepare_source: files, folders, patterns, URLs or `python_stdlib`, comma separated.
-      text_field: field of a row or record that holds the text.
-      shard_bytes: most bytes on disk of a shard, except where one file cannot be cut.
-      max_bad_records: bad rows and files that are left out.
+      prepare_source: Files, folders, patterns, URLs or `python_stdlib`, comma separated.
+      text_field: Field of a row or record that holds the text.
+      shard_bytes: Maximum bytes on disk of a shard, except for a file that cannot be split.
+      max_bad_records: Malformed rows and unreadable files that are skipped.
 
     Raises:
-      UserError: nothing is named, or a name stands for no file that can be read.
+      UserError: Nothing is named, or a name stands for no readable file.
     """
     entries = split_entries(prepare_source)
     found: dict[str, SourceFile] = {}  # none twice
@@ -81,7 +80,7 @@ def open_corpus(
 
 
 def _splits(files: list[SourceFile]) -> list[str]:
-    """The split of each file by its name, empty unless all have one and not all are training."""
+    """Returns the split of each file; empty unless all have one and not all are training."""
     splits = [split for file in files if (split := _split_of(file.name))]
     if len(splits) < len(files) or set(splits) == {"train"}:
         return []
@@ -89,7 +88,7 @@ def _splits(files: list[SourceFile]) -> list[str]:
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a file's or its folder's name begins with, None where it names none."""
+    """Returns the split that a file's or its folder's name begins with, or None."""
     for part in name.lower().split("/"):
         split = _SPLIT_NAMES.get(re.split(r"[-_.]", part)[0])
         if split:

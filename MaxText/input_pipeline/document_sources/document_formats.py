@@ -1,4 +1,4 @@
-"""What a file holds and how it is compressed, told by its name."""
+"""Layout and compression of a file, by its name."""
 
 import enum
 import os
@@ -9,7 +9,7 @@ from MaxText.errors import UserError
 
 
 class Layout(enum.Enum):
-    """How documents lie in a file once it is decompressed."""
+    """Arrangement of documents in a decompressed file."""
 
     TEXT = "plain text"
     LINES = "one document per line"
@@ -72,11 +72,7 @@ READ_ENDINGS = (
 
 
 def known_format(name: str) -> FileFormat | None:
-    """The format of a file with one of the endings that are read, None of any other.
-
-    Args:
-      name: of a file or of a member of an archive; folders before it do not matter.
-    """
+    """Returns the format of a file or member with a known ending, None for any other."""
     name = name.rsplit("/", 1)[-1].lower()
     if _OPENWEBTEXT_PART.fullmatch(name):
         return FileFormat(Layout.TAR, "xz")
@@ -95,24 +91,20 @@ def known_format(name: str) -> FileFormat | None:
 
 
 def format_of(name: str) -> FileFormat:
-    """The format of any file: unknown endings are plain text, compressed or not."""
+    """Returns the format of any file: unknown endings are plain text, compressed or not."""
     compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
     return known_format(name) or FileFormat(Layout.TEXT, compression)
 
 
 def format_of_member(archive: str, member: str) -> FileFormat:
-    """The format of a member of an archive; in a .jsonl.zst.tar they need no endings."""
+    """Returns the format of a member of an archive; in a .jsonl.zst.tar they need no endings."""
     if archive.lower().endswith(".jsonl.zst.tar"):
         return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
     return format_of(member)
 
 
 def check_not_compressed(path: str, file_format: FileFormat) -> None:
-    """Refuses a compressed file of a layout that is read in several places at once.
-
-    Raises:
-      UserError: it is one; says what to do.
-    """
+    """Refuses a compressed file of a layout that needs random access."""
     if file_format.layout in SEEKING and file_format.compression:
         raise UserError(
             f"{path}: {file_format.layout.value} files are not read when they are compressed as a "

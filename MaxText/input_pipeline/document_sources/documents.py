@@ -1,4 +1,4 @@
-"""Documents of a corpus, and what is left out of it."""
+"""Documents of a corpus, and skipped ones."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -7,12 +7,12 @@ from MaxText.errors import UserError
 
 
 class Document(NamedTuple):
-    """One text.
+    """A text.
 
     Attributes:
-      text: with at least one character that is no white space.
-      file: name of the file it comes from, as inspect_data.py shows it (no folders of a machine).
-      row: its number in that file from 0; documents that are left out count too.
+      text: With at least one character that is not white space.
+      file: Name of its file, without folders of a machine.
+      row: Its number in that file from 0; skipped documents count.
     """
 
     text: str
@@ -21,11 +21,11 @@ class Document(NamedTuple):
 
 
 class Skipped(Counter[str]):
-    """Documents left out, by reason; bad rows and files are described, too.
+    """Skipped documents by reason, and descriptions of malformed ones.
 
     Attributes:
-      limit: bad ones that are left out; one more is an error.
-      bad: what is wrong with each, in order.
+      limit: Maximum number of malformed ones.
+      bad: Their errors, in order.
     """
 
     def __init__(self, limit: int = 0):
@@ -34,14 +34,10 @@ class Skipped(Counter[str]):
         self.bad: list[str] = []
 
     def leave_out(self, what: str, error: UserError) -> None:
-        """Counts a bad row or file.
-
-        Args:
-          what: the reason that is counted.
-          error: what is wrong with it.
+        """Counts a malformed row or unreadable file under the reason `what`.
 
         Raises:
-          UserError: there are more than the limit.
+          UserError: There are more than the limit.
         """
         if len(self.bad) >= self.limit:
             raise too_many_error(self.limit, self.bad[0]) from error
@@ -50,7 +46,7 @@ class Skipped(Counter[str]):
 
 
 def too_many_error(limit: int, first: str) -> UserError:
-    """The error for more bad rows and files than may be left out."""
+    """Returns the error for more malformed rows and unreadable files than may be skipped."""
     return UserError(
         f"more than max_bad_records={limit} rows or files cannot be read. The first one: {first}"
     )

@@ -1,7 +1,7 @@
 """JSON values as documents: one per line, or those of one list.
 
-A row is an object with the text in one field, or the text itself. The text may be a list of
-strings, which are paragraphs.
+A row is an object with the text in one field, or the text itself. The text may be a list of strings
+(paragraphs).
 """
 
 import codecs
@@ -23,7 +23,7 @@ PARAGRAPH_END = "\n\n"
 
 
 class NoValidRow(UserError):
-    """All rows of a file are bad: what is wrong with the first of them."""
+    """All rows of a file are malformed; describes the first."""
 
 
 def json_texts(
@@ -41,19 +41,19 @@ def json_texts(
     A list is read as a whole, by the range that it begins in.
 
     Args:
-      file: JSON; must seek where `start` is above 0.
-      place: the file, for messages.
-      text_field: field of an object that holds the text.
-      may_be_list: whether the file may be one list instead of lines.
-      skipped: takes bad lines, which are left out; None for none.
+      file: JSON; must be seekable if `start` is above 0.
+      text_field: Field of an object that holds the text.
+      may_be_list: Whether the file may be one list instead of lines.
+      skipped: Takes malformed lines; None raises for them.
 
     Yields:
-      Number of the line, from 0 at the first that begins in the range, or of the value in the
-      list, and its text, "" for null. Blank lines are not yielded, and count.
+      Number of the line, from 0 at the first that begins in the range, or of the value in the list,
+        and
+      its text, "" for null. Blank lines are not yielded, but count.
 
     Raises:
-      UserError: a row is no JSON with text; names file and row.
-      NoValidRow: bad rows may be left out, and there are no others.
+      UserError: A row is not JSON with text; names file and row.
+      NoValidRow: All rows are malformed.
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         if start == 0:
@@ -113,7 +113,7 @@ def _list_texts(file: io.BufferedReader, place: str, text_field: str) -> Iterato
 
 
 def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
-    """The values of a JSON list, decoded out of a text that grows while it is read."""
+    """Yields the values of a JSON list, decoded from a text that grows while it is read."""
     characters = codecs.getincrementaldecoder("utf-8-sig")()
     decoder = json.JSONDecoder()
     text, at, has_ended = "", 0, False
@@ -138,7 +138,6 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
             raise UserError(f"{place} is not UTF-8 text ({error.reason}).") from error
 
     def peek() -> str:
-        """The next character that is no white space, "" at the end."""
         nonlocal at
         while True:
             while at < len(text) and text[at] in " \t\r\n":
@@ -174,10 +173,10 @@ def _list_values(file: io.BufferedReader, place: str) -> Iterator[Any]:
 
 
 def _row_text(row: object, place: str, text_field: str) -> str:
-    """The text of a JSON value; paragraphs are joined by blank lines, null is "".
+    """Returns the text of a JSON value; paragraphs are joined by blank lines, null is "".
 
     Raises:
-      UserError: there is no text; names the fields that hold one.
+      UserError: There is no text; names the fields that hold one.
     """
     if isinstance(row, str):
         return without_surrogates(row)
@@ -198,7 +197,7 @@ def _row_text(row: object, place: str, text_field: str) -> str:
 
 
 def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserError:
-    """The error for a row without the text field, that names the `fields` that hold text."""
+    """Returns the error for a row without the text field; `fields` hold text."""
     if not fields:
         return UserError(
             f"{place} has no text in field {text_field!r} or any other. Leave the file out of "
@@ -211,12 +210,12 @@ def missing_text_error(place: str, text_field: str, fields: list[str]) -> UserEr
 
 
 def token_ids_error(place: str, path: str, found: str) -> UserError:
-    """The error for a file of token ids, which need no preparation.
+    """Returns the error for a file of token ids, which need no preparation.
 
     Args:
-      place: the file and row.
-      path: the file or folder, as dataset_path names it.
-      found: what was found there instead of text.
+      place: The file and row.
+      path: The file or folder, as dataset_path names it.
+      found: What it holds instead of text.
     """
     return UserError(
         f"{place} holds {found}, not text: these are token ids. Train on them directly with "

@@ -1,7 +1,7 @@
-"""Plain text as documents: long files are cut at line ends.
+"""Plain text as documents, long files split at line ends.
 
-A file is cut near each multiple of LONGEST_TEXT bytes, at the end of the line there. Where the
-cuts lie depends on the text around them only, so a file can be read from any multiple on.
+A file is split near each multiple of LONGEST_TEXT bytes, at the end of the line there. The position
+depends only on the text around it, so a file can be read from any multiple on.
 """
 
 import codecs
@@ -25,15 +25,13 @@ def text_pieces(
     """Reads the pieces [first, last) of a text, None for all that follow.
 
     Args:
-      file: UTF-8 text, with or without a byte order mark; must seek where `first` is above 0.
-      place: the file, for messages.
+      file: UTF-8 text, with or without a byte order mark; seekable if `first` is above 0.
 
     Yields:
-      Number and text of each piece; line ends stay as they are. An empty file has one empty
-      piece.
+      Number and text of each piece; line ends stay. An empty file has one empty piece.
 
     Raises:
-      UserError: it is not UTF-8.
+      UserError: It is not UTF-8.
     """
     begun = b""
     at = first * LONGEST_TEXT
@@ -61,7 +59,7 @@ def text_pieces(
 
 
 def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
-    """What belongs to the piece before a cut, and the begun character after the cut."""
+    """Returns the rest of the piece before a cut, and the partial character after the cut."""
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
@@ -70,7 +68,7 @@ def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
 
 
 def _begun_character(data: bytes) -> int:
-    """How many bytes at the end of `data` begin a UTF-8 character that is not complete."""
+    """Returns how many bytes at the end of `data` are an incomplete UTF-8 character."""
     for count in range(1, min(3, len(data)) + 1):
         byte = data[-count]
         if byte >= 0xC0:

@@ -1,4 +1,4 @@
-"""Records of ArrayRecord and TFRecord files: UTF-8 text, or tf.train.Examples that hold it."""
+"""Records of ArrayRecord and TFRecord files: UTF-8 text, or tf.train.Examples of it."""
 
 from collections.abc import Iterator
 
@@ -37,19 +37,20 @@ def scan_records(
     """Reads records in order.
 
     Args:
-      path: local path or URL; an ArrayRecord file behind one is copied here while it is read.
+      path: Local path or URL; a remote ArrayRecord file is copied here while it is read.
       file_format: TFRecord, compressed or not, or ArrayRecord.
-      start, stop: bytes of an ArrayRecord file, whose records are taken as in `partition_range`.
-      size: bytes of the file when it was found.
+      start, stop: Bytes of an ArrayRecord file, see `partition_range`.
+      size: Listed size of the file.
 
     Yields:
       Offset of each record in the decompressed TFRecord file, or its number in the ArrayRecord
-      file; and its bytes or what is wrong with it.
+        file;
+      and its bytes or error.
 
     Raises:
-      BadRecord: no further record can be found.
-      READ_ERRORS: the file cannot be read or decompressed.
-      UserError: it has changed, or is an ArrayRecord file that is compressed as a whole.
+      BadRecord: No further record can be found.
+      READ_ERRORS: The file cannot be read or decompressed.
+      UserError: It has changed, or is a compressed ArrayRecord file.
     """
     check_not_compressed(path, file_format)
     with open_bytes(path, size) as file:
@@ -74,14 +75,13 @@ def record_texts(
     """Reads the texts of records.
 
     Args:
-      path, file_format, start, stop, size: as of scan_records.
-      text_field: feature of a tf.train.Example that holds the text; several values are paragraphs.
+      text_field: Feature of a tf.train.Example that holds the text; several values are paragraphs.
 
     Yields:
       Number of the record in the file and its text.
 
     Raises:
-      UserError: damaged, or a record without text.
+      UserError: Damaged, or a record without text.
     """
     records = scan_records(path, file_format, start, stop, size)
     is_numbered = file_format.layout is Layout.ARRAY_RECORD
@@ -119,9 +119,9 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
 
 
 def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
-    """The features of a record that is a tf.train.Example, none of any other.
+    """Returns the features of a tf.train.Example; none for any other record.
 
-    Such a message nests three fields that each begin with a line feed and a length that fits, down
+    Such a message nests three fields that each begin with a line feed and a matching length, down
     to the name of a feature: no text looks like that by accident.
     """
     try:

@@ -36,8 +36,8 @@ _CUT = {*_TABLES, *_JSON, Layout.ARRAY_RECORD, Layout.TEXT}
 class FileRange:
     """Bytes [start, stop) of a file, None for its end: the documents that begin there.
 
-    Rows of JSON are numbered from the first line that begins in the range, because counting those
-    before it would mean to read them; `name` says so. All other numbers are those in the file.
+    Rows of JSON are numbered from the first line that begins in the range, because counting earlier
+    ones would mean reading them; `name` says so. All other numbers are those in the file.
     """
 
     file: SourceFile
@@ -46,7 +46,6 @@ class FileRange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
         return (self.file.size if self.stop is None else self.stop) - self.start
 
     @property
@@ -56,7 +55,7 @@ class FileRange:
         return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
 
     def texts(self, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
-        """Number and text of each document, empty ones too; errors as Shard.documents."""
+        """Yields number and text of each document, empty ones too; raises as Shard.documents."""
         file, start, stop = self.file, self.start, self.stop
         layout = file.format.layout
         size = None if is_url(file.path) else file.size
@@ -92,15 +91,14 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a corpus that is read on its own.
+    """A part of a corpus that is read independently.
 
-    Shards depend on names and sizes of files only, never on how many processes share the work, and
-    can be pickled.
+    Shards depend only on names and sizes of files, never on the number of processes.
 
     Attributes:
-      ranges: read one after the other.
-      text_field: field of a row or record that holds the text.
-      max_bad_records: rows and files that may be bad; they are left out.
+      ranges: Read one after the other.
+      text_field: Field of a row or record that holds the text.
+      max_bad_records: Malformed rows and unreadable files that are skipped.
     """
 
     ranges: tuple[FileRange, ...]
@@ -113,17 +111,16 @@ class Shard:
         return sum(each.num_bytes for each in self.ranges)
 
     def documents(self, skipped: Counter[str]) -> Iterator[Document]:
-        """Reads the documents one at a time; counts what is left out by reason.
+        """Reads the documents one at a time, counting skipped ones by reason.
 
-        Up to `max_bad_records` files that cannot be read or decoded from the beginning, and rows
-        that lack the text field or are malformed, are left out; of a file of rows one must be
-        sound.
+        Up to `max_bad_records` malformed rows, and files that cannot be read or decoded from the
+        beginning, are skipped; a file of rows must have one valid row.
 
         Args:
-          skipped: a Skipped also gets what is wrong with them.
+          skipped: A Skipped also collects their errors.
 
         Raises:
-          UserError: there are more, or a file breaks off.
+          UserError: There are more, or a file breaks off.
         """
         counted = skipped if isinstance(skipped, Skipped) else Skipped()
         counted.limit = self.max_bad_records
@@ -153,13 +150,11 @@ def cut_into_shards(
     shard_bytes: int = SHARD_BYTES,
     max_bad_records: int = 0,
 ) -> tuple[Shard, ...]:
-    """Puts small files together and cuts large ones, by their names and sizes only.
+    """Joins small files and splits large ones, by their names and sizes only.
 
     Args:
-      files: in order.
-      splits: the split of each file; no shard has files of two.
-      text_field: field of a row or record that holds the text.
-      shard_bytes: most bytes of a shard, except where one file cannot be cut.
+      splits: The split of each file; no shard has files of two.
+      shard_bytes: Maximum bytes of a shard, except for a file that cannot be split.
     """
     assert shard_bytes > 0, shard_bytes
     total = sum(file.size for file in files)

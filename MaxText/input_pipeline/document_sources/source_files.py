@@ -1,9 +1,8 @@
-"""Which files `prepare_source` stands for: files, folders, patterns, URLs, saved data sets.
+"""Files of `prepare_source`: files, folders, patterns, URLs, saved datasets.
 
-Of a local folder all files below it are read whose endings are known. Left out are hidden ones and
-the sub-folders that prepare_data.py wrote (they hold its manifest.json, records.json or
-export.json), so that what is made out of a folder may lie in it.
-The order depends on names only, never on the machine.
+All files with known endings below a local folder are read, except hidden ones and the subfolders
+that prepare_data.py wrote (with manifest.json, records.json or export.json), so that results may be
+written into the folder. The order depends on names only, never on the machine.
 """
 
 import glob
@@ -70,11 +69,9 @@ class SourceFile:
     """A file to read.
 
     Attributes:
-      path: local path or URL.
-      name: of the file below the folder or pattern that it was found by.
-      size: bytes on disk, 0 where that is not known before reading.
-      format: what it holds, by its name.
-      skip_undecodable: leave it out when it is not UTF-8, where that is otherwise an error.
+      name: Below the folder or pattern that it was found by.
+      size: Bytes on disk, 0 if unknown before reading.
+      skip_undecodable: Skip it if it is not UTF-8, where that is otherwise an error.
     """
 
     path: str
@@ -85,10 +82,10 @@ class SourceFile:
 
 
 def split_entries(prepare_source: str) -> list[str]:
-    """The entries of a comma separated list; commas inside {braces} do not separate.
+    """Splits a comma separated list; commas inside {braces} do not separate.
 
     Raises:
-      UserError: there is none.
+      UserError: There is no entry.
     """
     entries, begun = [], ""
     for part in prepare_source.split(","):
@@ -108,14 +105,14 @@ def split_entries(prepare_source: str) -> list[str]:
 
 
 def resolve_files(entry: str) -> list[SourceFile]:
-    """The files of one entry, in order; reads none of them.
+    """Returns the files of one entry, in order; reads none of them.
 
     Args:
-      entry: a file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with one
+      entry: A file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with one
         name per line, or `python_stdlib`.
 
     Raises:
-      UserError: it stands for no file that can be read.
+      UserError: It stands for no readable file.
     """
     try:
         if entry == STDLIB:
@@ -141,13 +138,13 @@ def _is_folder(entry: str) -> bool:
 
 
 def _listed(entry: str) -> dict[str, str]:
-    """Paths of files by their names below the folder that they share."""
+    """Returns paths of files by their names below the folder that they share."""
     paths = [file.path for file in storage.list_files(entry, _KEY)]
     return dict(zip(storage.names_below(paths), paths, strict=True))
 
 
 def _source_file(path: str, name: str) -> SourceFile:
-    """A file that was named, or matches a pattern: any ending but those of no text."""
+    """Returns a file that was named or matches a pattern: any ending but those of other data."""
     file_format = format_of(name)
     ending = os.path.splitext(name)[1].lower()
     if ending in NOT_TEXT:
@@ -172,7 +169,7 @@ def _source_file(path: str, name: str) -> SourceFile:
 
 
 def _readable(names: list[str]) -> list[str]:
-    """Those with an ending that is read, and not about tables beside them."""
+    """Returns names with a known ending that are not metadata of tables next to them."""
     formats = {name: known for name in names if (known := known_format(name))}
     has_tables = any(known.layout in _TABLES for known in formats.values())
     hidden = _ABOUT_TABLES if has_tables else ()
@@ -180,7 +177,7 @@ def _readable(names: list[str]) -> list[str]:
 
 
 def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    """The error for a folder, with a pattern that suits the names `found` below it."""
+    """Returns the error for a folder, with a pattern that suits the names `found` below it."""
     endings = Counter(os.path.splitext(name)[1] for name in found)
     unreadable = bool(endings) and all(each.lower() in NOT_TEXT for each in endings)
     if not unreadable:
@@ -198,7 +195,7 @@ def _nothing_to_read(entry: str, found: list[str]) -> UserError:
 
 
 def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
-    """Whether prepare_data.py made a folder, by one of its files with these fields."""
+    """Returns whether prepare_data.py made a folder, by one of its files with these fields."""
     for name, fields in fields_by_name.items():
         try:
             content = json.loads((folder / name).read_bytes())
@@ -210,7 +207,7 @@ def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
 
 
 def _folder_files(entry: str) -> list[SourceFile]:
-    """Files of a folder with an ending that is read, in natural order of their names."""
+    """Returns files of a folder with a known ending, in natural order of their names."""
     saved: dict[str, list[str]] = {}
     if storage.is_url(entry):
         found = _listed(entry)
@@ -245,10 +242,10 @@ def _folder_files(entry: str) -> list[SourceFile]:
 
 
 def _saved_files(state: Path) -> list[str] | None:
-    """Arrow files that a state.json of the datasets library lists; None if it is another's.
+    """Returns Arrow files that a state.json of the datasets library lists; None for another's.
 
     Raises:
-      UserError: one is missing, or rows were chosen out of them.
+      UserError: One is missing, or the dataset is a selection of its rows.
     """
     try:
         content = json.loads(state.read_bytes())
@@ -270,11 +267,7 @@ def _saved_files(state: Path) -> list[str] | None:
 
 
 def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
-    """Names of the files below `folder` without hidden ones, in order.
-
-    Args:
-      is_skipped: whether a folder below is left out.
-    """
+    """Returns the names of visible files below `folder`, in order, without skipped subfolders."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -294,7 +287,6 @@ def _walk(folder: Path, is_skipped: Callable[[Path], bool]) -> list[str]:
 
 
 def stdlib_root() -> Path:
-    """Folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

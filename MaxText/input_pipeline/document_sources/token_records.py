@@ -1,4 +1,4 @@
-"""Documents of token ids that other programs wrote, read from front to back."""
+"""Documents of token ids that other programs wrote, read front to back."""
 
 import contextlib
 import functools
@@ -68,19 +68,18 @@ def read_ids(
     integers (see table_documents), webdataset archives a tensor of torch.save or numpy per sample.
 
     Args:
-      path: local path or URL; TFRecords and archives may end in .gz .zst .xz .bz2 or .tgz.
+      path: Local path or URL; TFRecords and archives may end in .gz .zst .xz .bz2 or .tgz.
       kind: "tfrecord", "arrayrecord", "parquet", "arrow" or "webdataset".
-      fields: features, columns or fields of samples, of which the first that is there is read;
-        empty for the usual ones, and in an archive for the only one.
-      shift_labels: as of table_documents; None is told by this file alone.
+      fields: Features, columns or fields of samples, of which the first that exists is read; empty
+        for the usual ones, and in an archive for the only one.
+      shift_labels: See table_documents; None decides by this file alone.
 
     Yields:
       Documents, and a BadRecord in the place of each that is damaged or holds no token ids.
 
     Raises:
-      BadRecord: nothing can be read from its position on; its cause is what storage raised, if
-        that failed.
-      UserError: there is no such field, or pyarrow is not installed.
+      BadRecord: Nothing can be read from its position on.
+      UserError: There is no such field, or pyarrow is not installed.
     """
     position = 0
     with _read_errors_as_bad_record(path, kind, lambda: position):
@@ -90,10 +89,10 @@ def read_ids(
 
 
 def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
-    """Reads the token file of a set that prepare_data.py wrote as ArrayRecord, chunk by chunk.
+    """Reads a token file of a set that was prepared as ArrayRecord, chunk by chunk.
 
     Raises:
-      BadRecord: as read_ids.
+      BadRecord: As read_ids.
     """
     stored = np.dtype(dtype).newbyteorder("<")
     with _read_errors_as_bad_record(path, "arrayrecord"):
@@ -110,16 +109,11 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecord]:
 def holds_text(
     files: Sequence[str], kind: str, fields: Sequence[str] = (), text_field: str = "text"
 ) -> bool:
-    """Whether files hold text instead of token ids, by their first record or their columns.
-
-    Args:
-      files: of one format; local paths or URLs.
-      kind, fields: as of read_ids.
-      text_field: feature or column of text.
+    """Returns whether files hold text instead of token ids, by their first record or columns.
 
     Raises:
-      BadRecord: a file is damaged at its beginning.
-      UserError: they hold neither.
+      BadRecord: A file is damaged at its beginning.
+      UserError: They hold neither.
     """
     fields = fields or USUAL_FIELDS
     if kind == "webdataset":
@@ -241,7 +235,7 @@ def _chosen_field(there: list[str], fields: Sequence[str]) -> str | None:
 
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Name of the archive's first member, and of each sample the tensors' offsets and bytes."""
+    """Yields the name of the first member, and offsets and bytes of each sample's tensors."""
     with open_bytes(path) as file, decompressed(file, format_of(path).compression) as contents:
         first_name, key, sample = "", None, {}
         for member, content in scan_members(contents, path):

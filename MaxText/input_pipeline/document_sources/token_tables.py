@@ -22,12 +22,12 @@ _LARGEST_ID = np.iinfo(np.int32).max
 
 
 class TokenDocument(NamedTuple):
-    """One document.
+    """A document.
 
     Attributes:
       ids: int32 [N].
-      labels: int32 [N], the id to predict at each position, IGNORED where none is. None where
-        there are no labels: each position predicts the next id.
+      labels: int32 [N], the id to predict at each position, IGNORED for none. None without labels:
+        each position predicts the next id.
     """
 
     ids: np.ndarray
@@ -35,10 +35,10 @@ class TokenDocument(NamedTuple):
 
 
 def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarray:
-    """Integers [N] of any type as int32 ids; `path`, `offset` and `unit` are those of BadRecord.
+    """Converts integers [N] of any type to int32 ids; the other arguments are those of BadRecord.
 
     Raises:
-      BadRecord: one is below 0 or beyond int32.
+      BadRecord: One is negative or beyond int32.
     """
     if values_N.size:
         low, high = int(values_N.min()), int(values_N.max())
@@ -50,10 +50,10 @@ def as_ids(values_N: np.ndarray, path: str, offset: int, unit: str) -> np.ndarra
 
 
 def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = "") -> str | None:
-    """The first of `fields` that is a column of ids; None where there is text instead.
+    """Returns the first of `fields` that is a column of ids; None if there is text instead.
 
     Raises:
-      UserError: there is neither; says which columns there are.
+      UserError: There is neither; lists the columns.
     """
     types = {field.name: field.type for field in table.schema}
     for name in fields:
@@ -74,17 +74,17 @@ def table_documents(
 ) -> Iterator[tuple[int, TokenDocument | BadRecord]]:
     """Reads all rows.
 
-    A row without labels ends after the last position with attention, where `attention_mask` says
-    so: what follows is padding. With labels it keeps its length, and padding has none.
+    A row without labels ends after the last position with attention, if there is an
+    `attention_mask`. With labels it keeps its length, and padding has none.
 
     Args:
-      path: file that errors name.
-      column: of token ids.
-      shift_labels: whether labels are the ids of their own positions, as Hugging Face models take
-        them, and have to move one position to the left; None looks at the first of them.
+      path: Of the file, for errors.
+      column: Of token ids.
+      shift_labels: Labels are the ids of their own positions, as Hugging Face models take them, and
+        have to move one position to the left; None looks at the first of them.
 
     Yields:
-      Number of the row, and its document or what is wrong with it.
+      Number of the row, and its document or error.
     """
     types = {field.name: field.type for field in table.schema}
     has_mask = _MASK in types and is_list(types[_MASK])
@@ -105,7 +105,7 @@ def table_documents(
 
 
 def labels_are_ids(table: Table, column: str) -> bool:
-    """Whether labels are the ids of their own positions, told by the first rows that have some."""
+    """Returns whether labels are the ids of their own positions, by the first rows with labels."""
     for _, batch in table.batches([column, _LABELS]):
         num_counted = 0
         for ids, labels in zip(_rows(batch, column), _rows(batch, _LABELS), strict=True):
@@ -121,7 +121,7 @@ def labels_are_ids(table: Table, column: str) -> bool:
 
 
 def _rows(batch: Any, name: str) -> list[np.ndarray | str]:
-    """The values of each row of a column of lists, or what is wrong with them."""
+    """Returns the values of each row of a column of lists, or an error text."""
     column = batch.column(name)
     # Arrow files have no checksums, and what their offsets point at would be read unseen.
     column.validate(full=True)

@@ -27,15 +27,14 @@ def scan_records(
     """Reads records in order.
 
     Args:
-      path: of the file.
-      choose: gives the numbers to read for the number of records in the file.
-      copy: local path of the file, where `path` is a URL; the library reads local files only.
+      choose: Returns the numbers to read for the number of records in the file.
+      copy: Local path of the file if `path` is a URL; the library reads local files only.
 
     Yields:
-      Number of a record and its bytes, or what is wrong with it.
+      Number of a record and its bytes or error.
 
     Raises:
-      BadRecord: no ArrayRecord file, damaged at its end or cut short.
+      BadRecord: Not an ArrayRecord file, damaged at its end or truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
         copy or local_path(path), options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES

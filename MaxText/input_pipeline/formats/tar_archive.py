@@ -1,4 +1,4 @@
-"""Tar archives, read once from front to back."""
+"""Tar archives, read once front to back."""
 
 import tarfile
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ _LONGEST_ABOUT = 1 << 20
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """A member's header; a damaged one, or a length that no program writes, is an error.
+    """A member's header; a damaged one, or an impossible length, is an error.
 
-    tarfile takes a damaged one for the end of the archive.
+    tarfile takes a damaged header for the end of the archive.
     """
 
     @classmethod
@@ -48,19 +48,16 @@ class _StrictHeader(tarfile.TarInfo):
 
 
 def scan_members(file: BinaryIO, path: str) -> Iterator[tuple[tarfile.TarInfo, BinaryIO | None]]:
-    """Reads the members of an archive.
-
-    Args:
-      file: the archive, decompressed.
-      path: of the archive, for messages.
+    """Reads the members of a decompressed archive.
 
     Yields:
       The header of each member, and the contents of a plain file, which are gone when the next
-      member is asked for.
+        member is
+      asked for.
 
     Raises:
-      tarfile.TarError: it is damaged, or has no end.
-      UserError: another archive follows it.
+      tarfile.TarError: It is damaged, or has no end.
+      UserError: Another archive follows it.
     """
     with tarfile.open(
         fileobj=file, mode="r|", tarinfo=_StrictHeader, bufsize=_BUFFER_BYTES

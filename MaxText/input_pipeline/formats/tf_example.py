@@ -1,4 +1,4 @@
-"""`tf.train.Example` messages, read and written by protobuf without TensorFlow."""
+"""`tf.train.Example` messages, by protobuf without TensorFlow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,23 +41,19 @@ _CONTENTS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "integ
 
 
 class ExampleError(UserError):
-    """A record is no tf.train.Example, or lacks the feature that is asked for.
-
-    The caller, who knows the file, adds its name.
-    """
+    """Not a tf.train.Example, or a feature is missing. The caller adds the name of the file."""
 
 
 def encode(features: Mapping[str, Value]) -> bytes:
     """Serializes an example to the bytes of TensorFlow's deterministic serialization.
 
     Args:
-      features: by name. Integers (sequence, or array of an integer dtype) become an Int64List,
-        floats a FloatList, bytes and str a BytesList of one or, in a sequence, of several. An
-        empty sequence becomes an Int64List; an empty array what its dtype says.
+      features: Integers (sequence, or array of an integer dtype) become an Int64List, floats a
+        FloatList, bytes and str a BytesList. An empty sequence becomes an Int64List.
 
     Raises:
-      TypeError: a value is of no such kind.
-      ValueError: an integer is outside [-2^63, 2^63).
+      TypeError: A value is of another kind.
+      ValueError: An integer is outside [-2^63, 2^63).
     """
     example = _Example()
     example.features.SetInParent()
@@ -83,24 +79,21 @@ def encode(features: Mapping[str, Value]) -> bytes:
 
 
 def decode(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
-    """All features of a record by name: int64 [N], float32 [N] or a list of bytes.
+    """Returns all features of a record by name: int64 [N], float32 [N] or a list of bytes.
 
     A feature without any kind of list is an empty list.
 
     Raises:
-      ExampleError: the bytes are no tf.train.Example.
+      ExampleError: The bytes are not a tf.train.Example.
     """
     return {name: _values(feature) for name, feature in _features(record).items()}
 
 
 def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
-    """The integers of the first of `names` that the record has.
-
-    Returns:
-      int64 [N].
+    """Returns the integers, int64 [N], of the first of `names` that the record has.
 
     Raises:
-      ExampleError: none is there, or it holds no integers; says which features there are.
+      ExampleError: None exists, or it holds no integers; lists the features.
     """
     features = _features(record)
     for name in names:
@@ -118,10 +111,10 @@ def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
 
 
 def describe(record: bytes) -> str:
-    """The features of a record in words: `text (bytes), ids (integers)`.
+    """Describes the features of a record: `text (bytes), ids (integers)`.
 
     Raises:
-      ExampleError: the bytes are no tf.train.Example.
+      ExampleError: The bytes are not a tf.train.Example.
     """
     described = (
         f"{name} ({_CONTENTS[feature.WhichOneof('kind')]})"

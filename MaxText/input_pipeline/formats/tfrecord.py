@@ -1,11 +1,11 @@
-"""TFRecord files: records one after the other, each with a checksum of its length and its bytes.
+"""TFRecord files: records with checksums of their lengths and bytes.
 
     length of the payload   8 bytes, little-endian
     masked CRC of these     4 bytes
     payload
     masked CRC of it        4 bytes
 
-A CRC is CRC-32C, masked as TensorFlow does so that a CRC of data that holds CRCs stays useful.
+A CRC is CRC-32C, masked as TensorFlow does.
 """
 
 import os
@@ -32,13 +32,12 @@ _LONGEST_RECORD = 1 << 28
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The masked CRC-32C of `data`, below 2^32."""
     crc = google_crc32c.value(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def frame(record: bytes) -> bytes:
-    """The bytes of one record in a file: header, payload, footer."""
+    """Returns the bytes of one record in a file."""
     length = struct.pack("<Q", len(record))
     return b"".join(
         (length, _CRC.pack(masked_crc32c(length)), record, _CRC.pack(masked_crc32c(record)))
@@ -46,18 +45,16 @@ def frame(record: bytes) -> bytes:
 
 
 class TFRecordWriter:
-    """Writes an uncompressed TFRecord file, replacing what was there."""
+    """Writes an uncompressed TFRecord file, replacing an existing one."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Creates the file."""
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
 
     def write(self, record: bytes) -> None:
-        """Appends one record."""
         self._file.write(frame(record))
 
     def close(self) -> None:
-        """Writes what is buffered to disk and closes the file; may be called again."""
+        """Forces the file to disk and closes it; may be called again."""
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -82,17 +79,13 @@ class Readable(Protocol):
 
 
 def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Reads a file from front to back, checking every CRC.
-
-    Args:
-      file: its contents.
-      path: file that errors name.
+    """Reads a decompressed file front to back, checking every CRC.
 
     Yields:
-      Offset of a record in the contents, and its payload, or what is wrong with that.
+      Offset of a record in the contents, and its payload or error.
 
     Raises:
-      BadRecord: no further record can be found: the CRC of a length is wrong, or the file ends
+      BadRecord: No further record can be found: the CRC of a length is wrong, or the file ends
         inside a record.
     """
     at = 0
@@ -125,7 +118,7 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
 
 
 def _read(file: Readable, size: int) -> bytes:
-    """Up to `size` bytes, fewer at the end of the file only."""
+    """Reads up to `size` bytes, fewer only at the end of the file."""
     pieces = []
     while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
         pieces.append(piece)

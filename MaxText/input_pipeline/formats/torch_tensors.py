@@ -1,4 +1,4 @@
-"""Integer tensors that `torch.save` wrote, read without torch and without running anything.
+"""Integer tensors of `torch.save`, read without torch and without running code.
 
 A saved tensor is a pickle, which is a program. Only the few names that rebuild a plain tensor are
 known here, each standing for a class of ours that holds its arguments; any other name is refused.
@@ -37,17 +37,17 @@ _DTYPES = {
 
 
 class TorchFileError(UserError):
-    """Not a one-dimensional integer tensor. The caller, who knows the file, adds its name."""
+    """Not a one-dimensional integer tensor. The caller adds the name of the file."""
 
 
 class _Type(NamedTuple):
-    """An element type: numpy's name of it, or None for bytes whose type is said elsewhere."""
+    """An element type: numpy's name, or None for bytes whose type is stated elsewhere."""
 
     code: str | None
 
 
 class _Storage(NamedTuple):
-    """Where elements lie: a part of the archive."""
+    """Elements in a part of the archive."""
 
     type: _Type
     key: str
@@ -55,7 +55,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """What to take of a storage: every `step`-th element of `count`, from `start` on."""
+    """Every `step`-th of `count` elements of a storage, from `start` on."""
 
     storage: _Storage
     code: str
@@ -91,7 +91,7 @@ def _tensor_3(
 
 
 def _nothing(*arguments: Any) -> None:
-    """Stands for the empty dictionary of hooks that every tensor carries."""
+    """Stands for the empty dictionary of hooks that every tensor has."""
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -105,7 +105,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle that uses known names only."""
+    """An unpickler that knows a few names only."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
@@ -124,10 +124,10 @@ class _Reader(pickle.Unpickler):
 
 
 def _loaded(file: io.BytesIO) -> Any:
-    """The next pickle in a file.
+    """Returns the next pickle in a file.
 
-    It is looked through first, because the reader makes room before it looks: a pickle of ten bytes
-    can ask for memory of 64 GiB, for a byte string of that length or a place that far in its memo.
+    It is checked first, because the reader allocates before it reads: a pickle of ten bytes can ask
+    for 64 GiB, for a byte string of that length or a memo index that large.
     """
     start = file.tell()
     size = file.getbuffer().nbytes
@@ -140,13 +140,10 @@ def _loaded(file: io.BytesIO) -> Any:
 
 
 def read_tensor(content: bytes) -> np.ndarray:
-    """The tensor in the bytes of a file that torch.save wrote, of today's format or the old one.
-
-    Returns:
-      Array [N] of the tensor's own integer type.
+    """Returns the tensor [N] in a file of torch.save, of today's format or the old one.
 
     Raises:
-      TorchFileError: damaged, no tensor, not integers, not of one dimension, or the pickle asks
+      TorchFileError: Damaged, not a tensor, not integers, not one-dimensional, or the pickle asks
         for anything else.
     """
     try:

@@ -1,4 +1,4 @@
-"""Writes ArrayRecord files: `ArrayRecordWriter`. Imports no jax."""
+"""Writer of ArrayRecord files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,32 +14,18 @@ _OPTIONS = "group_size:1"
 
 
 class ArrayRecordWriter:
-    """Writes an ArrayRecord file; what goes wrong is an OSError, as with other files."""
+    """Writes an ArrayRecord file, with OSError for failures of the disk."""
 
     def __init__(self, path: Path):
-        """Creates the file, replacing what was there.
-
-        Raises:
-          OSError: it cannot be made.
-        """
         with _failures_of_the_disk():
             self._writer: Any = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
 
     def write(self, record: bytes) -> None:
-        """Appends one record.
-
-        Raises:
-          OSError: the disk is full, or fails.
-        """
         with _failures_of_the_disk():
             self._writer.write(record)
 
     def close(self) -> None:
-        """Writes what is left and the index; only then the file can be read.
-
-        Raises:
-          OSError: the disk is full, or fails.
-        """
+        """Writes the index; only then can the file be read."""
         with _failures_of_the_disk():
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, lines elsewhere. Imports no jax."""
+"""Progress of preparation: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -19,12 +19,7 @@ def show_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that takes the bytes done since its last call.
 
-    Draws a bar with the time left when stderr is a terminal, else shows a line at each quarter and
-    each minute.
-
-    Args:
-      num_bytes: bytes that there are to do.
-      show: takes the lines.
+    Draws a bar if stderr is a terminal, else shows a line at each quarter and each minute.
     """
     if sys.stderr.isatty():
         columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -1,10 +1,9 @@
-"""Cuts documents into overlapping windows with labels, as jax-lm-training's preprocessing does.
+"""Overlapping windows with labels, as in jax-lm-training's preprocessing.
 
-A window is a piece of S + 1 tokens of a document, control tokens included: S inputs, and S labels
-that are the inputs shifted by one. Windows begin every `stride` tokens of a document. What is
-otherwise here than there: begin and end of text stand only where the document has them; padding is
-told by the mask, so id 0 is an id like others; a window that lies wholly in the one before it is
-left out; what is dropped is counted.
+A window is S + 1 tokens of a document, control tokens included: S inputs, and S labels that are the
+inputs shifted by one. Windows begin every `stride` tokens of a document. Differences from the
+original: bos and eos are only where the document has them; padding is marked by the mask, so id 0
+is an id like others; a window within the one before it is omitted; dropped tokens are counted.
 
 Legend: D documents, W windows, S inputs of a window.
 """
@@ -16,13 +15,12 @@ import numpy as np
 
 
 class StridedWindows(NamedTuple):
-    """Where windows lie in the token stream.
+    """Token ranges of windows.
 
     Attributes:
-      starts_W: int64, first token of each window, in order.
-      stops_W: int64, end of each window's tokens, the last label included.
-      dropped_documents: documents of which no window is left.
-      dropped_tokens: tokens that are in no window.
+      starts_W, stops_W: int64, in order; the last label is included.
+      dropped_documents: Documents without a window.
+      dropped_tokens: Tokens in no window.
     """
 
     starts_W: np.ndarray
@@ -34,14 +32,14 @@ class StridedWindows(NamedTuple):
 def strided_windows(
     document_offsets: np.ndarray, min_length: int, max_length: int, stride: int
 ) -> StridedWindows:
-    """Finds the windows of documents that lie end to end.
+    """Finds the windows of contiguous documents.
 
     Args:
       document_offsets: int64 [D + 1], first token of each document, then the end of the last.
-      min_length: labels that a window needs at least; shorter ones are dropped.
-      max_length: S, inputs (and labels) of a whole window; at least `min_length`.
-      stride: tokens between the starts of windows of a document; at most `max_length`, so that
-        each token of a document but its first is a label.
+      min_length: Minimum number of labels; shorter windows are dropped.
+      max_length: S, at least `min_length`.
+      stride: Tokens between the starts of windows; at most `max_length`, so that each token of a
+        document but its first is a label.
     """
     assert 1 <= min_length <= max_length, (min_length, max_length)
     assert 1 <= stride <= max_length, (stride, max_length)
@@ -70,13 +68,11 @@ def strided_windows(
 def rows_of_windows(
     pieces: Sequence[np.ndarray], max_length: int, filler_id: int, ignore_label: int
 ) -> dict[str, np.ndarray]:
-    """Inputs, mask and labels of windows.
+    """Returns inputs, mask and labels of windows.
 
     Args:
       pieces: W int32 arrays, each of 2 to S + 1 tokens.
-      max_length: S.
-      filler_id: input where there is no token.
-      ignore_label: label where there is none.
+      filler_id, ignore_label: Input and label without a token.
 
     Returns:
       Arrays [W, S]: int32 `input_ids`; int8 `attention_mask`, 1 where the input is a token; int32

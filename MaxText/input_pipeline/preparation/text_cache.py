@@ -1,9 +1,8 @@
-"""Raw text read by a training run: tokenised on its first use, read as a data set afterwards.
+"""Raw text of a training run: tokenized at first use, then read as a dataset.
 
-    <cache_dir>/text/<hash>/    a prepared data set with one split, train
+    <cache_dir>/text/<hash>/    a prepared dataset with one split, train
 
-The hash is of everything that decides about the ids, so a file that changed gets a folder of its
-own. Imports no jax.
+The hash is of everything that decides about the ids, so a changed file gets a folder of its own.
 """
 
 import hashlib
@@ -33,19 +32,16 @@ def open_text(
     cache_dir: str | Path,
     show: Callable[[str], None],
 ) -> Path:
-    """The folder of a data set with the text of `files`; made now if it was not before.
+    """Returns the folder of a dataset with the text of `files`, prepared at first use.
 
-    Safe when several processes of a machine (or of machines that share `cache_dir`) ask at once:
-    one works, the others wait. What a killed process had finished is kept.
+    Of several processes (also of machines that share `cache_dir`) one works and the others wait.
+    Finished shards of a killed process are kept.
 
     Args:
-      files: records of text: local paths or URLs, in order.
-      tokenizer_path, tokenizer_type, text_field, add_bos, add_eos: the keys of that name.
-      cache_dir: folder for what is made.
-      show: takes lines about what was done.
+      files: Records of text: local paths or URLs, in order.
 
     Raises:
-      UserError: no tokenizer is given, or as `prepare`.
+      UserError: No tokenizer is given, or as `prepare`.
     """
     assert files
     if not tokenizer_path and tokenizer_type != "byte":

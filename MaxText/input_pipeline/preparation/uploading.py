@@ -1,4 +1,4 @@
-"""Data sets in buckets: made on this machine, uploaded whole, the manifest last. Imports no jax."""
+"""Datasets in buckets: staged on this machine, uploaded, the manifest last."""
 
 import contextlib
 import hashlib
@@ -28,23 +28,16 @@ def prepare_in_bucket(
     show: Callable[[str], None],
     max_bad_records: int = 0,
 ) -> Manifest:
-    """Makes the data set `url`, or keeps it when it is already what is asked for.
+    """Makes the dataset `url`, or keeps it if it already is what is asked for.
 
-    A reader takes it for a data set when its manifest is there, which comes last. Several machines
-    may make the same one at once: they write the same bytes.
+    Readers recognize a dataset by its manifest, which comes last. Several machines may make the
+    same one concurrently: they write the same bytes.
 
     Args:
-      preparation: the keys about preparation.
-      url: of its folder.
-      cache_dir: folder on this machine where it is made first, and removed at the end.
-      show: takes lines about what was done.
-      max_bad_records: as of `prepare`.
-
-    Returns:
-      The manifest of the data set, or of the one that records were made from.
+      cache_dir: Folder for staging, which is removed at the end.
 
     Raises:
-      UserError: as `prepare`, other files are there, or the bucket cannot be written.
+      UserError: As `prepare`, other files are there, or the bucket cannot be written.
     """
     url = url.rstrip("/")
     name = manifest_name_of(preparation)
@@ -67,7 +60,7 @@ def prepare_in_bucket(
 
 @contextlib.contextmanager
 def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other processes that share the cache, as those of one run, from the same work."""
+    """Locks out other processes that share the cache."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         # Its own errors are those of the folder; those of the work inside have words of theirs.
@@ -83,7 +76,7 @@ def _held(place: Path, cache_dir: Path, show: Callable[[str], None]) -> Iterator
 
 
 def _upload(folder: Path, url: str, last: str) -> None:
-    """Writes all files of a folder below a URL, the one named `last` at the end."""
+    """Uploads all files of a folder, the one named `last` at the end."""
     files = sorted(
         (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
         key=lambda file: (file == last, file),

@@ -1,4 +1,4 @@
-"""Runs independent pieces of work in processes of this machine: `run`. Imports no jax."""
+"""Independent jobs in processes of this machine."""
 
 import contextlib
 import multiprocessing
@@ -33,19 +33,18 @@ def run(
     """Calls `function(shared, job, advance)` for each job, in this process if one is enough.
 
     Args:
-      function: of a module, so that other processes find it.
-      shared: what all jobs need; sent to each process once.
-      jobs: each is done once.
-      num_processes: at most; 1 works in this process.
-      advance: takes what the jobs report.
+      function: Of a module, so that other processes find it.
+      shared: Sent to each process once.
+      num_processes: Maximum; 1 works in this process.
+      advance: Takes what the jobs report.
 
     Yields:
       Results in any order.
 
     Raises:
-      UserError: a process was killed.
-      Exception: what `function` raises; jobs that have not begun are not begun then. Work that
-        has begun is finished, except after Ctrl-C.
+      UserError: A process was killed.
+      Exception: Any error of `function`. No more jobs are begun then; those in progress finish,
+        except after Ctrl-C.
     """
     num_processes = min(num_processes, len(jobs))
     if num_processes <= 1:
@@ -98,9 +97,9 @@ def run(
 
 @contextlib.contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Processes started meanwhile never get Ctrl-C, not even before `_start` ignores it.
+    """Hides Ctrl-C from processes that start inside, even before `_start` ignores it.
 
-    They would show tracebacks of their imports; this one gets it at the end.
+    They would show tracebacks of their imports; this process gets it at the end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -133,7 +132,7 @@ def _work(job: Any) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, even if that one was killed."""
+    """Ends this process when its parent is gone, even if that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

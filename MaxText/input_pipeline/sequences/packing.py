@@ -110,7 +110,11 @@ class PackedDocuments(Windows):
 
 
 def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of `starts`, first token of each item, and `first_item` of each row, and end."""
+    """Yields blocks of `starts`, first token of each item, and `first_item` of each row.
+
+    Args:
+      offsets: int64 [D + 1], first token of each document, then the end.
+    """
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
     for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
         block = np.asarray(offsets[first : first + _BLOCK + 1])

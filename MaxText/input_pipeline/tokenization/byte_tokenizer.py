@@ -1,7 +1,4 @@
-"""The tokenizer without a vocabulary: an id for each byte of UTF-8.
-
-Imports no jax.
-"""
+"""The byte tokenizer: an id for each byte of UTF-8."""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,17 +25,16 @@ _ENTRY = TokenizerEntry(
 
 
 class ByteTokenizer(TextTokenizer):
-    """Ids 0 to 255 are the bytes; 256 ends a text, 257 begins one, 258 fills up."""
+    """Ids 0 to 255 are bytes; 256 is eos, 257 bos, 258 padding."""
 
     def __init__(self, num_threads: int = 0):
-        """Needs no file."""
         super().__init__(_ENTRY, "numpy", num_threads=num_threads)
 
     def _ids(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See TextTokenizer; control ids are written <eos>, <bos>, <pad>."""
+        """Decodes; control ids are written <eos>, <bos>, <pad>."""
         pieces = [
             bytes([i]) if i < 256 else _CONTROL[i].encode()
             for i in map(int, ids)
@@ -47,5 +43,4 @@ class ByteTokenizer(TextTokenizer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> list[Path]:
-        """See TextTokenizer."""
         return write_files(folder, {}, {"tokenizer_type": BYTE_NAMES[0]})

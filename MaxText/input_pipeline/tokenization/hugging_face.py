@@ -1,7 +1,4 @@
-"""Tokenizers of Hugging Face: a tokenizer.json, or vocab.json with merges.txt.
-
-Imports no jax.
-"""
+"""Hugging Face tokenizers: a tokenizer.json, or vocab.json with merges.txt."""
 
 import hashlib
 import json
@@ -38,19 +35,15 @@ _CHECKED_TEXT = (
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """A tokenizer.json; encodes through fastokens where that gives the same ids as tokenizers.
-
-    Attributes:
-      file_text: contents of its tokenizer.json.
-    """
+    """A tokenizer.json, encoded by fastokens where that gives the same ids as tokenizers."""
 
     def __init__(
         self, file_text: str, origin: str, settings: Mapping[str, Any], num_threads: int = 0
     ):
-        """Builds it from the text of a tokenizer.json and the tokenizer_config.json beside it.
+        """Builds it from the text of a tokenizer.json and the tokenizer_config.json next to it.
 
         Raises:
-          UserError: the text is not a tokenizer, or documents could forge a control id.
+          UserError: The text is not a tokenizer, or documents could forge a control id.
         """
         self.file_text = file_text
         self._settings = control_token_settings(settings)
@@ -126,21 +119,18 @@ class HuggingFaceTokenizer(TextTokenizer):
         return np.array(encoding.ids, np.uint32)
 
     def use_definition(self) -> None:
-        """See TextTokenizer."""
         super().use_definition()
         self._fast = None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See TextTokenizer."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: Path) -> list[Path]:
-        """See TextTokenizer."""
         return write_files(folder, {TOKENIZER_NAME: self.file_text.encode()}, self._settings)
 
 
 def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
-    """The faster engine, None where it does not read the file: it knows byte-level BPE only."""
+    """Returns fastokens' engine, None if it cannot read the file: it knows byte-level BPE only."""
     try:
         engine = fastokens.Tokenizer.from_json_str(file_text)
     except Exception:  # what it raises is ValueError, or a panic of Rust
@@ -166,12 +156,12 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
 
 
 def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The text of a tokenizer.json for a folder with GPT-2's vocab.json and merges.txt.
+    """Returns a tokenizer.json for a folder with GPT-2's vocab.json and merges.txt.
 
-    Tokens of added_tokens.json, and the control tokens that the vocabulary has, become special.
+    Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
 
     Raises:
-      UserError: the files are not what they should be.
+      UserError: The files are malformed.
     """
     vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
     try:

@@ -1,7 +1,4 @@
-"""What every tokenizer offers, whatever file it comes from: `TextTokenizer`.
-
-Imports no jax.
-"""
+"""Interface of all tokenizers."""
 
 import abc
 import itertools
@@ -34,58 +31,50 @@ _COMPARED_CHARACTERS = 500_000
 
 
 class TextTokenizer(abc.ABC):
-    """Text to ids and back. Can be pickled: a worker process then need not prove anything again.
+    """Text to ids and back. Can be pickled.
 
     Attributes:
-      entry: what the manifest says about it.
-      engine: the library that encodes, for reports.
-      num_threads: threads that `encode` uses; may be set at any time.
+      entry: For the manifest.
+      engine: The library that encodes, for reports.
+      num_threads: Threads of `encode`; may be set at any time.
     """
 
     def __init__(
         self, entry: TokenizerEntry, engine: str, mask_id: int | None = None, num_threads: int = 0
     ):
-        """Takes what the attributes hold; `num_threads` 0 is one per core.
-
-        `engine` is the library that defines the ids; one that gives the same ids may replace it.
-        """
+        """Takes the library that defines the ids as `engine`; `num_threads` 0 is one per core."""
         self.entry = entry.model_copy(update={"mask_id": mask_id})
         self.engine = self._definition = engine
         self.num_threads = num_threads or num_cores()
 
     @property
     def mask_id(self) -> int | None:
-        """Id that hides a token in masked language modelling, None where there is none."""
+        """Mask of masked language modeling, or None."""
         return self.entry.mask_id
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens spelled as the library spells them.
+        """Returns the text of ids, with the library's spelling of control tokens.
 
-        Bytes that are no UTF-8 become U+FFFD; ids that the tokenizer does not have are left out.
+        Invalid UTF-8 becomes U+FFFD; unknown ids are omitted.
         """
 
     @abc.abstractmethod
     def save(self, folder: Path) -> list[Path]:
-        """Writes the files that `load_tokenizer(str(folder))` makes this tokenizer from.
-
-        Returns:
-          The files written.
-        """
+        """Writes the files for `load_tokenizer(str(folder))`; returns their paths."""
 
     @abc.abstractmethod
     def _ids(self, text: str) -> np.ndarray:
-        """Ids uint32 [N] of one text without lone surrogates, by the engine in use."""
+        """Returns ids uint32 [N] of a text without lone surrogates, by the engine in use."""
 
     def _ids_by_definition(self, text: str) -> np.ndarray:
-        """As `_ids`, by the library that defines what is right."""
+        """Returns `_ids` by the library that defines them."""
         return self._ids(text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids uint32 [N] of each text, without control ids; a control token in a text is text.
+        """Returns ids uint32 [N] of each text; control tokens in a text are encoded as text.
 
-        Lone surrogates, which UTF-8 cannot hold, are encoded as U+FFFD. The arrays may be
-        read-only.
+        Lone surrogates are encoded as U+FFFD. The arrays may be read-only.
         """
         groups = list(_groups(texts))
         num_threads = min(self.num_threads, len(groups))
@@ -99,7 +88,7 @@ class TextTokenizer(abc.ABC):
         return [self._ids(without_surrogates(text)) for text in texts]
 
     def encode_by_definition(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `encode`, always by the library that defines the ids."""
+        """Returns `encode` by the library that defines the ids."""
         return [self._ids_by_definition(without_surrogates(text)) for text in texts]
 
     def use_definition(self) -> None:
@@ -107,9 +96,9 @@ class TextTokenizer(abc.ABC):
         self.engine = self._definition
 
     def check_engine(self, texts: Sequence[str]) -> bool:
-        """Compares the engine with the definition on the first half million characters.
+        """Compares the engine with the definition on half a million characters.
 
-        After a difference `encode` is the definition.
+        After a difference `encode` uses the definition.
 
         Returns:
           Whether every id was equal.
@@ -129,14 +118,14 @@ class TextTokenizer(abc.ABC):
         return same
 
     def _refuse_forgery(self, spellings: Mapping[int, str], remedy: str) -> None:
-        """Makes sure that no text gets a control id.
+        """Makes sure that no text is encoded to a control id.
 
         Args:
-          spellings: control id -> how its token is written.
-          remedy: what the user can do, a sentence.
+          spellings: Control id -> spelling of its token.
+          remedy: A sentence for the user.
 
         Raises:
-          UserError: a text that contains the spelling gets the id.
+          UserError: A text with the spelling gets the id.
         """
         for control, token in spellings.items():
             contexts = [token, f"a {token} b", f"a{token}b", f"\n{token}\n", token * 2]
@@ -148,9 +137,9 @@ class TextTokenizer(abc.ABC):
 
 
 def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The `eos_token`, `bos_token`, `pad_token` and `mask_token` of a tokenizer_config.json.
+    """Returns `eos_token`, `bos_token`, `pad_token` and `mask_token` of a tokenizer_config.json.
 
-    Each is written as text or as an object with the field `content`.
+    Each is text or an object with the field `content`.
     """
     found: dict[str, str] = {}
     for name in KNOWN_CONTROL_TOKENS:
@@ -163,13 +152,13 @@ def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def control_token_candidates(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Spellings of the control token `name`: the one in the settings, else the usual ones."""
+    """Returns spellings of the control token `name`: that of the settings, else the usual ones."""
     token = control_token_settings(settings).get(f"{name}_token")
     return KNOWN_CONTROL_TOKENS[name] if token is None else (token,)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Neighbouring texts in groups of about _CHARACTERS_PER_TASK."""
+    """Yields consecutive texts in groups of about _CHARACTERS_PER_TASK."""
     start = size = 0
     for index, text in enumerate(texts, 1):
         size += len(text)
@@ -181,7 +170,7 @@ def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def without_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate (JSON can spell them, UTF-8 cannot)."""
+    """Replaces lone surrogates, which JSON can spell and UTF-8 cannot, by U+FFFD."""
     if text.isascii():
         return text
     try:

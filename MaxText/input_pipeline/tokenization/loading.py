@@ -1,7 +1,4 @@
-"""Loads a tokenizer of any kind: `load_tokenizer`.
-
-Imports no jax.
-"""
+"""Loading of tokenizers of any kind."""
 
 import re
 from collections.abc import Callable
@@ -58,13 +55,13 @@ def load_tokenizer(
     """Loads a tokenizer.
 
     Args:
-      tokenizer_path: a folder that holds one; a tokenizer.json, a SentencePiece model or a
-        tiktoken file; `byte` or `bytes`; or a hub id.
-      tokenizer_type: what it is, one of TOKENIZER_TYPES; `auto` tells it by the file.
-      num_threads: threads that encode, 0 is one per core.
+      tokenizer_path: A folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
+        `bytes`; or a hub id.
+      tokenizer_type: One of TOKENIZER_TYPES; `auto` looks at the file.
+      num_threads: Threads that encode, 0 is one per core.
 
     Raises:
-      UserError: nothing usable there, or the hub cannot be reached.
+      UserError: Nothing usable is there, or the hub cannot be reached.
     """
     tokenizer_path = str(tokenizer_path)
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -96,7 +93,7 @@ def load_tokenizer(
 
 
 def _fetch(hub_id: str) -> Path:
-    """A folder with the tokenizer's files of a hub repository, from its cache where it can."""
+    """Returns a folder with the tokenizer of a hub repository, from its cache if possible."""
     # Imported here because it takes a third of a second that no other tokenizer needs.
     import huggingface_hub
 
@@ -113,7 +110,7 @@ def _fetch(hub_id: str) -> Path:
 def _load_folder(
     folder: Path, tokenizer_type: str, num_threads: int, origin: str | None = None
 ) -> TextTokenizer:
-    """The tokenizer of a folder; Hugging Face's file is preferred where there are several."""
+    """Returns the tokenizer of a folder, preferably Hugging Face's."""
     settings = _settings(folder)
 
     def hugging_face() -> TextTokenizer | None:
@@ -187,7 +184,7 @@ def _load_file(
 
 
 def _kind(path: Path) -> str:
-    """The kind of a tokenizer file: Llama 3's tokenizer.model, for one, is a tiktoken file."""
+    """Returns the kind of a tokenizer file by its contents, not by its name."""
     with path.open("rb") as file:
         head = file.read(4096)
     if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):
@@ -198,5 +195,5 @@ def _kind(path: Path) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, completed by the older special_tokens_map.json."""
+    """Returns tokenizer_config.json, completed by the older special_tokens_map.json."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}

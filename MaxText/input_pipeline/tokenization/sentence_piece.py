@@ -1,7 +1,4 @@
-"""SentencePiece models (`tokenizer.model`), through the package sentencepiece.
-
-Imports no jax.
-"""
+"""SentencePiece models (`tokenizer.model`)."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -23,17 +20,17 @@ SENTENCE_PIECE_NAME = "tokenizer.model"
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """A SentencePiece model as it is: its normalisation, dummy prefix and byte fallback apply."""
+    """A SentencePiece model; its normalization, dummy prefix and byte fallback apply."""
 
     def __init__(
         self, model: bytes, origin: str, settings: Mapping[str, Any], num_threads: int = 0
     ):
-        """Builds it from the bytes of a model file and the tokenizer_config.json beside it.
+        """Builds it from the bytes of a model file and the tokenizer_config.json next to it.
 
-        Control tokens that the settings name and the model has come before the model's own.
+        Control tokens of the settings take precedence over the model's own.
 
         Raises:
-          UserError: sentencepiece is not installed, the bytes are no model, or documents could
+          UserError: sentencepiece is not installed, the bytes are not a model, or documents could
             forge a control id.
         """
         self._model_bytes = model
@@ -86,11 +83,10 @@ class SentencePieceTokenizer(TextTokenizer):
         return np.array(self._model.encode(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See TextTokenizer; control ids have no text."""
+        """Decodes; control ids have no text."""
         return self._model.decode([int(i) for i in ids if 0 <= i < self.entry.vocab_size])
 
     def save(self, folder: Path) -> list[Path]:
-        """See TextTokenizer."""
         return write_files(folder, {SENTENCE_PIECE_NAME: self._model_bytes}, self._settings)
 
 

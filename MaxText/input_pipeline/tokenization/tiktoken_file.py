@@ -1,11 +1,9 @@
-"""Vocabularies of tiktoken: a file with the bytes of a token (base64) and its rank on each line.
+"""tiktoken vocabularies: a file with a token (base64) and its rank on each line.
 
-Such a file says neither how text is cut into words nor which ids are control tokens. Both are
-known for the published ones, by name; for others a tokenizer_config.json beside the file says it:
+The word pattern and the control tokens of published vocabularies are known by name; for others a
+tokenizer_config.json next to the file has them:
 
     {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
-
-Imports no jax.
 """
 
 import base64
@@ -70,7 +68,7 @@ _LLAMA3_RESERVED = {f"<|reserved_special_token_{i}|>": 128_005 + i for i in rang
 
 @dataclasses.dataclass(frozen=True)
 class _Published:
-    """A published vocabulary: its words, its size, and the ids beside the ranks."""
+    """A published vocabulary: word pattern, number of ranks, and ids besides the ranks."""
 
     word_pattern: str
     num_ranks: int
@@ -111,7 +109,7 @@ _PUBLISHED = {
 
 
 def is_tiktoken_file(head: bytes) -> bool:
-    """Whether the first line of a file, given its first few thousand bytes, is like tiktoken's."""
+    """Returns whether the first line of a file is like tiktoken's."""
     return _LINE.fullmatch(head.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
@@ -126,17 +124,15 @@ class TiktokenTokenizer(TextTokenizer):
         settings: Mapping[str, Any],
         num_threads: int = 0,
     ):
-        """Builds it from the bytes of the file and the tokenizer_config.json beside it.
+        """Builds it from the bytes of the file and the tokenizer_config.json next to it.
 
         Args:
-          contents: the file.
-          name: its name without ending, which tells a published vocabulary.
-          origin: where it comes from, in words.
+          name: File name without ending, which identifies a published vocabulary.
+          origin: Text about its source.
           settings: `word_pattern`, `special_tokens`, and control tokens as `eos_token`.
-          num_threads: threads that encode, 0 is one per core.
 
         Raises:
-          UserError: a damaged file, or one whose words are not known.
+          UserError: A damaged file, or one whose word pattern is unknown.
         """
         self._contents = contents
         ranks = _read_ranks(contents, origin)
@@ -205,7 +201,6 @@ class TiktokenTokenizer(TextTokenizer):
             return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See TextTokenizer."""
         pieces = []
         for i in map(int, ids):
             if 0 <= i < self.entry.vocab_size:
@@ -215,15 +210,14 @@ class TiktokenTokenizer(TextTokenizer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> list[Path]:
-        """See TextTokenizer."""
         return write_files(folder, {TIKTOKEN_NAME: self._contents}, self._settings)
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
-    """Bytes -> rank.
+    """Parses bytes -> rank.
 
     Raises:
-      UserError: a line that is not base64 and a number, a token twice, or a byte without token.
+      UserError: A line is not base64 and a number, a token repeats, or a byte has no token.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(contents.splitlines(), 1):
@@ -257,7 +251,7 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
 def _find_published(
     name: str, settings: Mapping[str, Any], ranks: Mapping[bytes, int]
 ) -> _Published | None:
-    """What is known about the vocabulary: by the name in its settings, of the file, or its size."""
+    """Finds a published vocabulary by the name in the settings, of the file, or by its size."""
     for candidate in (settings.get("word_pattern"), name.lower().replace("-", "")):
         for known, published in _PUBLISHED.items():
             if isinstance(candidate, str) and candidate.startswith(known):
@@ -273,7 +267,7 @@ def _special_tokens(
     ranks: Mapping[bytes, int],
     origin: str,
 ) -> dict[str, int]:
-    """Control tokens by spelling: from the settings, else those of the published vocabulary."""
+    """Returns control tokens by spelling: from the settings, else the published ones."""
     stated = settings.get("special_tokens")
     if stated is None and isinstance(settings.get("added_tokens_decoder"), Mapping):
         # As transformers writes it: {"5000": {"content": "<|endoftext|>"}}.

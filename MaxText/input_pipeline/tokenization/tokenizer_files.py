@@ -1,7 +1,4 @@
-"""The files of a tokenizer: reading them with errors that say what to do, and writing them.
-
-Imports no jax.
-"""
+"""Files of a tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +11,7 @@ CONFIG_NAME = "tokenizer_config.json"
 
 
 def read_bytes(path: Path) -> bytes:
-    """Contents of a file.
-
-    Raises:
-      UserError: it cannot be read, or is empty.
-    """
+    """Reads a file; raises a UserError if that fails or it is empty."""
     try:
         contents = path.read_bytes()
     except OSError as error:
@@ -31,10 +24,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Contents of a UTF-8 file, line ends as they are.
+    """Reads a UTF-8 file, line ends unchanged.
 
     Raises:
-      UserError: it cannot be read, is empty or is no UTF-8.
+      UserError: It cannot be read, is empty or not UTF-8.
     """
     try:
         return read_bytes(path).decode("utf-8")
@@ -45,10 +38,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file.
+    """Reads the object in a JSON file; empty if there is no such file.
 
     Raises:
-      UserError: it cannot be read or holds no JSON object.
+      UserError: It cannot be read or holds no JSON object.
     """
     if not path.is_file():
         return {}
@@ -69,11 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_files(
     folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes `files`, and `settings` as tokenizer_config.json unless they are empty.
-
-    Returns:
-      The paths written.
-    """
+    """Writes `files`, and `settings` as tokenizer_config.json unless empty; returns the paths."""
     contents = dict(files)
     if settings:
         text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

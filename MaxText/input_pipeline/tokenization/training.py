@@ -1,7 +1,4 @@
-"""Trains a byte-level BPE: `train_tokenizer`.
-
-Imports no jax.
-"""
+"""Training of a byte-level BPE."""
 
 from collections.abc import Sequence
 
@@ -21,20 +18,16 @@ def train_tokenizer(
     special_tokens: Sequence[str] = (END_OF_TEXT,),
     num_threads: int = 0,
 ) -> HuggingFaceTokenizer:
-    """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then joined pieces.
+    """Trains a byte-level BPE: special tokens from id 0, then the 256 bytes, then merges.
 
-    The same sample gives the same tokenizer. It has fewer than `vocab_size` ids when the sample
-    has no more pairs to join.
+    Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge.
 
     Args:
-      sample: texts to learn the pieces from.
-      vocab_size: ids at most.
-      origin: where it comes from, in words, for the manifest.
-      special_tokens: control tokens; the first one ends (and may begin) documents.
-      num_threads: threads of the tokenizer's `encode`, 0 is one per core.
+      origin: Text about its source, for the manifest.
+      special_tokens: The first one ends (and may begin) documents.
 
     Raises:
-      UserError: no special token, an empty or repeated one, or more ids than `vocab_size`.
+      UserError: No special token, an empty or repeated one, or more ids than `vocab_size`.
     """
     if not special_tokens or not all(special_tokens):
         raise UserError(
