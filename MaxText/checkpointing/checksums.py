@@ -1,17 +1,17 @@
-"""Checksums of arrays: 64 bits that do not depend on devices, mesh or storage.
+"""Checksums of arrays: 64 bits, independent of devices, mesh and storage.
 
-Each element, taken as an unsigned integer, is mixed with its place in the array by two bijections
-of 32 bits (xor-shifts and odd multipliers, the form of MurmurHash3's finaliser, constants in the
-manner of https://github.com/skeeto/hash-prospector); both results are added up modulo 2^32.
+Each element, as an unsigned integer, is mixed with its index in the array by two bijections of 32
+bits (xor-shifts and odd multipliers, in the form of MurmurHash3's finalizer, constants in the
+manner of https://github.com/skeeto/hash-prospector); both results are summed modulo 2^32.
 
-- A sum has no order, so that every device adds up what it holds and the rest is an all-reduce of
-  eight bytes. Indices are those of the whole array.
-- A bijection maps another element to another number, so any change of a single element, one bit or
-  all of them, changes both sums with certainty; other damage goes unseen once in 2^64.
-- Sums of elements times odd numbers, which would be cheaper, miss damage that is not rare: the
-  highest bits of two elements, such as two signs, cancel whatever the multipliers are.
+- A sum has no order: every device sums what it holds, and the rest is an all-reduce of eight bytes.
+- A bijection maps another element to another number, so any change of a single element changes both
+  sums with certainty; other damage goes unnoticed once in 2^64.
+- Sums of elements times odd numbers, which would be cheaper, miss common damage: the highest bits
+of
+  two elements, such as two signs, cancel whatever the multipliers are.
 
-The numbers of `array_checksums` (on devices) and `host_checksum` (NumPy) are the same.
+`array_checksums` (on devices) and `host_checksum` (NumPy) give the same numbers.
 """
 
 import functools
@@ -35,16 +35,12 @@ _CHUNK = 1 << 16  # elements that NumPy takes at once: its temporaries stay in t
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
-    """Checksums of arrays on devices, by path.
+    """Returns checksums of arrays on devices, by path.
 
-    Arrays of equal shape, format and sharding share a compiled program. In a run of several
-    processes all must call it.
-
-    Args:
-      tree: of arrays, such as a train state.
+    Arrays of equal shape, format and sharding share a compiled program. All processes must call it.
 
     Returns:
-      {"params/decoder/wi": "float32[3,16,8] 0123456789abcdef"}: what `host_checksum` gives.
+      {"params/decoder/wi": "float32[3,16,8] 0123456789abcdef"}, as `host_checksum`.
     """
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     # All are started before the first is waited for.
@@ -61,7 +57,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
 
 
 def host_checksum(array: np.ndarray) -> str:
-    """Shape, format and checksum of an array on the host: "float32[3,16,8] 0123456789abcdef"."""
+    """Returns shape, format and checksum: "float32[3,16,8] 0123456789abcdef"."""
     words = np.ascontiguousarray(array).reshape(-1)
     words = words.view(f"u{min(words.dtype.itemsize, 4)}")
     sums = np.zeros(2, np.uint64)
@@ -74,7 +70,7 @@ def host_checksum(array: np.ndarray) -> str:
 
 
 def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """The first array of `found` that is not as `wanted` says, in words; None if all are."""
+    """Describes the first array of `found` that differs from `wanted`; None if there is none."""
     for path, checksum in found.items():
         if wanted.get(path) != checksum:
             return (
@@ -85,7 +81,7 @@ def first_difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str
 
 
 def other_leaf(found: Mapping[str, Leaf], wanted: Mapping[str, str]) -> str | None:
-    """An array whose stored description is not as its checksum says, in words; None if all are.
+    """Describes an array whose stored shape or format contradicts its checksum; None if none does.
 
     A damaged description must not look like the model of another configuration.
     """
@@ -102,7 +98,7 @@ def _described(array: Any, sums: np.ndarray) -> str:
 
 
 def _is_small(array: Any) -> bool:
-    """Whether it is summed on the host: compiling takes 0.1 s for each shape, this 0.5 ms."""
+    """Returns whether to sum on the host in 0.5 ms: compiling takes 0.1 s for each shape."""
     if not isinstance(array, jax.Array):
         return True
     return array.size <= _CHUNK and (array.is_fully_addressable or array.is_fully_replicated)
@@ -130,7 +126,6 @@ def _program(mesh: Mesh | None, memory_kind: str | None) -> Any:
 
 
 def _sums(array: jax.Array) -> jax.Array:
-    """uint32 [2]: both sums."""
     words = _words(array)
     # From the dimensions' own indices: flattening would move what is sharded.
     index = jnp.zeros(words.shape, jnp.uint32)
@@ -150,7 +145,7 @@ def _added(x: Any, y: Any) -> Any:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The elements' bits as uint32; elements of 8 bytes are two, the lower one first."""
+    """Returns the elements' bits as uint32; elements of 8 bytes are two, the lower one first."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
     size = min(array.dtype.itemsize, 4)
@@ -158,7 +153,7 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _mixed(words: Any, index: Any) -> tuple[Any, Any]:
-    """Two bijections of the elements, others at every place. NumPy or jax, uint32."""
+    """Applies both bijections to uint32 words with their indices, in NumPy or jax."""
     place = _bijection(index, _PLACE)
     other = place * np.uint32(_OTHER_PLACE)
     return _bijection(words ^ place, _FIRST), _bijection(words + other, _SECOND)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, in JSON beside its arrays. Imports no jax."""
+"""Metadata of a checkpoint, in JSON next to its arrays."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ _INTEGRITY = "integrity"
 
 
 class Unreadable(Exception):
-    """A checkpoint is damaged: a file is missing, truncated or not what it should be."""
+    """A checkpoint is damaged: a file is missing, truncated or malformed."""
 
 
 class Description(NamedTuple):
-    """What a checkpoint says of itself.
+    """Metadata of a checkpoint.
 
     Attributes:
-      metadata: see `matching.checkpoint_metadata`; empty where it has none.
-      checksums: of the arrays by path; None for a checkpoint without, such as one of old.
-      position_sha256: of the data position; None without checksums.
+      metadata: See `matching.checkpoint_metadata`; empty if there is none.
+      checksums: Of the arrays by path; None for a checkpoint without, such as an old one.
+      position_sha256: Of the data position; None without checksums.
     """
 
     metadata: dict[str, Any]
@@ -35,12 +35,11 @@ class Description(NamedTuple):
 def sealed(
     metadata: Mapping[str, Any], position: Mapping[str, Any], arrays: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The metadata with what proves, when it is read, that nothing has changed since.
+    """Returns the metadata with checksums of all parts of the checkpoint.
 
     Args:
-      metadata: see `matching.checkpoint_metadata`.
-      position: where the data pipeline stands, as it is stored.
-      arrays: what `checksums.array_checksums` says of the state.
+      position: Data position, as it is stored.
+      arrays: Result of `checksums.array_checksums`.
     """
     content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
     content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position)}
@@ -50,10 +49,7 @@ def sealed(
 def write_metadata(
     stored: layout.Stored, metadata: Mapping[str, Any], arrays: Mapping[str, str]
 ) -> None:
-    """Describes arrays that were written without a data position, as a save of a run does.
-
-    Args: as of `sealed`.
-    """
+    """Describes arrays that were written without a data position."""
     path = _path(stored, layout.METADATA)
     path.parent.mkdir()
     path.write_text(json.dumps(sealed(metadata, {}, arrays)))
@@ -62,14 +58,11 @@ def write_metadata(
 def read_position(
     stored: layout.Stored, described: Description | None = None
 ) -> dict[str, Any] | None:
-    """The data position saved with the state, or None if the run had none.
-
-    Args:
-      described: the checkpoint, where it was described already.
+    """Returns the data position saved with the state, or None if the run had none.
 
     Raises:
-      Unreadable: the file is damaged or missing, or not the one that was saved.
-      UserError: a newer version of this program wrote the checkpoint.
+      Unreadable: The file is damaged or missing, or not the one that was saved.
+      UserError: A newer version of this program wrote the checkpoint.
     """
     position = _read_json(stored, layout.POSITION)
     wanted = (described or describe(stored)).position_sha256
@@ -79,7 +72,7 @@ def read_position(
 
 
 def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
-    """What a checkpoint says of itself; empty where it says nothing that can be read."""
+    """Returns a checkpoint's metadata; empty if it cannot be read."""
     try:
         return describe(stored).metadata
     except Unreadable:
@@ -87,15 +80,15 @@ def metadata_if_any(stored: layout.Stored) -> dict[str, Any]:
 
 
 def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
-    """Reads what a checkpoint says of itself.
+    """Reads a checkpoint's metadata.
 
     Args:
-      is_own: whether a run goes on from it, whose metadata cannot be missing as they may beside
-        `items` that were moved away.
+      is_own: A run resumes from it, so its metadata must exist, unlike that of a moved `items`
+        folder.
 
     Raises:
-      Unreadable: the file is damaged, not the one that was saved, or missing.
-      UserError: a newer version of this program wrote it.
+      Unreadable: The file is damaged, not the one that was saved, or missing.
+      UserError: A newer version of this program wrote it.
     """
     if not is_own and not (stored.folder / layout.METADATA).exists():
         return Description({}, None, None)
@@ -125,7 +118,7 @@ def describe(stored: layout.Stored, *, is_own: bool = False) -> Description:
 
 
 def _digest(value: Any) -> str:
-    """SHA-256 of what a JSON value means, whatever its spaces and order."""
+    """Returns the SHA-256 of a JSON value, independent of spaces and order."""
     plain = json.loads(json.dumps(value))  # lists for tuples, names for numbers
     return hashlib.sha256(
         json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()

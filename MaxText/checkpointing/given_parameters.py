@@ -1,4 +1,4 @@
-"""Parameters that a path names: a checkpoint of ours, or a folder of Hugging Face."""
+"""Parameters that a path names: a checkpoint, or a Hugging Face checkpoint."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +12,13 @@ Show = Callable[[str], None]
 
 
 class GivenParameters(NamedTuple):
-    """Parameters that fit, not yet read.
+    """Matching parameters, not yet read.
 
     Attributes:
-      source: one line for the record, such as "parameters of runs/first/checkpoints/120".
-      metadata: what they say of themselves (matching.checkpoint_metadata); empty if nothing.
-      folder: where they lie.
-      step: the update after which they were saved, if known.
-      read: gives them, on devices.
+      source: One line, such as "parameters of runs/first/checkpoints/120".
+      metadata: See matching.checkpoint_metadata; empty if there is none.
+      step: The update after which they were saved, if known.
+      read: Returns them, on devices.
     """
 
     source: str
@@ -32,17 +31,15 @@ class GivenParameters(NamedTuple):
 def open_parameters(
     path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], show: Show
 ) -> GivenParameters:
-    """Finds parameters and compares them with what is wanted, by names and shapes alone.
+    """Finds parameters and compares names and shapes with those wanted.
 
     Args:
-      path: a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
-      key: the configuration key that holds the path.
-      abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
-      config_flat: the current configuration by key.
-      show: receives which checkpoint is taken, if not the newest, and the formats that change.
+      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+      key: The configuration key that holds the path.
+      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
 
     Raises:
-      UserError: nothing there, or parameters of another model.
+      UserError: Nothing there, or parameters of another model.
     """
     from MaxText.conversion.hugging_face_folder import is_folder
 
@@ -66,7 +63,7 @@ def open_parameters(
 
 @contextlib.contextmanager
 def unreadable_is_user_error(key: str, stored: layout.Stored) -> Iterator[None]:
-    """A path that the user gave is never replaced by another checkpoint behind their back."""
+    """Converts Unreadable to a UserError: a path from the user is never replaced silently."""
     try:
         yield
     except Unreadable as error:

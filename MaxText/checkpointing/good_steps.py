@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are good: updates after them went well. Kept in `good.json`."""
+"""Healthy checkpoints of a run, recorded in `good.json`."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ _FILE = "good.json"
 
 
 def read_good_steps(folder: epath.Path) -> tuple[list[int], str]:
-    """What the file in a `checkpoints` folder says.
+    """Reads the file in a `checkpoints` folder.
 
     Returns:
       Steps, none without a file; and what is wrong with the file, "" for nothing.
 
     Raises:
-      UserError: the storage does not give it.
+      UserError: Storage fails.
     """
     path = folder / _FILE
     try:
@@ -34,18 +34,13 @@ def read_good_steps(folder: epath.Path) -> tuple[list[int], str]:
 class GoodSteps:
     """Promotes checkpoints after healthy updates and remembers them across restarts.
 
-    A state can be bad before any number shows it: the loss of an update is that of the state before
-    it. A checkpoint is therefore good only when `healthy_steps` updates in a row after it were
-    healthy, or when the run stopped on purpose in a healthy state.
+    The loss of an update is that of the state before it, so a state can be bad before any number
+    shows it. A checkpoint is therefore healthy only after `healthy_steps` healthy updates in a row,
+    or if the run stopped on purpose in a healthy state.
     """
 
     def __init__(self, folder: epath.Path, healthy_steps: int, show: Callable[[str], None]):
-        """
-        Args:
-          folder: of the checkpoints; the file lies in it.
-          healthy_steps: updates in a row that make a checkpoint good; with 0 each is good at once.
-          show: told once when the file is damaged.
-        """
+        """Reads the file in `folder`; with `healthy_steps` 0 checkpoints are healthy at once."""
         self._folder = folder
         self._path = folder / _FILE
         self._healthy_steps = healthy_steps
@@ -56,7 +51,7 @@ class GoodSteps:
 
     @property
     def steps(self) -> set[int]:
-        """The good ones; some may have been deleted since."""
+        """Healthy checkpoints; some may have been deleted since."""
         if self._steps is None:
             self._written, damage = read_good_steps(self._folder)
             if damage:
@@ -72,30 +67,25 @@ class GoodSteps:
             self._waiting[step] = 0
 
     def observe(self, step: int, healthy: bool) -> None:
-        """Counts an update; one that was not healthy starts the count again.
-
-        Args:
-          step: the update, from 0, in order.
-        """
+        """Counts an update, in order; one that is not healthy restarts the count."""
         for saved in [saved for saved in self._waiting if saved < step]:
             self._waiting[saved] = self._waiting[saved] + 1 if healthy else 0
             if self._waiting[saved] >= self._healthy_steps:
                 self.promote(saved)
 
     def promote(self, step: int) -> None:
-        """Declares a checkpoint good."""
         self.steps.add(step)
         self._waiting.pop(step, None)
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
-        """Leaves out checkpoints that no longer exist or that belong to a past given up."""
+        """Drops checkpoints that no longer exist or that were rolled back."""
         self._steps = {step for step in self.steps if not is_gone(step)}
         self._waiting = {s: count for s, count in self._waiting.items() if not is_gone(s)}
 
     def to_keep(self) -> set[int]:
-        """What must not be deleted: the newest good one, and the one that will be good next.
+        """Returns the newest healthy checkpoint and the next candidate, which must not be deleted.
 
-        Without the latter, retention could delete each one before it has become good.
+        Otherwise retention could delete each candidate before it is promoted.
         """
         newest = max(self.steps, default=-1)
         next_one = min((step for step in self._waiting if step > newest), default=-1)
@@ -103,18 +93,18 @@ class GoodSteps:
 
     @property
     def changed(self) -> bool:
-        """Whether the file says something else."""
+        """Whether the file is outdated."""
         return sorted(self.steps) != self._written
 
     def write(self, is_on_disk: Callable[[int], bool]) -> None:
-        """Writes the file, whole or not at all. One process does it.
+        """Writes the file atomically, on one process.
 
         Args:
-          is_on_disk: whether the checkpoint of a step is complete; others are left out. Asked only
-            for steps that the file does not list yet: it costs requests in a bucket.
+          is_on_disk: Whether the checkpoint of a step is complete. Asked only for steps that the
+            file does not list yet: it costs requests in a bucket.
 
         Raises:
-          OSError: the file cannot be written.
+          OSError: The file cannot be written.
         """
         kept = sorted(step for step in self.steps if step in self._written or is_on_disk(step))
         if kept == self._written:

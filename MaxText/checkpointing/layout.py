@@ -1,6 +1,6 @@
-"""Where checkpoints lie: `<run>/checkpoints/<step>/{items,iter,metadata}`, and how to find them.
+"""Location of checkpoints: `<run>/checkpoints/<step>/{items,iter,metadata}`.
 
-Listing needs no Orbax, whose import costs a third of a second.
+Listing needs no Orbax, whose import takes a third of a second.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ _PARALLEL_REQUESTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One checkpoint on disk.
+    """A checkpoint on disk.
 
     Attributes:
-      items: the folder with the arrays.
-      step: the update it was saved after, or None for an `items` folder that was moved away.
+      items: The folder with the arrays.
+      step: The update it was saved after, or None for a moved `items` folder.
     """
 
     items: epath.Path
@@ -37,7 +37,7 @@ class Stored:
 
     @property
     def folder(self) -> epath.Path:
-        """The step folder, which also holds `iter` and `metadata`."""
+        """The step folder, with `iter` and `metadata`."""
         return self.items.parent
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class Stored:
 
 
 def complete_steps(folder: epath.Path) -> list[int]:
-    """Steps under a `checkpoints` folder whose saving was finished, ascending.
+    """Returns the completely saved steps under a `checkpoints` folder, ascending.
 
-    Orbax writes into `<step>.orbax-checkpoint-tmp` and renames at the end; in object stores,
-    which cannot rename, it writes a marker last. A save that was killed is therefore not listed.
+    Orbax writes to `<step>.orbax-checkpoint-tmp` and renames at the end; in object stores, which
+    cannot rename, it writes a marker last. A save that was killed is therefore not listed.
     """
     saved = [child for child in children(folder) if child.name.isdigit()]
     if is_bucket(folder) and saved:
@@ -60,10 +60,10 @@ def complete_steps(folder: epath.Path) -> list[int]:
 
 
 def children(folder: epath.Path) -> list[epath.Path]:
-    """What a folder holds; nothing if it is not there.
+    """Returns the contents of a folder; empty if it does not exist.
 
-    To look for it first would not do: in a bucket a folder ends with its last object, which another
-    process of the run may delete in between.
+    Checking existence first would race: in a bucket a folder ends with its last object, which
+    another process of the run may delete in between.
     """
     try:
         return list(folder.iterdir())
@@ -72,20 +72,19 @@ def children(folder: epath.Path) -> list[epath.Path]:
 
 
 def is_complete(step_folder: epath.Path) -> bool:
-    """Whether the saving of a step was finished."""
     if is_bucket(step_folder):
         return (step_folder / COMMIT_MARK).exists()  # written last
     return (step_folder / ITEMS).is_dir()
 
 
 def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
-    """Makes a step one that was never finished, in one go, before its files are removed.
+    """Atomically makes a step incomplete, before its files are removed.
 
     Args:
-      name: that the folder gets where storage can rename.
+      name: New name of the folder if storage can rename.
 
     Returns:
-      Where its files are now.
+      The location of its files.
     """
     if is_bucket(step_folder):
         (step_folder / COMMIT_MARK).unlink(missing_ok=True)
@@ -94,18 +93,16 @@ def withdraw(step_folder: epath.Path, name: str) -> epath.Path:
 
 
 def find(path: str, key: str) -> Stored:
-    """The checkpoint that a user's path means.
+    """Returns the checkpoint that a user's path means.
 
-    Of a run it is the newest complete one, as for a resume. A step that the path names is taken
-    whatever it is.
+    Of a run it is the newest complete one, as for a resume.
 
     Args:
-      path: a run folder or its `checkpoints`, a step folder, or its `items`.
-      key: the configuration key that holds the path, for the message.
+      path: A run folder or its `checkpoints`, a step folder, or its `items`.
+      key: The configuration key that holds the path, for the message.
 
     Raises:
-      UserError: nothing there; says what was looked for and which steps exist nearby. Or the
-        storage does not let it be read.
+      UserError: Nothing there, with the steps nearby; or storage fails.
     """
     try:
         return _find(path, key)

@@ -1,7 +1,7 @@
-"""The lock of a run folder in a bucket: an object that its owner writes again and again.
+"""Lock of a run folder in a bucket: an object that its owner rewrites periodically.
 
-No clocks are compared. An owner that lives renews its lease every few seconds, which whoever wants
-the folder sees; a lease that stays the same for half a minute is of an owner that is gone.
+No clocks are compared. A live owner renews its lease every few seconds; a lease that does not
+change for half a minute is of a dead owner.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from MaxText.exit_codes import USER_MISTAKE
 
 
 class Lease:
-    """One attempt to own an object. Use `acquire`; the end of the program releases it."""
+    """An attempt to own an object; released by the end of the program."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Lease:
         expires_after: float = 30.0,
         settling: float = 2.0,
     ):
-        """
+        """Describes the lease.
+
         Args:
-          url: of the object.
-          holder: JSON values that tell people who owns it; needs host and process.
-          renewed_every: seconds.
-          expires_after: seconds without a renewal.
-          settling: seconds after a takeover, for another process that did the same to be seen.
+          holder: JSON values that identify the owner; needs host and process.
+          renewed_every: Seconds.
+          expires_after: Seconds without a renewal.
+          settling: Seconds after a takeover to notice a competing one.
         """
         self._renewed_every, self._expires_after = renewed_every, expires_after
         self._settling = settling
@@ -49,10 +49,10 @@ class Lease:
         self._storage, self._path = fsspec.core.url_to_fs(url)
 
     def acquire(self) -> None:
-        """Takes the lease, over from an owner that is gone if need be, and keeps it.
+        """Takes the lease, from a dead owner if need be, and keeps it.
 
         Raises:
-          UserError: its owner lives.
+          UserError: Its owner is alive.
         """
         while not self._create():
             found = self._read()
@@ -68,7 +68,7 @@ class Lease:
         atexit.register(self.release)
 
     def release(self) -> None:
-        """Gives it up. Safe to call twice."""
+        """Releases the lease. Safe to call twice."""
         if not self._over.is_set():
             self._over.set()
             found = self._read()
@@ -76,10 +76,10 @@ class Lease:
                 self._storage.rm_file(self._path)
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Watches a lease until it expires; False where it did.
+        """Watches a lease until it expires; returns False then.
 
         Raises:
-          UserError: it was renewed meanwhile.
+          UserError: It was renewed meanwhile.
         """
         who = described(found)
         seconds = f"{self._expires_after:g} s"
@@ -141,7 +141,7 @@ class Lease:
 
 
 def described(holder: Any) -> str:
-    """Who holds a lock, by what its file says."""
+    """Describes the holder of a lock."""
     try:
         return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
     except (LookupError, TypeError):
@@ -149,7 +149,7 @@ def described(holder: Any) -> str:
 
 
 def _is_dead_here(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone."""
+    """Returns whether the holder was a process of this machine that is gone."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("process"), int):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Saving a run's train state while it goes on, and finding it again."""
+"""Checkpoints of a run in progress."""
 
 import contextlib
 import math
@@ -28,12 +28,12 @@ _SECONDS_BETWEEN_LOOKS = 2.0  # for a save in the background to be complete
 class Checkpoints:
     """The checkpoints of one run: `<directory>/<step>/{items,iter,metadata}`.
 
-    Folder <step> holds the state after update <step>, counted from 0, so a run resumes at
-    <step> + 1. A process killed at any moment leaves every earlier checkpoint whole.
+    Folder <step> holds the state after update <step>, from 0; a run resumes at <step> + 1. A
+    process killed at any moment leaves every earlier checkpoint intact.
 
-    A checkpoint is good when enough updates after it were healthy (GoodSteps). A run resumes from
-    the newest complete one, confirmed or not. The newest good one is what a run in trouble goes
-    back to, and retention never deletes it.
+    A checkpoint is healthy when enough updates after it were (GoodSteps). A run resumes from the
+    newest complete one, confirmed or not. It rolls back to the newest healthy one, which retention
+    never deletes.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Checkpoints:
         guard_healthy_steps: int = 0,
         show: Callable[[str], None] = print,
     ):
-        """
+        """Describes the checkpoints.
+
         Args:
           directory: `<run folder>/checkpoints`; created by the first save.
-          section: what to save and to keep.
-          guard_healthy_steps: healthy updates in a row that make a checkpoint good; with 0 it is
-            good as soon as it is written.
-          show: receives warnings, such as of a save that failed and will be tried again.
+          guard_healthy_steps: Healthy updates in a row that confirm a checkpoint; with 0 it is
+            confirmed as soon as it is written.
+          show: Takes warnings, such as of a failed save.
         """
         self.directory = epath.Path(directory)
         self.guard_healthy_steps = guard_healthy_steps
@@ -66,17 +66,12 @@ class Checkpoints:
         self._looked = -math.inf
 
     def preload(self) -> None:
-        """Imports Orbax in the background (0.3 s), to be hidden behind compilation."""
+        """Imports Orbax in the background (0.3 s), hidden behind compilation."""
         if self._section.enable_checkpointing:
             threading.Thread(target=_import_orbax, daemon=True).start()
 
     def should_save(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint is due after update `step`.
-
-        Args:
-          step: the update just done, from 0.
-          last_step: the last update of the run.
-        """
+        """Returns whether a checkpoint is due after update `step`."""
         section = self._section
         if not section.enable_checkpointing:
             return False
@@ -97,25 +92,22 @@ class Checkpoints:
     ) -> bool:
         """Writes the state after update `step`; in the background if async_checkpointing.
 
-        Returns as soon as the state is copied, so the caller may donate it at once. Waits first
-        for an earlier save that is still being written. Every process must call it.
+        Returns when the state is copied, so the caller may donate it. Waits first for an earlier
+        save in progress. Every process must call it.
 
-        One save that fails is reported, here or by the next call, and the run goes on: a full disk
-        may have room again when the next one is due. The second in a row stops the run, and so does
-        one that leaves the run without any checkpoint.
+        A single failed save is reported, here or by the next call, and the run continues: a full
+        disk may have room later. The second in a row stops the run, and so does one that leaves the
+        run without any checkpoint.
 
         Args:
-          step: the update just done; `state.step` is step + 1.
-          state: a train state of arrays on devices.
-          position: where the data pipeline stands, JSON, for the next step.
-          metadata: see `matching.checkpoint_metadata`, JSON.
+          position: Data position for the next step, JSON.
+          metadata: See `matching.checkpoint_metadata`.
 
         Returns:
-          False if this step is on disk already, could not be written, or checkpointing is switched
-          off.
+          False if this step is on disk already, could not be written, or checkpointing is disabled.
 
         Raises:
-          UserError: saves could not be written, as said above.
+          UserError: Saves could not be written, as above.
         """
         if not self._section.enable_checkpointing:
             return False
@@ -160,11 +152,7 @@ class Checkpoints:
         return saved
 
     def wait(self) -> None:
-        """Blocks until the save in the background, if any, is complete.
-
-        Raises:
-          UserError: it could not be written.
-        """
+        """Blocks until the save in the background is complete; raises a UserError if it failed."""
         if failure := self._finish():
             raise failure.error()
 
@@ -172,7 +160,7 @@ class Checkpoints:
         """Waits, then stops Orbax's threads. Safe to call twice.
 
         Raises:
-          UserError: the last save could not be written.
+          UserError: The last save could not be written.
         """
         try:
             self.wait()
@@ -180,7 +168,7 @@ class Checkpoints:
             self._close_manager()
 
     def _finish(self) -> "_Failure | None":
-        """Waits for the save in the background; what went wrong with it."""
+        """Waits for the save in the background; returns its failure."""
         if self._saving is None:
             return None
         try:
@@ -213,7 +201,7 @@ class Checkpoints:
             return False
 
     def _failed(self, error: Exception) -> "_Failure":
-        """Takes back what was noted of the save on its way."""
+        """Reverts the bookkeeping of the save in progress."""
         step, self._saving = self._saving, None
         self._failures += 1
         self._good.forget(lambda saved: saved == step)
@@ -225,7 +213,7 @@ class Checkpoints:
         return _Failure(step, self.directory, max(self._seen, default=None), error)
 
     def _report(self, failure: "_Failure | None") -> None:
-        """Tells of one failed save; stops the run at the second, or if it has no checkpoint."""
+        """Reports a failed save; stops the run at the second, or if it has no checkpoint."""
         if failure is None:
             return
         if self._failures >= 2 or failure.newest is None:
@@ -235,13 +223,12 @@ class Checkpoints:
     # --- Good checkpoints -------------------------------------------------------------------------
 
     def observe(self, step: int, healthy: bool) -> None:
-        """Tells how an update went, once for each, in order. Every process must call it.
+        """Takes the outcome of each update, in order. Every process must call it.
 
-        A checkpoint becomes good when `guard_healthy_steps` healthy updates in a row followed it.
+        `guard_healthy_steps` healthy updates in a row confirm the checkpoint before them.
 
         Args:
-          step: the update, from 0.
-          healthy: whether it was applied and looked like those before.
+          healthy: Whether it was applied and looked like those before.
         """
         if not self._section.enable_checkpointing:
             return
@@ -252,12 +239,12 @@ class Checkpoints:
             self._write_good()
 
     def mark_good(self, step: int) -> None:
-        """Declares a checkpoint good, such as the last one of a run that stops on purpose.
+        """Confirms a checkpoint, such as the last one of a run that stops on purpose.
 
         Waits until it is written; does nothing if there is none. Every process must call it.
 
         Raises:
-          UserError: saves could not be written, as `save` says.
+          UserError: Saves could not be written, see `save`.
         """
         self._report(self._finish())
         if self._is_whole(step):
@@ -266,25 +253,22 @@ class Checkpoints:
             self._delete_old()
 
     def latest_good(self, before: int | None = None) -> int | None:
-        """The newest good checkpoint on disk. Waits for a save on its way.
+        """Returns the newest healthy checkpoint on disk, if given one before the step `before`.
 
-        Args:
-          before: a step; only checkpoints of earlier ones are looked at.
+        Waits for a save in progress.
 
         Raises:
-          UserError: saves could not be written, as `save` says.
+          UserError: Saves could not be written, see `save`.
         """
         self._report(self._finish())
         good = self._good.steps & set(self.steps())
         return max((step for step in good if before is None or step < before), default=None)
 
     def go_back_to(self, step: int) -> None:
-        """Removes the checkpoints after `step`, whose past is given up; they can be saved again.
-
-        Every process must call it.
+        """Removes the checkpoints after `step`. Every process must call it.
 
         Raises:
-          UserError: saves could not be written, as `save` says.
+          UserError: Saves could not be written, see `save`.
         """
         self._report(self._finish())
         self._set_unreadable_aside()
@@ -292,11 +276,7 @@ class Checkpoints:
         self._resumed_from = None
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """Where the run went back, in order, as the file beside the checkpoints says.
-
-        Raises:
-          UserError: the file cannot be read.
-        """
+        """Rollbacks of the run, in order; raises a UserError if the file cannot be read."""
         if not self._section.enable_checkpointing:
             return ()
         if self._rewinds is None:
@@ -304,10 +284,10 @@ class Checkpoints:
         return self._rewinds
 
     def record_rewind(self, rewind: Rewind) -> None:
-        """Notes where the run goes back, before it goes on, for a restart that knows no better.
+        """Records a rollback before the run continues, for a restart.
 
-        Call it after `go_back_to`: with the file there and checkpoints of the past given up, a
-        restart would resume in that past. Every process must call it.
+        Call it after `go_back_to`: with the file and the later checkpoints both there, a restart
+        would resume from these. Every process must call it.
         """
         if not self._section.enable_checkpointing:
             return
@@ -336,22 +316,20 @@ class Checkpoints:
     # --- Resuming ---------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint on disk, ascending; none if switched off."""
+        """Returns the steps with a complete checkpoint, ascending; none if disabled."""
         if not self._section.enable_checkpointing:
             return []
         self._seen = layout.complete_steps(self.directory)
         return self._seen
 
     def steps_to_resume(self) -> list[int]:
-        """The steps on disk, newest first: the order in which a resume tries them."""
+        """Returns the steps on disk, newest first: the order in which a resume tries them."""
         return self.steps()[::-1]
 
     def latest_step(self) -> int | None:
-        """The step that a resume takes, if it can be read."""
         return next(iter(self.steps_to_resume()), None)
 
     def stored(self, step: int) -> layout.Stored:
-        """Where the checkpoint of a step lies."""
         return layout.Stored(self.directory / str(step) / layout.ITEMS, step)
 
     def restore(
@@ -364,15 +342,15 @@ class Checkpoints:
         """Reads one checkpoint and verifies its checksums; changes nothing on disk.
 
         Args:
-          abstract_state: a train state of jax.ShapeDtypeStruct with the shardings wanted.
-          config_flat: the current configuration, to explain a mismatch.
+          abstract_state: A train state of jax.ShapeDtypeStruct with the shardings wanted.
+          config_flat: The current configuration, to explain a mismatch.
 
         Returns:
-          (state, position of the data pipeline or None, metadata).
+          (state, data position or None, metadata).
 
         Raises:
-          UserError: names or shapes differ.
-          description.Unreadable: files are damaged.
+          UserError: Names or shapes differ.
+          description.Unreadable: Files are damaged.
         """
         stored = self.stored(step)
         described = description.describe(stored, is_own=True)
@@ -381,18 +359,18 @@ class Checkpoints:
         return state, position, described.metadata
 
     def resume_from(self, step: int) -> None:
-        """Notes the checkpoint that the run goes on from.
+        """Notes the checkpoint that the run resumes from.
 
-        Those after it stay until the next save, which removes them: the run does their updates
-        again. If it is not good yet, the updates that follow can make it so.
+        Later ones stay until the next save, which removes them. If it is not confirmed yet, the
+        updates that follow can confirm it.
         """
         self._resumed_from = step
         self._good.watch(step)
 
     def mark_unreadable(self, step: int) -> None:
-        """Notes that a checkpoint is damaged. The next save renames it to `<step>.unreadable`.
+        """Marks a checkpoint as damaged. The next save renames it to `<step>.unreadable`.
 
-        Left in place it would count as the newest, and retention would delete good ones for it.
+        Otherwise it would count as the newest, and retention would delete healthy ones for it.
         """
         self._unreadable.add(step)
         self._good.forget(lambda good: good == step)
@@ -400,17 +378,17 @@ class Checkpoints:
     # --- Folders ----------------------------------------------------------------------------------
 
     def _clear_the_way(self) -> None:
-        """What the first save after a resume does, and not the resume: it may not be wanted."""
+        """Applies the removals that a resume noted, at its first save: it may not have one."""
         self._set_unreadable_aside()
         if self._resumed_from is not None:
             self._give_up(self._resumed_from)
             self._resumed_from = None
 
     def _has_room(self, step: int) -> bool:
-        """Whether the step is not on disk yet; proves that it can be written.
+        """Returns whether the step is not on disk yet; proves that it can be written.
 
         Raises:
-          OSError: it cannot.
+          OSError: It cannot.
         """
         # Only this one: to list all would cost requests for each that was kept.
         if layout.is_complete(self.directory / str(step)):
@@ -451,7 +429,7 @@ class Checkpoints:
             self._close_manager()  # it would go on listing them
 
     def _remove_partial(self, name: str) -> None:
-        """Frees what saves that were killed or that failed have left."""
+        """Removes the remains of killed or failed saves."""
         if jax.process_index() != 0:
             return
         for folder in layout.children(self.directory):
@@ -481,7 +459,7 @@ class Checkpoints:
         return self._orbax_manager
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
-        """Which of some checkpoints, ascending, are not deleted."""
+        """Returns which of these checkpoints, ascending, retention keeps."""
         section = self._section
         if section.max_to_keep is None:
             return set(steps)
@@ -491,7 +469,7 @@ class Checkpoints:
         return kept
 
     def _delete_old(self) -> None:
-        """Deletes what is no longer kept; nothing is on its way to disk."""
+        """Deletes what retention does not keep; no save is in progress."""
         if self._orbax_manager is None:
             return
         # Orbax's own list is the same in every process.
@@ -541,7 +519,7 @@ class _Failure(NamedTuple):
 
 
 class _Preservation:
-    """Orbax's PreservationPolicy: which checkpoints stay once the one on its way is complete."""
+    """Orbax's PreservationPolicy for retention after the save in progress."""
 
     def __init__(self, kept: Callable[[Sequence[int]], Collection[int]]):
         self._kept = kept

@@ -1,4 +1,4 @@
-"""Whether a stored state fits the one that a configuration asks for; no array is read for it."""
+"""Comparison of a stored state with the one of a configuration; reads no arrays."""
 
 import functools
 import hashlib
@@ -26,12 +26,11 @@ path_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigHint(NamedTuple):
-    """What explains a difference.
+    """Configurations that explain a difference.
 
     Attributes:
-      stored: the flat configuration stored with the checkpoint, None if unknown.
-      current: the current one.
-      is_own: whether it is a checkpoint of the run itself, and not one that a key names.
+      stored: Flat configuration in the checkpoint, None if unknown.
+      is_own: Whether it is a checkpoint of the run itself, not one that a key names.
     """
 
     stored: Mapping[str, Any] | None
@@ -40,7 +39,7 @@ class ConfigHint(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Shape and format of one array."""
+    """Shape and format of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -50,7 +49,7 @@ class Leaf(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """An array that changes its format while it is loaded."""
+    """An array whose format changes while it is loaded."""
 
     path: str
     stored: np.dtype
@@ -58,7 +57,7 @@ class Cast(NamedTuple):
 
 
 def leaves_by_path(tree: Any) -> dict[str, Leaf]:
-    """Arrays of a tree by path, such as "opt_state/1/0/mu/decoder/wi"."""
+    """Returns arrays of a tree by path, such as "opt_state/1/0/mu/decoder/wi"."""
     return {
         path_name(path): Leaf(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -69,15 +68,15 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
     """Compares names, shapes and formats.
 
     Args:
-      stored_tree: what the checkpoint's own description says; leaves have .shape and .dtype.
-      abstract_tree: what is wanted, such as a dict of jax.ShapeDtypeStruct.
-      config_hint: to name the keys responsible.
+      stored_tree: The checkpoint's description; leaves have .shape and .dtype.
+      abstract_tree: What is wanted, such as a dict of jax.ShapeDtypeStruct.
+      config_hint: To name the keys responsible.
 
     Returns:
       The floating point arrays whose format differs; they are cast on load.
 
     Raises:
-      UserError: arrays are missing, extra, or of another shape or kind of number.
+      UserError: Arrays are missing, extra, or of another shape or kind of number.
     """
     stored, wanted = leaves_by_path(stored_tree), leaves_by_path(abstract_tree)
     problems = [
@@ -108,7 +107,7 @@ def check_matches(stored_tree: Any, abstract_tree: Any, config_hint: ConfigHint)
 
 
 def describe_casts(casts: Sequence[Cast]) -> list[str]:
-    """Lines that tell which formats change on load."""
+    """Returns lines about the formats that change on load."""
     counts: dict[tuple[str, str, str], int] = {}
     for cast in casts:
         kind = (cast.path.split("/")[0], cast.stored.name, cast.wanted.name)
@@ -120,12 +119,11 @@ def describe_casts(casts: Sequence[Cast]) -> list[str]:
 
 
 def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = None) -> str:
-    """A message that lists what does not fit and the keys that are responsible.
+    """Returns a message with the problems and the keys that are responsible.
 
     Args:
-      problems: one line each.
-      hint: both configurations.
-      most_lines: problems to list; None lists all.
+      problems: One line each.
+      most_lines: Problems to list; None lists all.
     """
     shown = problems[:most_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
@@ -153,17 +151,17 @@ def explain(problems: Sequence[str], hint: ConfigHint, most_lines: int | None = 
 
 
 def parameter_hash(params: Any) -> str:
-    """16 hexadecimal digits that depend on the names, shapes and formats of the parameters."""
+    """Returns 16 hex digits of the names, shapes and formats of parameters."""
     table = sorted(f"{path} {leaf}" for path, leaf in leaves_by_path(params).items())
     return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
 
 def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """What is stored beside the state: enough to explain the checkpoint without the run.
+    """Returns what is stored next to the state to explain it without the run.
 
     Args:
-      config_flat: the resolved configuration by key.
-      params: parameters or their shapes.
+      config_flat: The resolved configuration by key.
+      params: Parameters or their shapes.
     """
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     return {

@@ -1,4 +1,4 @@
-"""Lines for who watches a run that waits for its storage."""
+"""Warnings while a run waits for its storage."""
 
 import time
 from collections.abc import Callable
@@ -10,12 +10,7 @@ _SECONDS = 60.0
 
 
 def told_while_waiting(what: str, show: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Says once a minute what the block waits for.
-
-    Args:
-      what: takes so long, a sentence without its end.
-      show: takes the lines, on a thread.
-    """
+    """Logs a warning once a minute while the block waits; `what` begins the line."""
     began = time.monotonic()
 
     def tell() -> None:

@@ -1,14 +1,14 @@
-"""Errors of a failed save are told once, by us, and not by the threads of Orbax and TensorStore."""
+"""Suppression of duplicate errors from threads of Orbax and TensorStore."""
 
 import logging
 import sys
 
 
 def install() -> None:
-    """Silences what those threads print of errors that the main thread gets as well.
+    """Silences errors printed by those threads that the main thread gets as well.
 
     Orbax logs the traceback of each of its threads and raises the error again where the save is
-    waited for. It closes its event loop then, of which TensorStore's callbacks complain, and drops
+    waited for. It then closes its event loop, of which TensorStore's callbacks complain, and drops
     the tasks of the other arrays, whose errors asyncio logs when they are collected.
     """
     for name in ("absl", "asyncio"):
@@ -18,7 +18,7 @@ def install() -> None:
 
 
 class _Hook:
-    """Python's unraisablehook for errors that nobody can catch."""
+    """sys.unraisablehook for errors that no code can catch."""
 
     def __init__(self, before):
         self._before = before

@@ -1,4 +1,4 @@
-"""Reading the arrays of one stored checkpoint: description, numbers and checksums."""
+"""Reading of a checkpoint's arrays: description, numbers and checksums."""
 
 import contextlib
 import dataclasses
@@ -37,17 +37,17 @@ _WAITS = (1.0, 2.0, 4.0)  # seconds before storage that failed is asked again
 
 
 def as_dict(state: Any) -> dict[str, Any]:
-    """A train state (any dataclass) as the dict that is stored; without fields that are None."""
+    """Returns a train state (any dataclass) as the stored dict, without fields that are None."""
     fields = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
     return {name: value for name, value in fields if value is not None}
 
 
 def read_tree_description(stored: layout.Stored) -> dict[str, Any]:
-    """Names, shapes and formats of all arrays, without reading them.
+    """Returns names, shapes and formats of all arrays.
 
     Raises:
-      Unreadable: the description is damaged or missing.
-      BucketFailure: storage fails, also when asked again.
+      Unreadable: The description is damaged or missing.
+      BucketFailure: Storage fails repeatedly.
     """
     import orbax.checkpoint as ocp
 
@@ -66,20 +66,19 @@ def read_state(
     *,
     is_own: bool = False,
 ) -> Any:
-    """The whole train state, laid out as `abstract_state` asks, whatever devices wrote it.
+    """Reads a train state with the shardings of `abstract_state`, whatever devices wrote it.
 
-    Where the checkpoint has no `guard`, or one of other shapes, that of the result is
+    If the checkpoint has no `guard`, or one of other shapes, the result has
     `abstract_state.guard.fresh()`.
 
     Args:
-      abstract_state: a train state of jax.ShapeDtypeStruct; those without a sharding go to the
+      abstract_state: A train state of jax.ShapeDtypeStruct; those without a sharding go to the
         first device.
-      config_flat: current configuration, to explain a mismatch.
-      is_own: whether it is a checkpoint of the run that goes on.
+      is_own: Whether it is a checkpoint of the run itself.
 
     Raises:
-      UserError: names or shapes differ.
-      Unreadable: files are damaged, or the numbers in them are not those that were saved.
+      UserError: Names or shapes differ.
+      Unreadable: Files are damaged, or the numbers are not those that were saved.
     """
     wanted = as_dict(abstract_state)
     tree, described = _verified_description(stored)
@@ -101,11 +100,11 @@ def read_params(
     config_flat: Mapping[str, Any],
     show: Callable[[str], None],
 ) -> Any:
-    """Only the parameters; the optimizer's state is not read.
+    """Reads the parameters only.
 
     Raises:
-      UserError: names or shapes differ.
-      Unreadable: files are damaged, or the numbers in them are not those that were saved.
+      UserError: Names or shapes differ.
+      Unreadable: Files are damaged, or the numbers are not those that were saved.
     """
     found, hint, described = _stored_params(stored, config_flat)
     wanted = {"params": abstract_params}
@@ -124,7 +123,7 @@ def check_params(
 def _stored_params(
     stored: layout.Stored, config_flat: Mapping[str, Any]
 ) -> tuple[dict[str, Any], ConfigHint, Description]:
-    """What a checkpoint says of its parameters."""
+    """Returns the description of a checkpoint's parameters."""
     tree, described = _verified_description(stored)
     found = {"params": tree["params"]} if "params" in tree else {}
     return found, ConfigHint(described.metadata.get("config"), config_flat), described
@@ -133,7 +132,7 @@ def _stored_params(
 def _as_stored(
     tree: dict[str, Any], wanted: dict[str, Any], config_flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What to ask a checkpoint for, which may be of a version that stacked fewer layers."""
+    """Returns the tree to ask for, if the checkpoint is of a version that stacked fewer layers."""
     if is_unstacked(tree.get("params", {}), wanted["params"]):
         return unstack(wanted, build(dict(config_flat)).model.layer_plan)
     return wanted
@@ -157,7 +156,7 @@ def _read(
 
 
 def _verified_description(stored: layout.Stored) -> tuple[dict[str, Any], Description]:
-    """What the files say of the arrays, and what the checkpoint says of itself."""
+    """Returns the files' description of the arrays, and the checkpoint's metadata."""
     tree, described = read_tree_description(stored), describe(stored)
     if described.checksums is not None and (
         difference := other_leaf(leaves_by_path(tree), described.checksums)
@@ -183,12 +182,9 @@ def _read_arrays(
     checksums: dict[str, str] | None,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Reads arrays in their stored formats, compares their checksums and casts them.
+    """Reads arrays in their stored formats, verifies their checksums and casts them.
 
-    Args:
-      wanted: of jax.ShapeDtypeStruct.
-      casts: those that change their format. They are read in groups, so that only some are there
-        in both.
+    Arrays in `casts` are read in groups, so that only some are in memory in both formats.
     """
     import orbax.checkpoint as ocp
 
@@ -225,7 +221,7 @@ def _read_arrays(
 
 
 def _groups(names: list[str], leaves: list[Any], formats: Mapping[str, np.dtype]) -> list[set[int]]:
-    """Indices of the arrays to be read at once: those that stay as they are, then some by some."""
+    """Returns indices of the arrays to read together: uncast ones, then groups of cast ones."""
     groups, room = [{i for i, name in enumerate(names) if name not in formats}], 0
     for i, name in enumerate(names):
         if name in formats:
@@ -258,7 +254,7 @@ def read_again(read: Callable[[], Any]) -> Any:
     """Calls `read`, again after each of _WAITS while storage fails.
 
     Raises:
-      BucketFailure: storage fails for longer, or refuses.
+      BucketFailure: Storage fails for longer, or refuses.
     """
     for seconds in _WAITS:
         try:
@@ -272,9 +268,9 @@ def read_again(read: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def damage_is_unreadable() -> Iterator[None]:
-    """Turns what Orbax and TensorStore raise on damaged files into Unreadable.
+    """Converts errors of Orbax and TensorStore on damaged files to Unreadable.
 
-    Storage that fails is a BucketFailure: nothing is known about the files then.
+    Failing storage is a BucketFailure: it says nothing about the files.
     """
     previous_hook = sys.unraisablehook
 
@@ -306,7 +302,7 @@ def damage_is_unreadable() -> Iterator[None]:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first line of what went wrong first; around it stand pages of settings."""
+    """Returns the first line of the root cause, which is surrounded by pages of settings."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).splitlines()

@@ -1,7 +1,7 @@
-"""Going back: what a run does when too many updates are left out, or when its loss rises for long.
+"""Rollback: restore the last healthy state when updates are skipped or the loss rises.
 
-The state returns to the last good one, the data since the first suspicious update are left out, and
-training goes on. From there on the run is, bit for bit, one whose data never had that span.
+The data since the first suspicious update are excluded, and training continues: bit for bit a run
+whose data never had that span.
 """
 
 import collections
@@ -35,12 +35,12 @@ _ROSE = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """Why a run should go back.
+    """Reason for a rollback.
 
     Attributes:
-      noticed: the update at which that became clear.
-      began: the first suspicious one.
-      reason: a sentence.
+      noticed: The update at which it was detected.
+      began: The first suspicious one.
+      reason: A sentence.
     """
 
     noticed: int
@@ -50,7 +50,7 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """A state in the memory of the host: of each leaf what lies on this process's devices."""
+    """A state in host memory: of each leaf the parts on this process's devices."""
 
     step: int
     shards: Any
@@ -58,11 +58,11 @@ class _Snapshot:
 
 
 class Recovery:
-    """Sees the numbers of every reported update, in order, and knows the way back.
+    """Detects trouble from the metrics of reported updates, and rolls back.
 
     Attributes:
-      trouble: set when the run should go back; `go_back` clears it.
-      rewinds: times that the run, over all its starts, went back.
+      trouble: Set when the run should roll back; `go_back` clears it.
+      rewinds: Rollbacks over all starts of the run.
     """
 
     def __init__(
@@ -74,14 +74,12 @@ class Recovery:
         abstract_state: Any,
         start: Start,
     ):
-        """
+        """Prepares for the run.
+
         Args:
-          section: when to go back.
-          checkpoints: told of every update, which makes them good, and the place to go back to.
-          emit: takes events, of updates left out and of going back (EventStream.emit).
-          batches: of the training; `go_back` moves them.
-          abstract_state: a train state of jax.ShapeDtypeStruct with shardings.
-          start: where the run begins.
+          emit: Takes events of skipped updates and rollbacks (EventStream.emit).
+          batches: Of the training; `go_back` moves them.
+          abstract_state: A train state of jax.ShapeDtypeStruct with shardings.
         """
         self.trouble: Trouble | None = None
         recorded = standing_rewinds(start, batches)
@@ -109,7 +107,7 @@ class Recovery:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last steps seen, `guard_healthy_steps` of them, were all applied."""
+        """Whether the last `guard_healthy_steps` steps were all applied."""
         if self.trouble is not None:
             return False
         return self._last_skipped < 0 or (
@@ -117,14 +115,10 @@ class Recovery:
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of an update; those between it and the one before are known by them.
-
-        Args:
-          step: the update, from 0.
-          metrics: of the compiled step.
+        """Takes the metrics of an update, which cover those since the one before.
 
         Raises:
-          Diverged: nothing can be trained any more, and going back is switched off.
+          Diverged: Training cannot continue, and rollback is disabled.
         """
         skipped = int(metrics.get("num_skipped", 0)) - self._num_skipped
         if skipped:
@@ -167,27 +161,24 @@ class Recovery:
         return None
 
     def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-        """Keeps a copy of a healthy state in memory, when one is due.
+        """Copies a healthy state to host memory when one is due.
 
         Args:
-          step: the update just done, which the host has seen.
-          state: after it.
-          position: of the data, for the next update.
+          step: The update just done, which the host has seen.
+          position: Data position for the next update.
         """
         period = self._section.rewind_snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
             self._snapshots.append(_Snapshot(step, copied(state), position))
 
     def go_back(self) -> Any:
-        """Returns to the last good state and leaves out the data of the trouble.
-
-        The batches are moved to the update after that state.
+        """Rolls back to the last healthy state and excludes the data of the trouble.
 
         Returns:
-          The state to go on with; `state.step` is the update to do next.
+          The state to continue with; `state.step` is the next update.
 
         Raises:
-          Diverged: there is no good state, or the run went back max_rewinds times already.
+          Diverged: There is no healthy state, or max_rewinds is reached.
         """
         trouble, batches = self.trouble, self._batches
         assert trouble is not None
@@ -236,7 +227,7 @@ class Recovery:
         return state
 
     def _last_good(self, trouble: Trouble, signs: str) -> tuple[int, str, Any, Any]:
-        """Step, source, state and position of data of the newest good state before the trouble."""
+        """Returns step, source, state and data position of the newest usable healthy state."""
         snapshot = next((s for s in reversed(self._snapshots) if s.step < trouble.began), None)
         while True:
             good = self._checkpoints.latest_good(before=trouble.began)
@@ -263,7 +254,7 @@ class Recovery:
             self._checkpoints.show(f"!!! WARNING: THE CHECKPOINT OF STEP {good} IS BAD: {reason}")
 
     def _signs(self, began: int) -> str:
-        """What rose shortly before an update, as far as this process has seen it."""
+        """Describes metrics that rose shortly before an update."""
         rows = [row for row in self._history if row["step"] < began]
         late = rows[-_SHORTLY_BEFORE:]
         early = rows[-_SHORTLY_BEFORE - _BEFORE_THAT : -_SHORTLY_BEFORE]
@@ -281,14 +272,14 @@ class Recovery:
 
 
 def copied(state: Any) -> Any:
-    """Each array as a list of (device, its part), in NumPy."""
+    """Returns each array as a list of (device, its part), in NumPy."""
     return jax.tree.map(
         lambda x: [(shard.device, np.array(shard.data)) for shard in x.addressable_shards], state
     )
 
 
 def placed(shards: Any, abstract_state: Any) -> Any:
-    """What was `copied` as arrays with the shardings of `abstract_state`."""
+    """Returns what was `copied` as arrays with the shardings of `abstract_state`."""
 
     def place(leaf: jax.ShapeDtypeStruct, parts: list[tuple[Any, np.ndarray]]) -> jax.Array:
         # Copies, as a device that is the host may take the memory itself, and then donate it.

@@ -1,7 +1,7 @@
-"""Where a run has gone back, and what it leaves out since: `rewinds.json` beside its checkpoints.
+"""Rollbacks of a run and their exclusions: `rewinds.json` next to its checkpoints.
 
-The next checkpoint knows what was left out. Until there is one, a restart begins at a state from
-before the trouble, and would meet the trouble again without this file.
+The next checkpoint has the exclusions. Until there is one, a restart begins at a state from before
+the trouble, and would meet it again without this file.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ _FILE = "rewinds.json"
 
 @dataclasses.dataclass(frozen=True)
 class Rewind:
-    """One time that a run went back.
+    """A rollback.
 
     Attributes:
-      number: 1 for the first of the run.
-      to: the update that was done next.
-      noticed: the update at which the trouble was noticed.
-      began: the first suspicious one.
-      samples: first sample that is left out, and the one after the last.
-      source: what the state came from.
-      reason: a sentence or two.
-      data: what fixes the meaning of a sample (BatchIterator.position).
+      number: From 1.
+      to: The next update.
+      noticed: The update at which the trouble was noticed.
+      began: The first suspicious one.
+      samples: First excluded sample, and the end.
+      source: Of the state.
+      reason: A sentence or two.
+      data: What fixes the meaning of a sample (BatchIterator.position).
     """
 
     number: int
@@ -41,21 +41,17 @@ class Rewind:
     data: Mapping[str, Any]
 
     def facts(self) -> dict[str, Any]:
-        """What its event says."""
+        """Returns the facts of its event."""
         facts = dataclasses.asdict(self) | {"samples": list(self.samples)}
         del facts["data"]
         return facts
 
 
 def write_rewinds(folder: epath.Path, rewinds: Sequence[Rewind]) -> None:
-    """Writes the file, whole or not at all. One process does it.
-
-    Args:
-      folder: of the checkpoints; may be gs://.
-      rewinds: all of the run, in order.
+    """Writes the rollbacks of a run atomically, on one process.
 
     Raises:
-      OSError: the file cannot be written.
+      OSError: The file cannot be written.
     """
     rows = [dataclasses.asdict(rewind) for rewind in rewinds]
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,14 +59,10 @@ def write_rewinds(folder: epath.Path, rewinds: Sequence[Rewind]) -> None:
 
 
 def read_rewinds(folder: epath.Path, show: Callable[[str], None]) -> tuple[Rewind, ...]:
-    """The rewinds of a run, in order; none if there is no file.
-
-    Args:
-      folder: of the checkpoints.
-      show: told when the file is damaged, which then counts as none.
+    """Returns the rollbacks of a run, in order; none without a file, or if it is damaged.
 
     Raises:
-      UserError: the file cannot be read.
+      UserError: The file cannot be read.
     """
     path = folder / _FILE
     try:

@@ -1,4 +1,4 @@
-"""What a run folder says about itself besides its checkpoints."""
+"""Files in a run folder besides its checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,7 @@ from MaxText.configuration.schema import Config
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
-    """Writes config.yml, and the tokenizer, so that the run can be used without its data set.
-
-    Process 0 does.
-
-    Args:
-      run_folder: local or remote, an epath.Path.
-      tokenizer: folder or file of the data set's tokenizer; None where it has none.
-    """
+    """Writes config.yml and the tokenizer on process 0, so that the run needs no dataset."""
     from MaxText.conversion.tokenizer_copy import keep_tokenizer
 
     if jax.process_index() != 0:

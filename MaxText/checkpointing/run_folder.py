@@ -1,4 +1,4 @@
-"""The folder of a run: made, and proven to be writable, before anything expensive."""
+"""Creation of a run folder, and a check that it is writable."""
 
 import errno
 import sys
@@ -17,15 +17,14 @@ _SILENCE_SECONDS = 3.0
 def prepare_run_folder(path: str | epath.Path) -> epath.Path:
     """Creates the folder of a run and proves that files can be written there.
 
-    Called before anything expensive, so that a wrong path costs seconds and not the first
-    checkpoint. Every process probes with a file of its own, and no device is touched: in a run of
-    several processes jax is not connected yet.
+    Called before anything expensive, so that a wrong path costs seconds. Every process probes with
+    a file of its own; no device is touched, because jax.distributed is not initialized yet.
 
     Returns:
       The folder, absolute.
 
     Raises:
-      UserError: the folder cannot be created or written to.
+      UserError: The folder cannot be created or written to.
     """
     # Absolute, as Orbax asks for.
     folder = path_of(str(path), "base_output_directory")
@@ -51,11 +50,7 @@ def prepare_run_folder(path: str | epath.Path) -> epath.Path:
 
 
 def probe(folder: epath.Path) -> None:
-    """Creates a folder, writes a file into it and removes that.
-
-    Raises:
-      OSError: one of these fails.
-    """
+    """Creates a folder, writes a file into it and removes that; raises OSError if it cannot."""
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""One process at a time owns a run folder: `hold`. Imports no jax.
+"""Lock of a run folder: one process at a time owns it.
 
-The kernel drops the lock of a process that dies, however it dies, so a lock left behind is free.
+The kernel drops the lock of a dead process, so a leftover lock is free.
 """
 
 import datetime
@@ -29,10 +29,10 @@ def hold(run_folder: epath.Path, patience: float = 3.0) -> None:
     In a bucket that is a lease, see lease.py; file systems without locks are not locked.
 
     Args:
-      patience: seconds for an old owner that was killed to be gone.
+      patience: Seconds to wait for an old owner that was killed.
 
     Raises:
-      UserError: another process holds it; names host, process and start time.
+      UserError: Another process holds it; names host, process and start time.
     """
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
@@ -67,7 +67,7 @@ def hold(run_folder: epath.Path, patience: float = 3.0) -> None:
 
 
 def release() -> None:
-    """Gives up what this process holds, for one that trains several runs in turn."""
+    """Releases the lock, for a process that trains several runs in turn."""
     while _leases:
         _leases.pop().release()
     _close()

@@ -1,4 +1,4 @@
-"""Where the data of a run begins, and whether any of its steps is left."""
+"""The data position of a run's start, and its last step."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,17 +14,13 @@ if TYPE_CHECKING:
 def begin_data(
     start: Start, batches: "BatchIterator", steps: int, show: Callable[[str], None] = print
 ) -> int:
-    """Moves the data to a starting point, and leaves out what rewinds have left out.
-
-    Args:
-      steps: of the configuration.
-      show: takes lines about what is left out.
+    """Moves the data to a starting point, with the exclusions of rollbacks.
 
     Returns:
       The last update of the run, from 0: of `steps`, or the last one that has data.
 
     Raises:
-      UserError: the position counts in other data.
+      UserError: The position counts in other data.
     """
     if start.position is None:
         batches.seek(start.first_step)
@@ -48,28 +44,20 @@ def begin_data(
 
 
 def standing_rewinds(start: Start, batches: "BatchIterator") -> list[Rewind]:
-    """The recorded rewinds that count in the data of the run; all, unless it begins anew."""
+    """Returns the recorded rollbacks that count in the data of the run."""
     return [rewind for rewind in start.rewinds if not batches.differences(rewind.data)]
 
 
 def last_update(batches: "BatchIterator", steps: int) -> int:
-    """The last update of the run, from 0, from where its data stand now.
-
-    Where they end depends on the samples read so far, and on those left out.
-
-    Args:
-      steps: of the configuration.
-    """
+    """Returns the last update of the run, from 0, from its current data position."""
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
 def complete(start: Start, steps: int, last_step: int, num_epoch: int) -> str:
-    """What to tell the user of a run without a step left.
+    """Returns the message for a run without a step left.
 
-    Args:
-      last_step: what begin_data gave.
-      steps, num_epoch: of the configuration.
+    `last_step` is the result of begin_data.
     """
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     return (

@@ -1,4 +1,4 @@
-"""What a run starts from: its own checkpoint, another run's, given parameters, or nothing."""
+"""Start of a run: its own checkpoint, another run's, given parameters, or scratch."""
 
 import dataclasses
 import time
@@ -25,20 +25,19 @@ Show = Callable[[str], None]
 
 
 class Start(NamedTuple):
-    """Where a run begins.
+    """The restored start of a run.
 
     Attributes:
-      state: the train state, on devices.
-      first_step: the update to do first, from 0.
-      position: where the data pipeline stands, or None to begin with the data of `first_step`.
-      source: one line for the record, such as "checkpoint of step 120".
+      first_step: The first update, from 0.
+      position: Data position, or None to begin with the data of `first_step`.
+      source: One line, such as "checkpoint of step 120".
       how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: what the checkpoint says of itself (matching.checkpoint_metadata); empty if nothing.
-      folder: of the checkpoint; empty for scratch.
-      stored_step: the update after which the checkpoint was saved, if known.
-      changes: {key: (value in the checkpoint, value now)} of the configuration keys that differ.
-      growth: how the parameters grew on their way here; None if they did not.
-      rewinds: where the run went back before, also after the checkpoint was saved.
+      metadata: See matching.checkpoint_metadata; empty if there is none.
+      folder: Of the checkpoint; empty for scratch.
+      stored_step: The update after which the checkpoint was saved, if known.
+      changes: {key: (value in the checkpoint, value now)} of differing configuration keys.
+      growth: How the parameters grew; None if they did not.
+      rewinds: Rollbacks of the run, also after the checkpoint was saved.
     """
 
     state: Any
@@ -63,19 +62,18 @@ def restore_or_initialize(
     show: Show = print,
     settled: Settled | None = None,
 ) -> Start:
-    """Own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
+    """Restores own checkpoint, else load_full_state_path, else load_parameters_path, else scratch.
 
     Args:
-      abstract_state: a train state of jax.ShapeDtypeStruct with the shardings wanted; the
+      abstract_state: A train state of jax.ShapeDtypeStruct with the shardings wanted; the
         checkpoint may have been written on any other mesh.
-      initialize: makes a fresh state. Not called when a whole state is restored.
-      config_flat: the current configuration by key.
-      show: receives the numbered list, warnings, and every key that differs from the stored ones.
-      settled: what growth.settling.settle says; None if nothing can grow.
+      initialize: Makes a fresh state, if no whole state is restored.
+      show: Takes the numbered list, warnings, and every key that differs.
+      settled: Result of growth.settling.settle; None if nothing can grow.
 
     Raises:
-      UserError: a path has no checkpoint, a checkpoint does not fit, or this run has checkpoints
-        of which none can be read.
+      UserError: A path has no checkpoint, a checkpoint does not fit, or none of this run can be
+        read.
     """
     if section.load_full_state_path and section.load_parameters_path:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Reads checkpoints that hold each layer of a repeated cycle by its number.
+"""Compatibility with checkpoints that hold each layer of a repeated cycle by its number.
 
 Earlier versions stored layers that differ in shapes as layers/<number>. Now those of a repeated
 cycle are stacked by runs of like layers, layers/cycle/<run> (layers/stack.py).
@@ -17,13 +17,13 @@ _CYCLE = "cycle"
 
 
 def is_unstacked(stored_params: Mapping[str, Any], wanted_params: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has one by one what the model wants stacked."""
+    """Returns whether a checkpoint has one by one what the model wants stacked."""
     stored, wanted = (tree.get("layers", {}) for tree in (stored_params, wanted_params))
     return _CYCLE in wanted and _CYCLE not in stored and "0" in stored
 
 
 def unstack(wanted: Any, plan: LayerPlan) -> Any:
-    """The tree to ask such a checkpoint for: of the same arrays, each layer by its number."""
+    """Returns the tree to ask such a checkpoint for."""
 
     def one(tree: Any) -> Any:
         if not _has_cycle(tree):
@@ -39,7 +39,7 @@ def unstack(wanted: Any, plan: LayerPlan) -> Any:
 
 
 def stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
-    """Arrays that were read like this, as `wanted` asks for them."""
+    """Returns arrays that were read like this, as `wanted` asks for them."""
 
     def one(layout: Any, tree: Any) -> Any:
         if not _has_cycle(layout):

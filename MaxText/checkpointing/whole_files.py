@@ -1,4 +1,4 @@
-"""Small files that a crash leaves as they were or as they shall be."""
+"""Atomic writes of small files."""
 
 import hashlib
 import json
@@ -11,13 +11,10 @@ from MaxText.buckets.paths import is_bucket
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file and waits until it is on disk; replaces an older one in one go.
-
-    Args:
-      path: local, in a folder that exists, or gs://.
+    """Replaces a file, local or gs://, atomically and durably.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: It cannot be written.
     """
     if is_bucket(path):  # objects appear when they are complete
         path.write_text(text)
@@ -31,20 +28,20 @@ def write_whole(path: epath.Path, text: str) -> None:
 
 
 def write_sealed(path: epath.Path, name: str, value: Any) -> None:
-    """Writes `{name: value, "sha256": ...}` as JSON, whole or not at all.
+    """Writes `{name: value, "sha256": ...}` as JSON, atomically.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: It cannot be written.
     """
     write_whole(path, json.dumps({name: value, "sha256": _digest(value)}))
 
 
 def read_sealed(path: epath.Path, name: str) -> Any:
-    """The value that `write_sealed` wrote, as JSON has it; None where there is no file.
+    """Returns the value that `write_sealed` wrote; None if there is no file.
 
     Raises:
-      OSError: the storage does not give it.
-      ValueError: it is not what was written.
+      OSError: Storage fails.
+      ValueError: It is not what was written.
     """
     try:
         content = json.loads(path.read_text())

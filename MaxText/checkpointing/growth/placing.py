@@ -1,4 +1,4 @@
-"""Grown arrays onto devices, one at a time, so that the smaller model is never there as a whole."""
+"""Placement of grown arrays on devices, one at a time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,15 +18,11 @@ _OPT_STATE = "opt_state/"
 
 
 def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) -> Any:
-    """The parameters of the larger model.
+    """Returns the parameters of the larger model, each device with its part of every array.
 
     Args:
-      growth: what is asked for.
-      abstract_params: of jax.ShapeDtypeStruct with the shardings wanted.
-      fresh_params: drawn for the larger model, laid out alike. Given up array by array.
-
-    Returns:
-      A tree like abstract_params, on devices. Each device gets its own part of every array.
+      abstract_params: jax.ShapeDtypeStruct with the shardings wanted.
+      fresh_params: Drawn for the larger model with these shardings. Deleted array by array.
     """
     fresh = _by_name(fresh_params)
     for name, leaf in growth.plan.leaves.items():
@@ -46,21 +42,20 @@ def grown_parameters(growth: Growth, abstract_params: Any, fresh_params: Any) ->
 
 
 def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
-    """The optimizer's state with what the smaller model's knew: moments and their counts.
+    """Returns a fresh optimizer state with the smaller model's moments and counts.
 
-    Moments of old slots are taken over, first moments of new ones are zero. Second moments of new
-    ones are zero with growth_moments=reused; with warmed each is the mean over the old slots of its
-    array, so that a new slot's first updates are as large as an old one's and not larger. Counts
-    are taken over, or Adam would correct the bias of a mean that has none. The schedule begins
-    anew.
+    First moments of new slots are zero. Their second moments are zero with growth_moments=reused;
+    with warmed each is the mean over the old slots of its array, so that a new slot's first updates
+    are as large as an old one's. Counts are taken over, or Adam would correct the bias of a mean
+    that has none. The schedule restarts.
 
     Args:
-      growth: what is asked for; the source must hold a train state.
-      abstract_opt_state: of jax.ShapeDtypeStruct with the shardings wanted.
-      fresh_opt_state: of a fresh state. Given up array by array.
+      growth: Its source must hold a train state.
+      abstract_opt_state: jax.ShapeDtypeStruct with the shardings wanted.
+      fresh_opt_state: Deleted array by array.
 
     Raises:
-      UserError: the source has no such state.
+      UserError: The source has no such state.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(abstract_opt_state)
     names = [path_name(path) for path, _ in paths]
@@ -80,7 +75,7 @@ def grown_moments(growth: Growth, abstract_opt_state: Any, fresh_opt_state: Any)
 def _moment_plans(
     growth: Growth, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, LeafPlan]:
-    """Path in the optimizer's state -> how it comes about, of what is taken over."""
+    """Returns path in the optimizer's state -> plan, for what is taken over."""
     plans, problems = {}, []
     for name, leaf in wanted.items():
         if name.split("/")[0] != str(DIRECTION):
@@ -120,7 +115,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _means_over_slots(leaf: LeafPlan, stored: np.ndarray) -> np.ndarray | None:
-    """The mean over the stored slots at every new place; None without new slots."""
+    """Returns the mean over the stored slots for every new slot; None without new slots."""
     if leaf.slots is None or leaf.slots.new <= leaf.slots.old:
         return None
     axis = leaf.slots.axis
@@ -139,7 +134,7 @@ def _placed(
     wanted: jax.ShapeDtypeStruct,
     drawn: jax.Array | np.ndarray | None,
 ) -> jax.Array:
-    """One grown array, waited for: what it is made of may be given up afterwards."""
+    """Returns one grown array when it is complete: its inputs may be deleted afterwards."""
     sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shards: dict[tuple[tuple[int, int], ...], Any] = {}
     if isinstance(drawn, jax.Array):

@@ -1,7 +1,7 @@
-"""What becomes of each parameter when a model changes its slots or its depth; no number is read.
+"""Plan of a change of slots or depth, parameter by parameter; reads no numbers.
 
-Only the logical axes say what may change. `slots` is the axis of the parameter tokens of
-Pattention (Wang et al. 2024), `layers` that of the stack; every other size must agree.
+Only the logical axes decide what may change: `slots`, the parameter tokens of Pattention (Wang et
+al. 2024), and `layers`; every other size must agree.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ _PLACES: Mapping[SlotPlace, str] = {
 
 
 def place_of(name: str) -> SlotPlace | None:
-    """The place of a parameter's slots, by its name; None for names of another kind."""
+    """Returns the place of a parameter's slots, by its name; None without slots."""
     parts = name.split("/")
     if "mlp" in parts:
         return "ffn"
@@ -39,11 +39,7 @@ def place_of(name: str) -> SlotPlace | None:
 
 
 def by_place(numbers: Mapping[str, str]) -> str:
-    """Numbers with the places they belong to: "24 -> 40 (attention), 96 -> 160 (feed-forward)".
-
-    Args:
-      numbers: parameter name -> what there is to say of its slots.
-    """
+    """Formats numbers by place: "24 -> 40 (attention), 96 -> 160 (feed-forward)"."""
     order = [None, *_PLACES]
     pairs: set[tuple[SlotPlace | None, str]] = {
         (place_of(name), words) for name, words in numbers.items()
@@ -62,7 +58,7 @@ def _called(places: Sequence[SlotPlace | None]) -> str:
 
 
 class AxisSizes(NamedTuple):
-    """One axis of an array: its size as stored and as wanted."""
+    """Size of an axis as stored and as wanted."""
 
     axis: int
     old: int
@@ -70,21 +66,16 @@ class AxisSizes(NamedTuple):
 
     @property
     def differ(self) -> bool:
-        """Whether the two sizes do."""
         return self.old != self.new
 
 
 class LeafPlan(NamedTuple):
-    """How one parameter comes about.
+    """Origin of one parameter.
 
     Attributes:
-      name: of the parameter.
-      old: shape and format as stored.
-      new: shape and format wanted.
-      slots: sizes along the slots; None if it has no such axis.
-      layers: the same along the layers.
-      role: what the slots are to the product: "key" if it makes them, "value" if it sums over
-        them, "bias" if it is added to them; None without slots.
+      slots, layers: Sizes along the axis; None without it.
+      role: "key" if slots are produced, "value" if summed over, "bias" if added to; None without
+        slots.
     """
 
     name: str
@@ -100,7 +91,7 @@ class LeafPlan(NamedTuple):
         return not any(sizes and sizes.differ for sizes in (self.slots, self.layers))
 
     def takes_fresh(self, mode: Mode) -> bool:
-        """Whether the new slots get the numbers of a fresh model, and not zero."""
+        """Returns whether new slots get the numbers of a fresh model instead of zero."""
         if self.slots is None or self.slots.new <= self.slots.old:
             return False
         return mode == "random" or (mode == "function_preserving" and self.role == "value")
@@ -115,13 +106,13 @@ class LeafPlan(NamedTuple):
 
 
 class GrowthPlan(NamedTuple):
-    """The plan of a model: parameter name -> LeafPlan, in the order of the model."""
+    """Parameter name -> LeafPlan, in the order of the model."""
 
     leaves: Mapping[str, LeafPlan]
 
     @property
     def slots(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> (slots stored, slots now) where the two differ."""
+        """Parameter name -> (slots stored, slots now), where they differ."""
         return {
             name: (leaf.slots.old, leaf.slots.new)
             for name, leaf in self.leaves.items()
@@ -130,28 +121,28 @@ class GrowthPlan(NamedTuple):
 
     @property
     def stored_slots(self) -> dict[str, int]:
-        """Parameter name -> slots stored, of all that have slots."""
+        """Parameter name -> slots stored."""
         return {name: leaf.slots.old for name, leaf in self.leaves.items() if leaf.slots}
 
     @property
     def layers(self) -> tuple[int, int] | None:
-        """(layers stored, layers now) if the two differ."""
+        """(layers stored, layers now) if they differ, else None."""
         stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
         return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
 
     @property
     def changes(self) -> bool:
-        """Whether any shape does."""
+        """Whether any shape changes."""
         return bool(self.slots or self.layers)
 
     @property
     def adds_slots(self) -> bool:
-        """Whether any array has more slots than are stored."""
+        """Whether any array has more slots than stored."""
         return any(new > old for old, new in self.slots.values())
 
     @property
     def drops(self) -> list[str]:
-        """What is stored and finds no place, in words."""
+        """Returns descriptions of stored parts that are dropped."""
         slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
         words = [f"{SLOTS} {by_place(slots)}"] if slots else []
         if self.layers and self.layers[1] < self.layers[0]:
@@ -160,11 +151,7 @@ class GrowthPlan(NamedTuple):
 
 
 class Misfits(Exception):
-    """The stored parameters are not those of a smaller or larger model of this kind.
-
-    Attributes:
-      problems: one line for each parameter that does not fit.
-    """
+    """The stored parameters are not those of a smaller or larger model; one problem each."""
 
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
@@ -172,14 +159,14 @@ class Misfits(Exception):
 
 
 def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> GrowthPlan:
-    """Compares what is stored with the parameters of a model.
+    """Compares stored parameters with those of a model.
 
     Args:
-      stored: parameter name -> shape and format.
-      wanted: parameter name -> facts, with logical axes.
+      stored: Parameter name -> shape and format.
+      wanted: Parameter name -> facts, with logical axes.
 
     Raises:
-      Misfits: parameters are missing or extra, or differ in another axis than slots and layers.
+      Misfits: Parameters are missing or extra, or differ in another axis than slots and layers.
     """
     if reason := _fixed_depth(stored, wanted):
         raise Misfits([reason])
@@ -207,7 +194,7 @@ def plan(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> Gro
 
 
 def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]) -> str | None:
-    """Why these layers cannot become more or fewer; None if they can, or need not."""
+    """Returns why the number of layers cannot change; None if it can, or does not."""
     old = _depth({name: leaf.shape for name, leaf in stored.items()})
     new = _depth({name: info.shape for name, info in wanted.items()})
     if old == new:
@@ -223,7 +210,7 @@ def _fixed_depth(stored: Mapping[str, Leaf], wanted: Mapping[str, ParameterInfo]
 
 
 def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Layers that parameters of these names and shapes belong to."""
+    """Returns the number of layers of these parameters."""
     rows = {}
     for name, shape in shapes.items():
         folder, first, *rest = *name.split("/"), ""
@@ -235,7 +222,7 @@ def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def _singles(names: Iterable[str]) -> set[str]:
-    """Numbers of layers that are stored one by one."""
+    """Returns the numbers of layers that are stored one by one."""
     parts = (name.split("/") for name in names)
     return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
 
@@ -253,7 +240,7 @@ def _is_floating(leaf: Leaf) -> bool:
 
 
 def _other_change(old: Leaf, info: ParameterInfo) -> str | None:
-    """The sizes that may not differ and do, in words; None if there are none."""
+    """Describes the sizes that may not differ and do; None if there are none."""
     if len(old.shape) != len(info.shape):
         return ""
     changed = [
@@ -290,18 +277,15 @@ def new_part(
     index: Index | None = None,
     fresh: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """A part of a new array: stored numbers in the leading slots, `fresh` ones behind them.
+    """Returns a part of a new array: stored numbers in the leading slots, then `fresh` ones.
 
     Layer j of the new model is layer floor(j * old / new) of the old one, so that a deeper model
-    repeats layers evenly and a shallower one leaves out evenly.
+    repeats layers evenly and a shallower one omits layers evenly.
 
     Args:
-      stored: the whole stored array.
-      index: which part of the new array, one slice per axis; None for all of it.
-      fresh: numbers of the new slots: an array like the part, or one number.
-
-    Returns:
-      An array of its own, in the new format.
+      stored: The whole stored array.
+      index: Part of the new array, one slice per axis; None for all of it.
+      fresh: Numbers of the new slots: an array like the part, or one number.
     """
     shape = leaf.new.shape
     index = (slice(None),) * len(shape) if index is None else index

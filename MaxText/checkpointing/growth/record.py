@@ -1,11 +1,9 @@
-"""How a run's parameters grew, as JSON that is kept with its checkpoints and told in its records.
+"""Record of a run's growth, as JSON in its checkpoints.
 
-mode                     value of growth_mode
-slots                    {parameter name: [stored, now]} where the two differ
-layers                   [stored, now] or null
-zoom                     keys of the configuration that the growth fixed
-moments, data            values of growth_moments and growth_data
-old_slots_learning_rate  what multiplies the updates of slots that were there before
+mode                     value of growth_mode slots                    {parameter name: [stored,
+now]} where the two differ layers                   [stored, now] or null zoom
+keys of the configuration that the growth fixed moments, data            values of growth_moments
+and growth_data old_slots_learning_rate  factor of the updates of pre-existing slots
 """
 
 from collections.abc import Mapping
@@ -18,13 +16,7 @@ Record = Mapping[str, Any]
 
 
 def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, float]) -> Record:
-    """The record of a growth.
-
-    Args:
-      growth: what became of the parameters.
-      section: the keys that say how.
-      zoom: keys of the configuration that were fixed.
-    """
+    """Returns the record of a growth; `zoom` are the keys that were fixed."""
     rate = section.growth_old_slots_learning_rate
     return {
         "mode": section.mode_of_growth,
@@ -38,25 +30,25 @@ def make_record(growth: GrowthPlan, section: Checkpoint, zoom: Mapping[str, floa
 
 
 def latest(metadata: Mapping[str, Any]) -> Record | None:
-    """The record of the run that wrote a checkpoint; None if it did not begin with a growth."""
+    """Returns the record in a checkpoint's metadata; None if its run began without growth."""
     lineage = metadata.get("lineage") or [{}]
     return lineage[-1].get("growth")
 
 
 def old_slots(record: Record | None) -> dict[str, int]:
-    """Parameter name -> slots it had before it grew; they lead along its slots."""
+    """Returns parameter name -> pre-existing slots, which come first."""
     slots = record["slots"] if record else {}
     return {name: old for name, (old, new) in slots.items() if old < new}
 
 
 def smaller_model(metadata: Mapping[str, Any]) -> str:
-    """The folder that the run which wrote a checkpoint began from; empty if it does not say."""
+    """Returns the folder that a checkpoint's run began from; empty if unknown."""
     lineage = metadata.get("lineage") or [{}]
     return lineage[-1].get("folder", "")
 
 
 def sizes(record: Record) -> dict[str, str]:
-    """What changed, in words; empty for a record of a zoom alone.
+    """Describes the changed sizes; empty for a record of a zoom alone.
 
     {"slots": "24 -> 40 (attention), 96 -> 160 (feed-forward)", "layers": "18 -> 24"}
     """
@@ -68,11 +60,11 @@ def sizes(record: Record) -> dict[str, str]:
 
 
 def event_facts(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
-    """What the event of kind `growth` says, short enough for one line.
+    """Returns the facts of a `growth` event, short enough for one line.
 
     Args:
-      folder: of the smaller model.
-      grown: of the larger one that convert.py made of it; empty if the run itself grew.
+      folder: Of the smaller model.
+      grown: Of the larger one that convert.py made of it; empty if the run itself grew.
     """
     others = {
         name: value

@@ -1,4 +1,4 @@
-"""What growth decides before a model is built: which parameters grow, and how scores are scaled."""
+"""Growth decisions before a model is built: which parameters grow, and the zoom."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,10 @@ class Growth(NamedTuple):
     """Parameters that are to grow.
 
     Attributes:
-      source: the smaller model.
-      plan: what becomes of each of its parameters.
-      mode: what new slots begin with.
-      moments: what the optimizer knows of the parameters: "zeroed", "reused" or "warmed".
-      position: where the data pipeline goes on, or None to begin anew.
+      source: The smaller model.
+      mode: Initialization of new slots.
+      moments: Optimizer state: "zeroed", "reused" or "warmed".
+      position: Data position to continue at, or None to restart.
     """
 
     source: Source
@@ -37,14 +36,14 @@ class Growth(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """A configuration whose scale of scores is fixed, and what there is to grow.
+    """A configuration with a fixed zoom, and its growth.
 
     Attributes:
-      config: the configuration to build a model of.
-      growth: what is to be done at the start of this run, or None.
-      record: how the run's parameters grew, now or at its first start; None if they did not.
-        Kept with each checkpoint (monitoring/lineage.py), as the source may be gone by then.
-      lines: what to tell the user.
+      config: The configuration to build a model of.
+      growth: To be done at the start of this run, or None.
+      record: How the run's parameters grew, now or at its first start; None if they did not. Kept
+        with each checkpoint (monitoring/lineage.py), as the source may be gone by then.
+      lines: Messages for the user.
     """
 
     config: Config
@@ -54,12 +53,12 @@ class Settled:
 
     @property
     def old_slots(self) -> dict[str, int]:
-        """Parameter name -> slots it had before it grew; they lead along its slots."""
+        """Parameter name -> pre-existing slots, which come first."""
         return old_slots(self.record)
 
     @property
     def old_slots_learning_rate(self) -> float:
-        """What multiplies their updates: of this run, whatever its command line says by now."""
+        """Factor of their updates in this run."""
         return self.record["old_slots_learning_rate"] if self.record else 1.0
 
 
@@ -67,11 +66,10 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
     """Fixes what a run's starting point decides; reads sizes and JSON, no arrays.
 
     Args:
-      config: as the user wrote it.
-      own: checkpoints of this run, oldest first; the newest that can be read decides.
+      own: Checkpoints of this run, oldest first; the newest readable one decides.
 
     Raises:
-      UserError: the stored parameters do not fit, or cannot become the model in this way.
+      UserError: The stored parameters do not fit, or cannot become the model in this way.
     """
     section = config.checkpoint
     if own:
@@ -92,7 +90,7 @@ def settle(config: Config, own: Sequence[layout.Stored]) -> Settled:
 def _as_recorded(
     config: Config, checkpoints: Sequence[layout.Stored], *, is_resumed: bool
 ) -> Settled:
-    """For a run that goes on with a whole state: its own, or that of another run."""
+    """Settles a run that resumes a whole state, its own or another run's."""
     metadata = next(filter(None, map(metadata_if_any, reversed(checkpoints))), {})
     record = latest(metadata)
     # Whether growth fixed it, the user, or a config file of the first start: it is trained with it.
@@ -108,7 +106,7 @@ def _as_recorded(
 def _recorded_rate(
     config: Config, record: Record | None, stored: layout.Stored, is_resumed: bool
 ) -> tuple[Record | None, dict[str, float]]:
-    """The record with the rate of old slots that holds from now on, and the key if it lacks it."""
+    """Returns the record with the current rate of old slots, and the key if it lacks it."""
     asked = config.checkpoint.growth_old_slots_learning_rate
     if record is None or not old_slots(record):
         if _asked_rate(config):
@@ -131,17 +129,13 @@ def _recorded_rate(
 
 
 def _asked_rate(config: Config) -> dict[str, float]:
-    """The key that keeps old slots apart from new ones, where it is set to do so."""
+    """Returns the key that distinguishes old slots, if it is set to."""
     asked = config.checkpoint.growth_old_slots_learning_rate
     return {} if asked is None or asked == 1 else {_RATE: asked}
 
 
 def settle_source(config: Config, source: Source) -> Settled:
-    """As `settle`, for a run without checkpoints of its own.
-
-    Args:
-      source: what load_parameters_path names.
-    """
+    """Settles a run without checkpoints; `source` is what load_parameters_path names."""
     from MaxText.conversion.weights import model_of
 
     section = config.checkpoint
@@ -228,12 +222,7 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: Source) -> None:
 
 
 def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
-    """What can be called slot_num of a stored model.
-
-    Args:
-      stored: parameter name -> slots, of at least one.
-      config: of the model, None if unknown.
-    """
+    """Returns the numbers that can be called slot_num of a stored model."""
     counts = {place_of(name): slots for name, slots in stored.items()}
     if config is not None:
         section = config.model.pattention
@@ -285,7 +274,7 @@ def _check_possible(config: Config, growth: GrowthPlan, mode: Mode, source: Sour
 
 
 def _zoom_keys(config: Config, growth: GrowthPlan, mode: Mode, source: Source) -> dict[str, float]:
-    """The keys that keep the scale of the stored slots; empty where it follows their number."""
+    """Returns keys that keep the stored zoom; empty if it follows the number of slots."""
     stored = zoom.stored_config(source.metadata)
     if growth.slots and mode != "function_preserving":
         # As TokenFormer's JAX code, which leaves the scale to the user; what a user or an earlier

@@ -20,14 +20,13 @@ class Source(NamedTuple):
     """Stored parameters, not yet read.
 
     Attributes:
-      folder: where they lie.
-      step: the update after which they were saved, if known.
-      metadata: what they say of themselves (matching.checkpoint_metadata); empty if nothing.
-      parameters: name -> shape and format.
-      read: gives a parameter by name.
-      others: path -> shape and format of the rest of a train state, such as moments.
-      read_other: gives an array of the rest by path.
-      stored: the checkpoint; None for a folder of Hugging Face.
+      step: The update after which they were saved, if known.
+      metadata: See matching.checkpoint_metadata; empty if there is none.
+      parameters: Name -> shape and format.
+      read: Returns a parameter by name.
+      others: Path -> shape and format of the rest of a train state, such as moments.
+      read_other: Returns an array of the rest by path.
+      stored: The checkpoint; None for a Hugging Face checkpoint.
     """
 
     folder: str
@@ -42,14 +41,13 @@ class Source(NamedTuple):
     def plan(
         self, parameters: Mapping[str, ParameterInfo], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
-        """What becomes of each parameter.
+        """Returns the plan for a wanted model.
 
         Args:
-          parameters: of the model that is wanted.
-          config_flat: its configuration by key, to name what differs.
+          config_flat: Its configuration by key, to name what differs.
 
         Raises:
-          UserError: lists every parameter that does not fit.
+          UserError: Lists every parameter that does not fit.
         """
         try:
             return plan(self.parameters, parameters)
@@ -62,11 +60,7 @@ class Source(NamedTuple):
             raise UserError("\n".join(lines)) from None
 
     def position(self) -> dict[str, Any]:
-        """Where the data pipeline stood.
-
-        Raises:
-          UserError: it is not stored.
-        """
+        """Returns the data position; raises a UserError if it is not stored."""
         position = None
         if self.stored and (self.stored.folder / layout.POSITION).exists():
             position = read_position(self.stored)
@@ -82,11 +76,10 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> Source:
     """Finds the parameters that load_parameters_path names; reads no numbers.
 
     Args:
-      path: a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
-      config_flat: the current configuration by key.
+      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
 
     Raises:
-      UserError: nothing there, or it cannot be read.
+      UserError: Nothing there, or it cannot be read.
     """
     from MaxText.conversion.hugging_face_folder import is_folder
 

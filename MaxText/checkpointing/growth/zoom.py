@@ -1,7 +1,7 @@
-"""The scale of Pattention's scores, which must stay while slots are added.
+"""The zoom of Pattention's scores, which must not change while slots are added.
 
-Theta multiplies by sqrt(n). With n slots more the function changes although every new key is zero,
-unless the number that was trained with stays: zoom_dim (model.pattention in the configuration).
+Theta multiplies by sqrt(n). With n larger the function changes although every new key is zero,
+unless the number used in training is kept: zoom_dim (model.pattention in the configuration).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ PRESERVING = (*ZOOMED, "gelu")
 
 
 def places(config: Config) -> list[SlotPlace]:
-    """Where a model has slots."""
+    """Returns the places of a model's slots."""
     found: list[SlotPlace] = []
     if config.model.attention.attention_projections == "pattention":
         found.append("qkv")
@@ -32,7 +32,7 @@ def places(config: Config) -> list[SlotPlace]:
 
 
 def fixed(config: Config, place: SlotPlace) -> float:
-    """The zoom that the keys name for a place; 0 if it follows the number of slots."""
+    """Returns the zoom that the keys set for a place; 0 if it follows the number of slots."""
     section = config.model.pattention
     own: float = getattr(section, f"{place}_zoom_dim")
     if own == -1:
@@ -41,21 +41,19 @@ def fixed(config: Config, place: SlotPlace) -> float:
 
 
 def is_fixed(config: Config) -> bool:
-    """Whether the keys name a zoom for any place."""
+    """Returns whether the keys set the zoom of any place."""
     return any(fixed(config, place) for place in places(config))
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
-    """The keys that slots bring along which were trained with a zoom that was fixed.
+    """Returns the keys for slots that were trained with a fixed zoom.
 
     Args:
-      stored: the configuration of the stored parameters, None if unknown.
-      config: the current configuration.
-      by_keys: whether the scale of a place that had no fixed zoom goes by its new number of slots,
-        and not by the stored one.
+      stored: Configuration of the stored parameters, None if unknown.
+      by_keys: A place without a fixed zoom goes by its new number of slots, not the stored one.
 
     Returns:
-      Keys and values; empty where the zoom follows the number of slots, or the user fixes it.
+      Keys and values; empty if the zoom follows the number of slots, or the user fixes it.
     """
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
     if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
@@ -72,7 +70,7 @@ def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
 
 
 def stored_config(metadata: Mapping[str, Any]) -> Config | None:
-    """The configuration that a checkpoint was made with, if it says so."""
+    """Returns the configuration that a checkpoint was made with, or None."""
     values = metadata.get("config")
     if not values:
         return None
@@ -83,15 +81,13 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
 def trained_with(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Place -> the zoom that the stored slots were trained with.
+    """Returns place -> the zoom that the stored slots were trained with.
 
     Args:
-      stored: the configuration of the stored parameters, None if unknown.
-      growth: what becomes of them.
-      config: the current configuration.
+      stored: Configuration of the stored parameters, None if unknown.
 
     Raises:
-      UserError: nothing says which zoom it was.
+      UserError: Nothing says which zoom it was.
     """
     if stored is not None:
         return _zooms(stored, config)
@@ -114,7 +110,7 @@ def trained_with(
 
 
 def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
-    """The keys that fix the zoom of each place; empty if they have these values already."""
+    """Returns the keys that fix the zoom of each place; empty if they have these values already."""
     if all(fixed(config, place) == zoom for place, zoom in zooms.items()):
         return {}
     section = config.model.pattention
@@ -127,7 +123,7 @@ def keys_for(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, floa
 
 
 def other_changes(stored: Config | None, config: Config) -> list[str]:
-    """Keys of model.pattention, besides sizes and zoom, that differ from the stored ones."""
+    """Returns keys of model.pattention that differ, besides sizes and zoom."""
     if stored is None or not places(config):
         return []
     old, new = stored.model.pattention, config.model.pattention
@@ -139,7 +135,7 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
 
 
 def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
-    """Keys of places that fix another zoom, in words."""
+    """Describes keys that fix another zoom."""
     return [
         f"{place}_zoom_dim {zoom:g}, not {fixed(config, place):g}"
         for place, zoom in zooms.items()
