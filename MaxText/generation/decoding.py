@@ -1,4 +1,4 @@
-"""Generates text as decode.py is asked to: prompts in, texts on the terminal and in a file."""
+"""Text generation of decode.py: prompts in, texts to the terminal and a file."""
 
 import statistics
 import time
@@ -26,7 +26,7 @@ _LONGEST_SHOWN = 2000  # characters of a prompt on the terminal
 
 
 class OtherText(UserError):
-    """The text is not the one of autoregressive_decode_assert."""
+    """The text differs from autoregressive_decode_assert."""
 
     exit_code = 1
 
@@ -35,8 +35,8 @@ def decode(loaded: Loaded, write: Write) -> None:
     """Continues the prompts of a configuration.
 
     Raises:
-      UserError: no weights or tokenizer, prompts or an output file that cannot be used.
-      OtherText: as the class says.
+      UserError: No weights or tokenizer, or unusable prompts or output file.
+      OtherText: The text differs from autoregressive_decode_assert.
     """
     config, section = loaded.config, loaded.config.decoding
     prompts = read_prompts(section)
@@ -62,7 +62,7 @@ def decode(loaded: Loaded, write: Write) -> None:
 
 
 def choice_of(section: Decoding) -> Choice:
-    """Sampling settings of the chosen strategy; those of other strategies have no effect."""
+    """Returns the sampling settings of the chosen strategy."""
     settings: dict[str, Any] = {"repetition_penalty": section.repetition_penalty}
     strategy = section.decode_sampling_strategy
     if strategy == "greedy":
@@ -83,7 +83,7 @@ def choice_of(section: Decoding) -> Choice:
 
 
 def make_engine(trained: TrainedModel, choice: Choice, tokenizer: ModelTokenizer) -> Engine:
-    """An engine of its own arrays; those of `trained` are given up to it."""
+    """Returns an engine, which takes over the arrays of `trained`."""
     num_ids = tokenizer.num_ids_of(trained.model.section.shape.vocab_size)
     return Engine(
         trained.model,
@@ -103,7 +103,7 @@ def _generate(
     write: Write,
     output: Output,
 ) -> list[str]:
-    """Texts in the order in which they were finished."""
+    """Returns texts in the order in which they finished."""
     samples = section.decode_num_samples
     asked = [prompt for prompt in prompts for _ in range(samples)]
     ids = [tokenizer.encode(prompt.text) for prompt in asked]
@@ -167,7 +167,7 @@ def _shown(prompt: Prompt) -> str:
 
 
 def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dict[str, Any]:
-    """A line of the output file: the prompt's own line, and what came after it."""
+    """Returns a line of the output file: the prompt's own fields, and its completion."""
     return {
         **prompt.fields,
         "index": index,

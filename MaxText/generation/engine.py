@@ -1,8 +1,7 @@
-"""The compiled side of text generation: prompts in, one more token per sequence and step out.
+"""Compiled text generation: one more token per sequence and step.
 
-Two programs are compiled per shape: one reads prompts (padded to a power of two), one reads a token
-of each sequence. What the mixers keep of earlier tokens has room for `capacity` tokens, a power of
-two that grows. The state stays on the devices and its memory is used again by the next step.
+Two programs are compiled per shape: prefill (prompts padded to a power of two) and decode. Decode
+states have room for `capacity` tokens, a power of two that grows, and are donated to the next step.
 
 Legend: B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
 """
@@ -28,15 +27,14 @@ SMALLEST_CAPACITY = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Sequences that are being continued.
+    """Sequences in progress.
 
     Attributes:
-      states: of the mixers and the head.
-      tokens_B: the newest token of each, which no step has read yet.
-      lengths_B: tokens of each, the newest included.
-      keys_B: random keys.
-      num_drawn_B: tokens that were drawn for each; says which draw of its key is the next.
-      seen_BV: bool, the ids that each has; None without a repetition penalty.
+      states: Decode states of the mixers and the head.
+      tokens_B: The newest token of each, which no step has read yet.
+      lengths_B: Tokens of each, the newest included.
+      num_drawn_B: Tokens drawn for each, which selects the next draw of its key.
+      seen_BV: bool, ids in each; None without a repetition penalty.
     """
 
     states: States
@@ -50,13 +48,13 @@ class Sequences:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What a step gives: the new token of each sequence and its log-probability in nats."""
+    """New token of each sequence and its log-probability in nats."""
 
     tokens_B: Any
     log_probabilities_B: Any
 
     def on_host(self) -> "Drawn":
-        """As NumPy arrays; waits for them."""
+        """Returns NumPy arrays, when they are ready."""
         return jax.tree.map(np.asarray, self)
 
 
@@ -64,8 +62,8 @@ class Engine:
     """Continues batches of sequences.
 
     Attributes:
-      window: tokens that a sequence can have.
-      row_multiple: batches have a multiple of this many rows, for the devices that split them.
+      window: Maximum tokens of a sequence.
+      row_multiple: Divisor of batch sizes, for the devices that split them.
     """
 
     def __init__(
@@ -80,9 +78,8 @@ class Engine:
         """Compiles nothing yet.
 
         Args:
-          params: on the devices. In parts (Model.in_parts) a step is several times faster.
-          choice: how tokens are chosen.
-          num_ids: ids of the tokenizer; those from there on are never chosen. None for all.
+          params: On the devices. With Model.in_parts a step is several times faster.
+          num_ids: Ids of the tokenizer; larger ones are never chosen. None for all.
         """
         self.window = model.section.shape.max_target_length
         self.row_multiple = layout.num_batch_parts
@@ -103,14 +100,13 @@ class Engine:
         seed: int,
         room: int,
     ) -> tuple[Sequences, Drawn]:
-        """Reads prompts and draws a token for each.
+        """Prefills prompts and draws a token for each.
 
         Args:
-          prompts: ids, from 1 up to `window` of them; as many prompts as row_multiple divides.
-          names: two numbers for each; draws depend on the seed, these and the tokens alone.
-          num_drawn: tokens at the end of each prompt that were drawn for it before.
-          seed: of all draws.
-          room: tokens per sequence that will probably be needed; fewer or more cost time.
+          prompts: 1 to `window` ids each; a multiple of row_multiple prompts.
+          names: Two numbers for each; draws depend on the seed, these and the tokens alone.
+          num_drawn: Tokens at the end of each prompt that were drawn for it before.
+          room: Tokens per sequence that will probably be needed; other numbers cost time.
         """
         lengths = [len(prompt) for prompt in prompts]
         assert all(1 <= length <= self.window for length in lengths), lengths
@@ -131,15 +127,14 @@ class Engine:
         )
 
     def step(self, sequences: Sequences) -> tuple[Sequences, Drawn]:
-        """Reads the newest token of each sequence and draws the next. Takes the argument's memory.
+        """Reads the newest token of each sequence and draws the next. Donates its argument.
 
-        The caller sees to it that sequences that count are shorter than `window`, and calls
-        `with_room` first.
+        The caller calls `with_room` first, and keeps sequences that count shorter than `window`.
         """
         return self._token_step(self._params, sequences)
 
     def with_room(self, sequences: Sequences, length: int) -> Sequences:
-        """The same sequences with states that have room for `length` tokens.
+        """Returns the sequences with room for `length` tokens.
 
         Grows fourfold: every capacity is another compiled program.
         """
@@ -219,5 +214,5 @@ def _with_capacity(sequences: Sequences, capacity: int) -> Sequences:
 
 
 def power_of_two(number: int, least: int) -> int:
-    """The smallest power of two from `least` on that is not below `number`."""
+    """Returns the smallest power of two from `least` on that is not below `number`."""
     return max(least, 1 << (number - 1).bit_length())

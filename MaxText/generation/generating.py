@@ -1,4 +1,4 @@
-"""Continues any number of prompts, in batches, until each has come to its end."""
+"""Completion of any number of prompts, in batches."""
 
 import dataclasses
 import math
@@ -19,15 +19,15 @@ FinishReason = Literal["end", "stop", "length"]
 
 @dataclasses.dataclass
 class Completion:
-    """What was generated after one prompt.
+    """The completion of a prompt.
 
     Attributes:
-      prompt: its ids, as far as the model read them.
-      num_dropped: ids of the prompt's beginning that the window had no room for.
-      tokens: new ids, an end id included.
-      log_probabilities: of the new ids, under the model at temperature 1, in nats.
-      finish_reason: why it ended; None while it goes on.
-      text: of the new ids, up to a stop string; empty without a decoder of text.
+      prompt: Its ids, as far as the model read them.
+      num_dropped: Leading ids of the prompt beyond the window.
+      tokens: New ids, an end id included.
+      log_probabilities: Of the new ids, at temperature 1, in nats.
+      finish_reason: None while it continues.
+      text: Of the new ids, up to a stop string; empty without a decoder of text.
     """
 
     prompt: list[int]
@@ -40,12 +40,11 @@ class Completion:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds that generation took.
+    """Seconds of generation.
 
     Attributes:
-      prompts: of each time that a batch of prompts was read and its first tokens drawn,
-        compilation included.
-      steps: of each step after it.
+      prompts: Of each prefill, compilation included.
+      steps: Of each decode step.
     """
 
     prompts: list[float] = dataclasses.field(default_factory=list)
@@ -58,13 +57,13 @@ ShowPiece = Callable[[int, str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a completion ends.
+    """End of a completion.
 
     Attributes:
-      max_new_tokens: -1 for what the window has room for. Beyond the window a sequence goes on from
-        the newer half of its tokens.
-      ends: ids that end a text.
-      stops: strings at which a text ends; needs a decoder of text.
+      max_new_tokens: -1 for the room in the window. Beyond the window a sequence continues from the
+        newer half of its tokens.
+      ends: Ids that end a text.
+      stops: Strings at which a text ends; needs a decoder of text.
     """
 
     max_new_tokens: int = -1
@@ -87,20 +86,17 @@ def generate(
     """Yields (number of the prompt, its completion), batch by batch, in order within a batch.
 
     Prompts of like length share a batch, the longest first. A completion depends on its prompt, its
-    name and the seed, and not on its batch, up to the rounding of products of another shape.
+    name and the seed, not on its batch, up to rounding.
 
     Args:
-      prompts: ids, at least one each.
-      rows: prompts of a batch; rounded up to what the devices split evenly.
-      seed: of all draws.
-      names: two numbers from 0 for each prompt, by which its draws differ from those of others;
-        by default its number and 0.
-      decode: ids -> text; gives the completions their text.
-      show_piece: receives text as soon as it is certain.
-      timing: receives how long it took.
+      rows: Prompts of a batch; rounded up to what the devices split evenly.
+      names: Two numbers from 0 for each prompt that distinguish its draws; by default its number
+        and 0.
+      decode: ids -> text, for the text of completions.
+      show_piece: Takes text as soon as it is certain.
 
     Raises:
-      UserError: the model's numbers are not finite.
+      UserError: The model's numbers are not finite.
     """
     assert decode is not None or not limits.stops, "stop strings need text"
     num_rows = -(-min(rows, len(prompts)) // engine.row_multiple) * engine.row_multiple
@@ -120,7 +116,7 @@ def generate(
 
 
 def _fitting(prompt: Sequence[int], max_new_tokens: int, window: int) -> tuple[list[int], int]:
-    """What is read of a prompt, and the number of new tokens wanted."""
+    """Returns what is read of a prompt, and the number of new tokens wanted."""
     room = window - len(prompt)
     if max_new_tokens == -1:
         max_new_tokens = room if room > 0 else window // 2
@@ -132,7 +128,7 @@ def _fitting(prompt: Sequence[int], max_new_tokens: int, window: int) -> tuple[l
 
 @dataclasses.dataclass
 class _Row:
-    """A sequence on its way; `dropped` counts its first ids that are not read any more."""
+    """A sequence in progress; `dropped` counts its leading ids that are no longer read."""
 
     number: int
     name: tuple[int, int]
@@ -148,7 +144,7 @@ class _Row:
         return self.completion.finish_reason is None
 
     def context(self, window: int) -> list[int]:
-        """What is read at a start: all, or the newer half of a window that is full."""
+        """Returns what to prefill: all, or the newer half of a full window."""
         ids = self.completion.prompt + self.completion.tokens
         if len(ids) - self.dropped > window:
             self.dropped = len(ids) - window // 2
@@ -183,7 +179,7 @@ class _Row:
 
 
 def _run(engine: Engine, batch: list[_Row], num_rows: int, seed: int, timing: Timing) -> None:
-    """Generates until every row has ended, anew from the newer half wherever a window is full."""
+    """Generates until every sequence has ended, restarting from the newer half of full windows."""
     while going := [row for row in batch if row.goes_on]:
         contexts = [row.context(engine.window) if row.goes_on else [0] for row in batch]
         filling = num_rows - len(batch)

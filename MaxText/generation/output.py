@@ -1,4 +1,4 @@
-"""The file of decode_output. Imports no jax."""
+"""The file of decode_output."""
 
 import json
 import os
@@ -9,16 +9,17 @@ from MaxText.errors import UserError
 
 
 class Output:
-    """JSON lines, one per finished text. What was there is replaced when the first text comes."""
+    """JSON lines, one per finished text. Replaces the file when the first text comes."""
 
     def __init__(self, name: str, prompt_file: str):
-        """
+        """Checks the file name.
+
         Args:
-          name: of the file; empty for none.
-          prompt_file: which must be another one; empty for none.
+          name: Of the file; empty for none.
+          prompt_file: Must be another one; empty for none.
 
         Raises:
-          UserError: it cannot be written, or is the file of the prompts.
+          UserError: It cannot be written, or is the file of the prompts.
         """
         self._path = Path(name).expanduser() if name else None
         self._file: IO[str] | None = None
@@ -40,11 +41,7 @@ class Output:
         return UserError(f"decode_output={self._path} cannot be written: {error.strerror}.")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes a line.
-
-        Raises:
-          UserError: the disk is full, or the like.
-        """
+        """Writes a line; raises a UserError if it cannot."""
         if self._path is None:
             return
         # A lone surrogate of a prompt's fields becomes the escape that it was read from.

@@ -1,4 +1,4 @@
-"""The prompts of a run of decode.py, and the rows of its output. Imports no jax."""
+"""Prompts of decode.py."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,7 @@ class Prompt(NamedTuple):
     """A text to continue.
 
     Attributes:
-      text: as given.
-      fields: of its line in a .jsonl file, which the output repeats; else empty.
+      fields: Of its line in a .jsonl file, which the output repeats; else empty.
     """
 
     text: str
@@ -28,10 +27,10 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(section: Decoding) -> list[Prompt]:
-    """Those of prompt_file, else the one of prompt.
+    """Returns the prompts of prompt_file, else the one of prompt.
 
     Raises:
-      UserError: the file cannot be read, is empty, or a line of it has no prompt.
+      UserError: The file cannot be read, is empty, or a line of it has no prompt.
     """
     if not section.prompt_file:
         return [Prompt(without_surrogates(section.prompt), {})]

@@ -1,4 +1,4 @@
-"""The text that train.py writes at its end."""
+"""The sample that train.py writes at its end."""
 
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ def write_sample(
     tokenizer_folder: Path,
     run_folder: Any,
 ) -> str:
-    """Continues the configured prompt with the data set's tokenizer; writes sample.txt.
+    """Continues the configured prompt with the dataset's tokenizer; writes sample.txt.
 
-    The parameters stay as they are, stacked: a text this short is not worth a second copy.
+    The parameters stay stacked: a text this short is not worth a second copy.
 
     Returns:
       Prompt and continuation.

@@ -1,7 +1,4 @@
-"""Text that grows token by token: what can be shown already, and where it stops.
-
-Imports no jax.
-"""
+"""Streaming detokenization with stop strings."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,12 +11,12 @@ class TextStream:
     """The text of a growing list of ids.
 
     A character may take several tokens, and a tokenizer may write a token differently after
-    another, so the newest tokens are decoded together with those before them. What may be the
+    another, so the newest tokens are decoded together with those before them. The possible
     beginning of a stop string is held back.
 
     Attributes:
-      text: all that is certain, without the stop string.
-      stopped: whether a stop string has come.
+      text: Everything certain, without the stop string.
+      stopped: Whether a stop string has come.
     """
 
     def __init__(
@@ -28,12 +25,9 @@ class TextStream:
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
     ):
-        """
-        Args:
-          decode: ids -> text.
-          stops: strings at which the text ends.
-          prompt: ids before the text. A tokenizer may drop the space of what it believes to be the
-            first word.
+        """Starts an empty text after a prompt.
+
+        A tokenizer may drop the space of what it takes for the first word, hence the prompt.
         """
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
@@ -45,7 +39,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Takes the next id; returns what became certain by it."""
+        """Takes the next id; returns the newly certain text."""
         self._ids.append(token)
         known = self._decode(self._ids[self._first : self._known])
         both = self._decode(self._ids[self._first :])
@@ -77,7 +71,7 @@ class TextStream:
         return certain
 
     def _overlap(self, text: str) -> int:
-        """Characters at the end of `text` that may be the beginning of a stop string."""
+        """Returns the number of trailing characters that may begin a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

@@ -1,18 +1,17 @@
-"""How the next token is chosen from the logits: greedy, or a draw from a filtered distribution.
+"""Sampling of the next token: greedy, or from a filtered distribution.
 
-Steps, in this order; each is left out of the compiled program while it is off:
+Steps, in this order; disabled ones are not compiled:
 
   repetition penalty, temperature, softmax or entmax, top_k, nucleus, min_p, typical, eta.
 
-Every filter sees the renormalised distribution that the ones before it left. This is the order of
-transformers' logits processors, with the same definitions. Three things differ. Ids that are tied
-with the last one kept by a filter are kept too, so that chances never depend on how a vocabulary is
-numbered; transformers splits ties in its nucleus. A bound that is missed by one part in a million
-counts as reached, because a float32 softmax can make 0.38 + 0.35 less than 0.73. Entmax has no
-counterpart there.
+Every filter sees the renormalized distribution of the ones before it, as transformers' logits
+processors do, with the same definitions. Differences: ids tied with the last one kept are kept too,
+so that chances never depend on the numbering of a vocabulary; a bound missed by one part in a
+million counts as reached, because a float32 softmax can make 0.38 + 0.35 less than 0.73; entmax has
+no counterpart there.
 
-Nothing is sorted: a filter by mass only needs the place of its cut, which halving the range of
-float32 31 times finds exactly. On a CPU this takes a twentieth of the time of a sort.
+Nothing is sorted: the threshold of a filter by mass is found exactly by 31 bisections of the range
+of float32. On a CPU this takes a twentieth of the time of a sort.
 
 Legend: B sequences, V vocab_size.
 """
@@ -34,27 +33,24 @@ _LARGEST_SETTING = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen. The defaults draw from the model's own softmax.
-
-    Hashable, for use as a static argument of a compiled function.
+    """Sampling settings. The defaults draw from the model's own softmax.
 
     Attributes:
-      temperature: divides the logits. 0 takes the likeliest id, the lowest one of several; then
-        nothing else but repetition_penalty has an effect.
-      top_k: keeps the k likeliest ids, and those tied with the k-th. 0 is off.
-      nucleus_p: keeps the smallest set of likeliest ids that holds this probability, and those
-        tied with its last (Holtzman et al. 2020, "top-p"). 1 is off.
-      min_p: keeps ids with at least this fraction of the likeliest id's probability (Nguyen et
-        al. 2024). 0 is off.
-      typical_p: keeps the smallest set that holds this probability, of the ids whose surprisal
-        -log p is nearest to the entropy, and those tied with its last (Meister et al. 2023). 1 is
-        off.
-      eta: keeps ids with p >= min(eta, sqrt(eta) exp(-entropy)), and always the likeliest (Hewitt
-        et al. 2022). 0 is off.
-      entmax_alpha: turns logits into probabilities by alpha-entmax (Peters et al. 2019). 1 is
-        softmax, 2 sparsemax; GPT-Neo samples with 1.3.
-      repetition_penalty: logits of ids that the sequence has are divided by it where positive and
-        multiplied elsewhere (Keskar et al. 2019). 1 is off.
+      temperature: Divides the logits. 0 takes the argmax, the lowest of equals; then only
+        repetition_penalty has an effect.
+      top_k: Keeps the k most likely ids. 0 is off.
+      nucleus_p: Keeps the smallest set of most likely ids with this probability (Holtzman et al.
+        2020, "top-p"). 1 is off.
+      min_p: Keeps ids with at least this fraction of the largest probability (Nguyen et al. 2024).
+        0 is off.
+      typical_p: Keeps the smallest set with this probability, of the ids whose surprisal -log p is
+        nearest to the entropy (Meister et al. 2023). 1 is off.
+      eta: Keeps ids with p >= min(eta, sqrt(eta) exp(-entropy)), and always the argmax (Hewitt et
+        al. 2022). 0 is off.
+      entmax_alpha: Alpha-entmax instead of softmax (Peters et al. 2019). 1 is softmax, 2 sparsemax;
+        GPT-Neo samples with 1.3.
+      repetition_penalty: Divides positive logits of ids in the sequence and multiplies negative
+        ones (Keskar et al. 2019). 1 is off.
     """
 
     temperature: float = 1.0
@@ -67,7 +63,7 @@ class Choice:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        """Raises UserError for a value without a meaning, NaN included."""
+        """Refuses values without a meaning, NaN included, with a UserError."""
         for name, valid, bounds in (
             ("temperature", 0 <= self.temperature <= _LARGEST_SETTING, "from 0 (greedy) to 1e6"),
             ("top_k", self.top_k >= 0, "0 (off) or a number of ids"),
@@ -97,15 +93,14 @@ def next_token(
     """Chooses one id for each sequence.
 
     Args:
-      logits_BV: the model's logits of the last position, of any float format.
-      key_B: one random key for each sequence, so that a draw does not depend on its neighbours.
-      seen_BV: bool, the ids that a sequence already has; read for a repetition penalty.
-      num_ids: ids from here on are padding of the vocabulary and never chosen.
+      key_B: One random key for each sequence, so that a draw does not depend on its neighbors.
+      seen_BV: bool, ids already in a sequence; read for a repetition penalty.
+      num_ids: Ids from here on are padding of the vocabulary and never chosen.
 
     Returns:
-      token_B, int32, and log_probability_B, float32: that of the id under the softmax of the
-      unmodified logits in nats, whatever the choice, so that choices can be compared. It is NaN
-      where logits are NaN or +inf or all -inf; the id then has no meaning.
+      token_B, int32, and log_probability_B, float32, in nats under the softmax of the unmodified
+        logits. It
+      is NaN if logits are NaN or +inf or all -inf; the id then has no meaning.
     """
     if choice.temperature == 0:
         token_B = _likeliest(_adjusted_logits(logits_BV, choice, seen_BV, num_ids))
@@ -124,10 +119,7 @@ def probabilities(
     *,
     num_ids: int | None = None,
 ) -> jax.Array:
-    """The distribution that `next_token` draws from, float32 [B, V]; one-hot if greedy.
-
-    Arguments as of `next_token`.
-    """
+    """Returns the distribution that `next_token` draws from, float32 [B, V]."""
     logits_BV = _adjusted_logits(logits_BV, choice, seen_BV, num_ids)
     if choice.temperature == 0:
         return jax.nn.one_hot(_likeliest(logits_BV), logits_BV.shape[-1])
@@ -153,7 +145,7 @@ def probabilities(
 
 
 def _adjusted_logits(logits_BV, choice, seen_BV, num_ids):
-    """Float32 logits after the repetition penalty; -inf for ids that are padding."""
+    """Returns float32 logits after the repetition penalty; -inf for padding ids."""
     logits_BV = logits_BV.astype(jnp.float32)
     if choice.repetition_penalty != 1:
         assert seen_BV is not None, "a repetition penalty needs the ids that were seen"
@@ -166,17 +158,17 @@ def _adjusted_logits(logits_BV, choice, seen_BV, num_ids):
 
 
 def _likeliest(logits_BV):
-    """jnp.argmax along V, the lowest of equals, in a third of its time for 8 rows on a CPU."""
+    """Returns jnp.argmax along V, in a third of its time for 8 rows on a CPU."""
     ids_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
     behind_BV = logits_BV < jnp.max(logits_BV, axis=-1, keepdims=True)
     return jnp.min(jnp.where(behind_BV, logits_BV.shape[-1], ids_BV), axis=-1)
 
 
 def _draw(key, p_V):
-    """An id with probability p_V: first a block of about sqrt(V) ids, then an id inside it.
+    """Draws an id with probability p_V: first a block of about sqrt(V) ids, then an id inside it.
 
-    One draw over all ids takes a random number for each of them, more time for 50,000 ids on a CPU
-    than everything else here; this takes 2 sqrt(V) of them.
+    A single draw takes a random number for each id, more time for 50,000 ids on a CPU than
+    everything else here; this takes 2 sqrt(V) of them.
     """
     size = math.isqrt(p_V.shape[-1] - 1) + 1
     num_blocks = -(-p_V.shape[-1] // size)
@@ -187,44 +179,37 @@ def _draw(key, p_V):
 
 
 def _top_k(p_BV, k):
-    """The k likeliest ids and those tied with the k-th."""
     # min, and not the last column: XLA merges a slice into the search and then sorts everything.
     kth_B1 = jnp.min(jax.lax.top_k(p_BV, min(k, p_BV.shape[-1]))[0], axis=-1, keepdims=True)
     return p_BV >= kth_B1
 
 
 def _nucleus(p_BV, mass):
-    """The smallest set of likeliest ids that holds the mass."""
     return _first_with_mass(p_BV, p_BV, mass)
 
 
 def _min_p(p_BV, fraction):
-    """Ids with at least this fraction of the largest probability."""
     return p_BV >= fraction * (1 - _SLACK) * jnp.max(p_BV, axis=-1, keepdims=True)
 
 
 def _typical(p_BV, mass):
-    """The smallest set that holds the mass, of ids whose surprisal is nearest to the entropy."""
     distance_BV = jnp.abs(-jnp.log(p_BV) - _entropy(p_BV))
     return _first_with_mass(1 / distance_BV, p_BV, mass)
 
 
 def _eta(p_BV, eta):
-    """Ids that are not improbable, given the entropy; always the likeliest."""
     bound_B1 = jnp.minimum(eta, math.sqrt(eta) * jnp.exp(-_entropy(p_BV))) * (1 - _SLACK)
     return p_BV >= jnp.minimum(bound_B1, jnp.max(p_BV, axis=-1, keepdims=True))
 
 
 def _entropy(p_BV):
-    """Entropy in nats, [B, 1]."""
     return jnp.sum(jax.scipy.special.entr(p_BV), axis=-1, keepdims=True)
 
 
 def _first_with_mass(score_BV, p_BV, mass):
-    """Ids by falling score, up to the first at which their probabilities reach the mass.
+    """Keeps ids by falling score, up to the first at which their probabilities reach the mass.
 
-    Args:
-      score_BV: float32 from 0 to inf. Equal scores are kept or dropped together.
+    `score_BV` is float32 from 0 to inf. Equal scores are kept or dropped together.
     """
 
     def as_float(bits_B1):

@@ -1,4 +1,4 @@
-"""The tokenizer of trained weights: how a text begins and ends for them. Imports no jax."""
+"""The tokenizer of trained weights, with beginnings and ends of texts."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +28,9 @@ class ModelTokenizer:
     """Text as ids and back.
 
     Attributes:
-      tokenizer: of the text itself.
-      prefix: ids that every text begins with: the beginning-of-text id where the model was trained
-        with one, else none.
-      ends: ids that end a text.
-      folder: folder or file it was read from.
+      prefix: Ids at the beginning of every text: bos if the model was trained with it.
+      ends: Ids that end a text.
+      folder: Folder or file it was read from.
     """
 
     tokenizer: TextTokenizer
@@ -41,16 +39,16 @@ class ModelTokenizer:
     folder: Path
 
     def num_ids_of(self, rows: int) -> int:
-        """Ids that a model with so many rows may choose: padding of its table is none of them."""
+        """Returns the ids that a model with so many rows may choose, without table padding."""
         return min(self.tokenizer.entry.vocab_size, rows)
 
     def encode(self, text: str) -> list[int]:
-        """Prefix and ids of a text. An empty text without prefix is the end of the one before."""
+        """Returns prefix and ids of a text. An empty text without prefix is the end of another."""
         ids = [*self.prefix, *self.tokenizer.encode([text])[0].tolist()]
         return ids or list(self.ends[:1])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without prefix and ends."""
+        """Returns the text of ids, without prefix and ends."""
         control = {*self.prefix, *self.ends}
         return self.tokenizer.decode([i for i in ids if i not in control])
 
@@ -64,17 +62,17 @@ def open_tokenizer(
 ) -> ModelTokenizer:
     """Finds and loads the tokenizer of trained weights.
 
-    A tokenizer_path that was typed and nothing else. Otherwise tokenizer_path where it exists here,
-    else what lies with the weights (a folder of Hugging Face, or a run that was imported from one),
-    else the data set's, else tokenizer_path as a hub id.
+    Only tokenizer_path if it was typed. Otherwise tokenizer_path if it exists, else the tokenizer
+    next to the weights (a Hugging Face checkpoint, or a run imported from one), else the dataset's,
+    else tokenizer_path as a hub id.
 
     Args:
       weights: TrainedModel.folder.
       metadata: TrainedModel.metadata.
-      typed: whether tokenizer_path was typed (Loaded.typed).
+      typed: Whether tokenizer_path was typed (Loaded.typed).
 
     Raises:
-      UserError: none found, one that cannot be read, or one with more ids than the model has.
+      UserError: None found, one that cannot be read, or one with more ids than the model has.
     """
     asked = config.preparation.tokenizer_path
     folder = None if typed and asked else _find(config, weights)
@@ -89,13 +87,10 @@ def open_tokenizer(
 
 
 def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> ModelTokenizer:
-    """The tokenizer of a folder, a file or a hub id.
-
-    Args:
-      ends: ids that end a text; by default the tokenizer's own.
+    """Returns the tokenizer of a folder, a file or a hub id; `ends` default to its own.
 
     Raises:
-      UserError: it cannot be read, or has more ids than the model.
+      UserError: It cannot be read, or has more ids than the model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type, num_threads=1)
     where = Path(path).expanduser()
@@ -121,17 +116,16 @@ def tokenizer_at(path: str, config: Config, ends: tuple[int, ...] = ()) -> Model
 
 
 def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
-    """The largest id that a text, its beginning or its end has; -1 if there is none.
+    """Returns the largest id of texts, their beginnings and ends; -1 without any.
 
-    Training accepts a model without rows for ids that its data do not have. Those are padding,
-    masks, and a beginning of text that no document begins with.
+    Training accepts a model without rows for ids that its data do not have: padding, masks, and a
+    bos that no document begins with.
     """
     unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
     return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
 
 
 def _find(config: Config, weights: str) -> Path | None:
-    """A folder or file here; None where there is none."""
     asked = config.preparation.tokenizer_path
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
@@ -162,10 +156,7 @@ def _copied(url: str, config: Config) -> Path | None:
 
 
 def _begins_with_bos(folder: Path) -> bool | None:
-    """Whether documents of the data set there, or texts of the tokenizer there, begin with it.
-
-    None where nothing says so.
-    """
+    """Returns whether documents or texts there begin with bos; None if unknown."""
     if (folder / MANIFEST_NAME).is_file():
         return bool(read_manifest(str(folder)).options.get("add_bos"))
     said = read_json(folder / CONFIG_NAME).get("add_bos_token")
@@ -173,7 +164,7 @@ def _begins_with_bos(folder: Path) -> bool | None:
 
 
 def _post_processed(folder: Path) -> tuple[int, ...]:
-    """Ids that a tokenizer.json puts before every text."""
+    """Returns the ids that a tokenizer.json puts before every text."""
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         return ()
@@ -189,7 +180,7 @@ def _post_processed(folder: Path) -> tuple[int, ...]:
 
 
 def _ends(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:
-    """Ids that end a text by the files of Hugging Face, or by what an import noted of them."""
+    """Yields ids that end a text by Hugging Face's files, or by what an import recorded of them."""
     noted = metadata.get("hugging_face") or {}
     for name, key in ((GENERATION_CONFIG, "generation_config"), (CONFIG, "config")):
         value = noted.get(key)

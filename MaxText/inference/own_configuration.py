@@ -1,4 +1,4 @@
-"""The configuration of a program that runs trained weights, which may name the weights alone."""
+"""Configuration of programs that run trained weights, which may name the weights alone."""
 
 import os
 from collections.abc import Sequence
@@ -21,10 +21,8 @@ _OF_WEIGHTS = ("model", "data", "masking", "preparation", "evaluation")
 def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
     """Resolves a command line; without config file and preset, load_parameters_path brings one.
 
-    Args: as of configuration.loading.load.
-
     Raises:
-      UserError: every problem of the configuration; or no weights where the path points.
+      UserError: Every problem of the configuration; or no weights where the path points.
     """
     gathered = import_modules.gather(arguments, {}, os.environ)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
@@ -43,7 +41,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> Loaded:
 
 
 def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded:
-    """The same for train.py, which takes the configuration of a Hugging Face folder only."""
+    """Does so for train.py, which takes only that of a Hugging Face checkpoint."""
     from MaxText.conversion import hugging_face_folder
 
     path = import_modules.gather(arguments, {}, os.environ).last(_KEY)

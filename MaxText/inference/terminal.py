@@ -1,4 +1,4 @@
-"""Text for the terminal, shown at once, whatever the terminal is."""
+"""Unbuffered text output to any terminal."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def writer() -> Callable[[str], None]:
-    """A function that writes to the standard output.
+    """Returns a function that writes to the standard output.
 
-    Characters that the terminal's encoding lacks are escaped. Whoever reads the output may leave
-    (head, less): then nothing more is shown, and the work goes on for the sake of its files.
+    Characters that the terminal's encoding lacks are escaped. After a broken pipe (head, less)
+    nothing more is shown, and the work continues for the sake of its files.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]

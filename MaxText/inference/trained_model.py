@@ -1,4 +1,4 @@
-"""A model with its trained weights on the devices: what decode.py and eval.py start from."""
+"""A model with its trained weights on devices, for decode.py and eval.py."""
 
 import dataclasses
 import time
@@ -19,13 +19,10 @@ class TrainedModel:
     """Weights that can be run.
 
     Attributes:
-      config: the whole configuration.
-      model: its parts, with backend defaults resolved (layers.model.Model).
-      layout: the mesh and what lies where (parallelism.mesh.Layout).
-      params: on the devices.
-      source: one line about where they are from.
-      folder: where they lie; a step folder, or a folder of Hugging Face.
-      metadata: what they say of themselves (checkpointing.matching.checkpoint_metadata).
+      model: With backend defaults resolved (layers.model.Model).
+      source: One line about their origin.
+      folder: A step folder, or a Hugging Face checkpoint.
+      metadata: See checkpointing.matching.checkpoint_metadata.
     """
 
     config: Config
@@ -43,7 +40,7 @@ def open_trained_model(config: Config, show: Show = print) -> TrainedModel:
     Call start_up.choose_platform first: this imports jax.
 
     Raises:
-      UserError: no weights, weights of another model, or devices that the mesh does not fit.
+      UserError: No weights, weights of another model, or devices that the mesh does not fit.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""What several processes must do together or not at all."""
+"""Agreement of processes: all succeed or all fail."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def on_all_processes(done: bool) -> bool:
-    """Whether every process succeeded. Every process must call it."""
+    """Returns whether every process succeeded. Every process must call it."""
     if jax.process_count() == 1:
         return done
     from jax.experimental import multihost_utils
@@ -19,17 +19,17 @@ def on_all_processes(done: bool) -> bool:
 
 
 def agreed(what: str, work: Callable[[], _T]) -> _T:
-    """What `work` returns, once it has succeeded on every process. Every process must call it.
+    """Returns the result of `work` once it has succeeded on every process; fails on all if on one.
 
-    Where it fails on one, it fails on all of them, so that none waits for another in what follows.
+    Every process must call it.
 
     Args:
-      what: in words, for the processes where it did not fail.
-      work: must not wait for other processes itself.
+      what: Names the work on processes where it did not fail.
+      work: Must not wait for other processes itself.
 
     Raises:
-      Exception: what `work` raised here.
-      OSError: it failed on another process.
+      Exception: What `work` raised here.
+      OSError: It failed on another process.
     """
     try:
         result = work()

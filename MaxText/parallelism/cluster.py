@@ -1,6 +1,4 @@
-"""Which processes a run has, by the environment in which one of them was started. Imports no jax.
-
-Who starts the processes says it in variables of its own:
+"""Processes of a run, detected from environment variables.
 
   JAX_NUM_PROCESSES, JAX_PROCESS_ID                jax's names; launch.py local
   NNODES, NODE_RANK                                MaxText's, of GPU nodes
@@ -9,9 +7,9 @@ Who starts the processes says it in variables of its own:
   PMI_SIZE, PMI_RANK                               MPICH, Intel MPI
   metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE; read by jax itself
 
-The first four schemes need a coordinator, the host and a free port of process 0, from
-JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT; with SLURM it
-is the first node.
+All but the last need a coordinator, the host and a free port of process 0, from
+JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT; with SLURM it is
+the first node.
 """
 
 import dataclasses
@@ -36,15 +34,14 @@ _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run, and which of them this is.
+    """The processes of a run, and the index of this one.
 
     Attributes:
-      source: what said so, for messages.
+      source: Where this was found, for messages.
       address: host:port of the coordinator; None leaves all to jax, which asks a TPU's metadata.
-      num_processes: of the run; None as above.
-      process_id: from 0; None as above.
-      local_device_ids: GPUs of this process where several share a machine; None for all.
-      is_sure: whether failing to connect is an error. Chips alone do not say that there are others.
+      num_processes, process_id: None as above.
+      local_device_ids: GPUs of this process if several share a machine; None for all.
+      is_sure: Whether failing to connect is an error. TPU chips alone do not prove other hosts.
     """
 
     source: str
@@ -56,14 +53,10 @@ class Cluster:
 
 
 def find(environment: Mapping[str, str], hardware: str) -> Cluster | None:
-    """The cluster that the environment speaks of; None for a run of one process.
-
-    Args:
-      environment: os.environ.
-      hardware: the key of that name.
+    """Returns the cluster described by the environment; None for a run of one process.
 
     Raises:
-      UserError: something is missing or is no number; names the variable.
+      UserError: A variable is missing or not a number.
     """
     for count_name, rank_name in (*_EXPLICIT, _SLURM, *_MPI):
         pair = (count_name, rank_name)
@@ -125,7 +118,7 @@ def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """Of SLURM's list: "gpu[007-012,20],cpu3" -> "gpu007"."""
+    """Parses SLURM's list: "gpu[007-012,20],cpu3" -> "gpu007"."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     assert match is not None  # it matches the empty text
     return "".join(part or "" for part in match.groups())
@@ -134,7 +127,7 @@ def _first_host(nodes: str) -> str:
 def _local_device_ids(
     environment: Mapping[str, str], pair: tuple[str, str]
 ) -> tuple[int, ...] | None:
-    """One GPU for each process where several share a machine; JAX_LOCAL_DEVICE_IDS overrides."""
+    """Assigns one GPU to each process of a machine; JAX_LOCAL_DEVICE_IDS overrides."""
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # jax reads it
     if pair == _SLURM:
@@ -173,7 +166,7 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
 
 
 def _has_chips() -> bool:
-    """Whether TPU chips and their library are here; other devices use /dev/vfio, too."""
+    """Returns whether TPU chips and their library are present; other devices use /dev/vfio, too."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     return bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))

@@ -1,8 +1,8 @@
-"""Compiled programs on disk, shared by the starts of a run and by the runs beside it.
+"""Compilation cache on disk, shared by restarts and other runs.
 
-jax reads and writes the entries. It writes each in place, takes any failure to read one as a miss,
-and never replaces an entry that is there. So an entry that a kill has cut short would cost every
-later start its compilation; `use` removes such entries.
+jax writes entries in place, takes unreadable ones for misses, and never replaces an existing one:
+an entry truncated by a kill would cost every later start its compilation. `use` removes such
+entries.
 """
 
 import hashlib
@@ -25,20 +25,19 @@ _is_listening = False
 
 
 def use(run: Run, platform: str, *, may_make: bool = True) -> str:
-    """Keeps compiled programs for later starts. Call it once devices are known.
+    """Enables the compilation cache. Call it once devices are known.
 
     In a run of several processes jax lets only process 0 write, and all read.
 
     Args:
-      run: whose jax_cache_dir says where. "auto" is the folder jax_cache beside the run's folder,
-        unless jax's own environment variable names one; empty leaves all to jax.
-      platform: of the devices, as jax names it. Programs for CPU go into a folder for each kind of
-        processor, as they use instructions that another may lack.
-      may_make: whether "auto" may make base_output_directory, which a program without a run of its
-        own has no use for otherwise.
+      run: jax_cache_dir "auto" is the folder jax_cache next to the run's folder, unless jax's own
+        environment variable names one; empty leaves all to jax.
+      platform: Programs for CPU go into a folder for each kind of processor, as they use
+        instructions that another may lack.
+      may_make: Whether "auto" may create base_output_directory.
 
     Returns:
-      A line to print. Where the folder cannot be written, nothing is kept.
+      A line to print. If the folder cannot be written, nothing is cached.
     """
     import jax
 
@@ -69,18 +68,17 @@ def use(run: Run, platform: str, *, may_make: bool = True) -> str:
 
 
 def folder_in_use() -> str | None:
-    """Where compiled programs are kept; None where they are not."""
+    """Returns the folder of the cache, or None."""
     import jax
 
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
 def remove_cut_short(folder: str) -> list[str]:
-    """Removes entries of a local folder that are not whole; returns their names.
+    """Removes truncated entries of a local folder; returns their names.
 
-    Only those are read that changed since the last call. Another process may be writing one right
-    now: that entry is lost and is written by the next start that misses it. Object stores have no
-    such entries: there an object is whole or absent.
+    Reads only entries that changed since the last call. An entry that another process is writing is
+    lost and written again later. Object stores have no such entries.
     """
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
@@ -115,7 +113,7 @@ def _is_whole(path: str) -> bool:
 
 
 def kind_of_processor() -> str:
-    """A short name that differs between processors whose instructions differ."""
+    """Returns a short name that differs between processors with different instructions."""
     features = ""
     try:
         with open("/proc/cpuinfo") as file:
@@ -128,7 +126,7 @@ def kind_of_processor() -> str:
 
 
 def hits_of_this_thread() -> int:
-    """How many programs this thread took from the cache since `use` was called first."""
+    """Returns this thread's cache hits since `use` was first called."""
     return _hits.get(threading.get_ident(), 0)
 
 

@@ -1,4 +1,4 @@
-"""The train step compiled for each shape of batch that a run sees."""
+"""The train step compiled for each batch shape of a run."""
 
 import dataclasses
 import time
@@ -12,16 +12,14 @@ from MaxText.parallelism import compilation_cache
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What compiling for one shape of batch gave.
+    """Result of compiling for one batch shape.
 
     Attributes:
-      rows: of the batch, over all devices.
-      length: tokens of a row.
-      compile_seconds: wall time.
-      source: "" where it was compiled here, "cache" where jax had a whole program on disk, "file"
-        for one that train_compile.py made.
-      memory: bytes on each device: arguments, outputs, temporaries, aliased (arguments whose memory
-        becomes an output's) and peak (all of them at once); empty where the backend does not say.
+      rows: Sequences over all devices.
+      source: "" if compiled here, "cache" for a cache hit, "file" for a program of
+        train_compile.py.
+      memory: Bytes on each device: arguments, outputs, temporaries, aliased and peak; empty if the
+        backend does not report them.
     """
 
     rows: int
@@ -32,32 +30,29 @@ class Compilation:
 
 
 class CompiledSteps:
-    """(state, batch) -> (state, metrics) for batches of any shape, each compiled once.
-
-    A run with one shape compiles before its first step; one whose batches grow compiles again when
-    the first batch of another shape comes.
-    """
+    """(state, batch) -> (state, metrics), compiled once for each batch shape on demand."""
 
     def __init__(
         self,
         compile_for: Callable[[Any], tuple[Callable, float]],
         saved_for: Callable[[Any], Callable | None] | None = None,
     ):
-        """
+        """Compiles nothing yet.
+
         Args:
-          compile_for: shapes of a batch -> the compiled step and the seconds that took.
-          saved_for: shapes of a batch -> the step that was compiled ahead of time, or None.
+          compile_for: Shapes of a batch -> the compiled step and its seconds.
+          saved_for: Shapes of a batch -> the step that was compiled ahead of time, or None.
         """
         self._compile_for = compile_for
         self._saved_for = saved_for or (lambda shapes: None)
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
-        """Whether the step is compiled for batches of this shape."""
+        """Returns whether the step is compiled for batches of this shape."""
         return _key(batch) in self._steps
 
     def prepare(self, batch: Any) -> Compilation:
-        """Compiles for batches like this one, which may be arrays or jax.ShapeDtypeStruct."""
+        """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct."""
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
@@ -78,10 +73,10 @@ class CompiledSteps:
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes that a compiled program needs on each device, by the compiler's own analysis.
+    """Returns the bytes of a compiled program on each device, by XLA's analysis.
 
-    Temporaries are those at the peak. All that there are of a TPU program whose state takes the old
-    one's place are up to 49 % more (docs/plan.md).
+    Temporaries are those at the peak. Their sum in a TPU program with a donated state is up to 49 %
+    more (docs/plan.md).
     """
     analysis = compiled.memory_analysis()
     if analysis is None:

@@ -1,7 +1,7 @@
-"""Where activations get their sharding: one function, `constrain`, and the rules in force.
+"""Sharding of activations by logical axis names.
 
-Parts name the axes of what they hand on; the rules say which mesh axes those names mean. Without a
-mesh in force (tests, conversion, one device) the names are only comments.
+Parts name the axes of activations; the current rules map these to mesh axes. Without a mesh (tests,
+conversion, one device) the names have no effect.
 """
 
 import contextlib
@@ -21,17 +21,14 @@ HIDDEN = ("activation_batch", "activation_length", "activation_embed")
 
 
 class ParameterInfo(NamedTuple):
-    """What the abstract model knows about one parameter.
+    """Facts about a parameter of the abstract model.
 
     Attributes:
-      shape: all dimensions, `layers` included.
-      dtype: as it is stored.
-      logical_axes: name of each dimension.
-      num_in_dims: leading dimensions contracted with the input, after `layers` and `exp`.
-      used_in: the format that it is read in everywhere; None where that may differ.
-      owner: the decoder's attribute that it belongs to: "layers", "connections", "head", ...
-      row: of the FLOPs table (layers/part.py).
-      is_recomputed: whether rematerialization of its owner computes its product again.
+      num_in_dims: Leading dimensions contracted with the input, after `layers` and `exp`.
+      used_in: Format that it is always read in; None if that may differ.
+      owner: Attribute of the decoder: "layers", "connections", "head", ...
+      row: Of the FLOPs table (layers/part.py).
+      is_recomputed: Whether rematerialization of its owner recomputes its product.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +52,7 @@ _in_force: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.Conte
 
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Puts a mesh and its rules in force for what is traced inside."""
+    """Sets the mesh and rules for what is traced inside."""
     token = _in_force.set((mesh, rules))
     try:
         yield
@@ -66,15 +63,14 @@ def axis_rules(mesh: Mesh, rules: Rules) -> Iterator[None]:
 def partition_spec(
     names: Sequence[str | None], shape: Sequence[int], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
-    """The mesh axes of each dimension of an array whose dimensions carry logical `names`.
+    """Returns the mesh axes of each dimension of an array with logical `names`.
 
-    Rules are gone through in their order: each gives its mesh axes to the first dimension of its
-    name that has none yet, unless another dimension of this array has one of them or they do not
-    divide this one. So a name may stand in several rules, and an earlier rule comes first to an
-    axis that two ask for. A dimension that no rule of its name fits stays whole.
+    Rules apply in order: each gives its mesh axes to the first dimension of its name that has none
+    yet, unless another dimension has one of them or they do not divide this one. A name may occur
+    in several rules. A dimension that no rule fits is replicated.
 
     Raises:
-      KeyError: a name stands in no rule (a bug in a part, or a rule that was removed).
+      KeyError: A name is in no rule (a bug in a part, or a rule that was removed).
     """
     known = {name for name, _ in rules}
     for name in names:
@@ -96,16 +92,15 @@ def partition_spec(
 
 
 def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    """The mesh axes of one dimension; jax gives a single one without its tuple."""
+    """Returns the mesh axes of one dimension; jax gives a single one without its tuple."""
     found = sharding.spec[dim] if dim < len(sharding.spec) else None
     return (found,) if isinstance(found, str) else tuple(found or ())
 
 
 def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """The mesh in force, and over which of its axes each logical name is split.
+    """Returns the current mesh, and the axes over which it splits each logical name.
 
-    For parts that are written for one device and run on many by `jax.shard_map`. None without a
-    mesh or with one device.
+    For parts that run on many devices by `jax.shard_map`. None without a mesh or with one device.
     """
     in_force = _in_force.get()
     if in_force is None or in_force[0].size == 1:
@@ -119,18 +114,17 @@ def batch_axes_in_force(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | Non
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Asks the compiler to lay out `x` as the rules in force say for its dimensions' names."""
+    """Applies the sharding constraint for the logical axes `names`."""
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
     sharding = sharding_in_force(names, x.shape)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def token_by_token(tree: Any) -> Any:
-    """Arrays with all that a token has side by side in a TPU's memory.
+    """Constrains arrays to a token-major layout on TPU.
 
-    For what layers hand on. Left to itself, the compiler has tokens side by side after some
-    products and dimensions after others, and copies whole states in between. No effect elsewhere,
-    nor without a mesh: what is exported is for other machines, too.
+    Without it XLA alternates layouts between layers and inserts transposes. No effect elsewhere,
+    nor without a mesh: exported programs are for other machines, too.
     """
     if _in_force.get() is None or platform() != "tpu":
         return tree
@@ -140,7 +134,7 @@ def token_by_token(tree: Any) -> Any:
 
 
 def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
-    """What the rules in force say for an array of these dimensions; None on one device."""
+    """Returns the current sharding of an array with these dimensions; None on one device."""
     in_force = _in_force.get()
     if in_force is None or in_force[0].size == 1:
         return None
@@ -149,7 +143,7 @@ def sharding_in_force(names: Sequence[str | None], shape: Sequence[int]) -> Name
 
 
 def num_stages_in_force() -> int:
-    """Stages of the pipeline that the mesh in force has; 1 without one."""
+    """Returns the pipeline stages of the current mesh; 1 without one."""
     in_force = _in_force.get()
     return 1 if in_force is None else in_force[0].shape["stage"]
 
@@ -157,10 +151,10 @@ def num_stages_in_force() -> int:
 def split_rows(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
     """[B, ...] -> [A, B/A, ...], part a taking rows a, a + A, ...
 
-    Rows of a part come from every device's share of the batch, so that no row moves.
+    Each part has rows of every device's share of the batch, so that no row moves.
 
     Args:
-      names: logical names of the dimensions after the rows; by default these are whole.
+      names: Logical names of the dimensions after the rows; by default these are unsharded.
     """
     x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
     return constrain(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
@@ -172,16 +166,16 @@ def joined_rows(x: jax.Array) -> jax.Array:
 
 
 def platform() -> str:
-    """The kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
+    """Returns the kind of device that is compiled for: "cpu", "gpu" or "tpu"."""
     return _device().platform
 
 
 def device_kind() -> str:
-    """The name of that device, as "TPU v4"."""
+    """Returns the name of that device, such as "TPU v4"."""
     return _device().device_kind
 
 
 def _device() -> Any:
-    """One of the mesh in force, which need not be of this machine."""
+    """Returns a device of the current mesh, which may be of another machine."""
     in_force = _in_force.get()
     return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]

@@ -1,9 +1,8 @@
-"""Devices in the form of the mesh: sizes inside a slice, sizes across slices, and who lies where.
+"""Arrangement of devices: mesh sizes inside a slice and across slices.
 
-A slice is what a fast network connects: a TPU slice, or the GPUs of a server (jax tells them apart
-by `slice_index`). Where jax knows of one slice only and `dcn_*` sizes ask for several, the devices
-are cut into that many equal parts in the order of their processes: the processes of a group of
-machines then stand for slices.
+A slice is connected by a fast network: a TPU slice, or the GPUs of a server (jax tells them apart
+by `slice_index`). If jax knows a single slice and `dcn_*` sizes ask for several, devices are
+divided into equal parts in the order of their processes.
 """
 
 import contextlib
@@ -23,27 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes of MESH_AXES.
-
-    Attributes:
-      within: inside a slice.
-      across: slices.
-    """
+    """Sizes of the axes of MESH_AXES, inside a slice and across slices."""
 
     within: tuple[int, ...]
     across: tuple[int, ...]
 
     @property
     def total(self) -> list[int]:
-        """Over all devices."""
+        """Sizes over all devices."""
         return [inner * outer for inner, outer in zip(*self, strict=True)]
 
 
 def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
-    """What the keys ask for, with -1 filled.
+    """Returns the configured sizes, with -1 filled.
 
     Raises:
-      UserError: sizes inside a slice do not multiply to its devices, or those across to the slices.
+      UserError: Sizes inside a slice do not multiply to its devices, or those across to the slices.
     """
     num_slices = len(_slices(section, devices))
     across = _filled(section, "dcn", num_slices)
@@ -59,13 +53,13 @@ def mesh_sizes(section: MeshSection, devices: Sequence[Any]) -> MeshSizes:
 
 
 def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
-    """The devices in the form of the mesh, close ones beside each other.
+    """Returns the devices as a mesh, close ones adjacent.
 
-    Along each axis the parts of a slice lie together: an axis of 2 slices and 4 devices inside of
-    each has the first slice at places 0 to 3.
+    Along each axis the parts of a slice are contiguous: an axis of 2 slices and 4 devices inside of
+    each has the first slice at positions 0 to 3.
 
     Raises:
-      UserError: as mesh_sizes.
+      UserError: As mesh_sizes.
     """
     sizes = mesh_sizes(section, devices)
     slices = [
@@ -79,14 +73,14 @@ def arranged(section: MeshSection, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """The devices of a slice in the form of its mesh.
+    """Returns the devices of a slice as a mesh.
 
-    Each mesh axis takes whole axes of the physical network where that is possible. Otherwise
-    physical axes are split, and where jax knows no such arrangement either, the devices are laid
-    out in their order: slower collectives, but every mesh whose sizes multiply builds.
+    Each mesh axis takes whole axes of the physical network if possible. Otherwise physical axes are
+    split, and if jax knows no such arrangement either, devices are used in their order: slower
+    collectives, but every mesh whose sizes multiply builds.
 
     Raises:
-      UserError: no arrangement keeps physical axes whole, and `allow_split` is false.
+      UserError: No arrangement keeps physical axes whole, and `allow_split` is false.
     """
     named = zip(MESH_AXES, sizes, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
@@ -106,10 +100,10 @@ def _arranged_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: boo
 
 
 def _slices(section: MeshSection, devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each slice, all of one size.
+    """Returns the devices of each slice.
 
     Raises:
-      UserError: they cannot be of one size.
+      UserError: They cannot be of one size.
     """
     known: dict[int, list[Any]] = {}
     for device in devices:
@@ -137,7 +131,7 @@ def _sizes(section: MeshSection, network: str) -> list[int]:
 
 
 def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] | None:
-    """The sizes with -1 filled; None where they do not multiply to `number`."""
+    """Returns the sizes with -1 filled; None if they do not multiply to `number`."""
     sizes = _sizes(section, network)
     fixed = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and number % fixed == 0:
@@ -148,7 +142,7 @@ def _filled(section: MeshSection, network: str, number: int) -> tuple[int, ...] 
 def _misfit(
     section: MeshSection, network: str, number: int, present: str, things: str
 ) -> UserError:
-    """What is wrong with the sizes, and sizes that fit."""
+    """Returns the error for sizes that do not fit, with sizes that do."""
     sizes = dict(zip(MESH_AXES, _sizes(section, network), strict=True))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     several = "a multiple of " if -1 in sizes.values() else ""

@@ -1,4 +1,4 @@
-"""Devices as a mesh, and where parameters, optimizer state and batches lie on it."""
+"""Mesh, and shardings of parameters, optimizer state and batches."""
 
 import functools
 import math
@@ -25,23 +25,19 @@ WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """A mesh of all devices with the axes of MESH_AXES.
-
-    Raises:
-      UserError: as mesh_sizes.
-    """
+    """Returns a mesh of all devices with the axes of MESH_AXES."""
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
     return Mesh(arranged(section, devices), MESH_AXES)
 
 
 class Layout:
-    """Where everything lies: a mesh with the logical axis rules of the configuration.
+    """A mesh with the logical axis rules of the configuration.
 
     Args:
-      optimizer_state_axis: mesh axis over which the optimizer's state is split besides, where it
-        would lie whole on every device of that axis; empty for none.
-      pipeline: how rows are cut to flow through stages.
-      offloads_optimizer: whether the arrays of the optimizer's state lie in the host's memory.
+      optimizer_state_axis: Mesh axis over which the optimizer state is split, too, where it would
+        be replicated; empty for none.
+      pipeline: Split of batches over stages.
+      offloads_optimizer: Keep the optimizer state in host memory.
     """
 
     def __init__(
@@ -62,52 +58,49 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which the rows of a batch are split."""
+        """Mesh axes over which the sequences of a batch are split."""
         return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
 
     @property
     def words(self) -> str:
-        """Axes that have several devices, and how many: "data 2, fsdp 4"."""
+        """Axes with several devices: "data 2, fsdp 4"."""
         sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
         return ", ".join(sizes) or "one device"
 
     @property
     def length_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which sequences are split."""
+        """Mesh axes over which the tokens of a sequence are split."""
         return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
 
     @property
     def num_length_parts(self) -> int:
-        """Parts into which sequences are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.length_axes)
 
     @property
     def num_batch_parts(self) -> int:
-        """Parts into which the rows of a batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     @property
     def row_multiple(self) -> int:
-        """What the rows of a batch have to be a multiple of.
+        """Divisor of the sequences of a batch.
 
-        Each of the parts is cut into microbatches of a pipeline, and outside of its stages over
-        their devices.
+        Each part is split into microbatches of a pipeline, and outside of its stages over their
+        devices.
         """
         num_stages = self.mesh.shape["stage"]
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Of an array whose dimensions carry logical `names`."""
+        """Returns the sharding of an array with logical `names`."""
         return NamedSharding(self.mesh, partition_spec(names, shape, self.rules, self.mesh))
 
     def parameter_shardings(self, parameters: Mapping[str, ParameterInfo]) -> dict:
-        """Parameter name -> sharding."""
         return {
             name: self.sharding(info.logical_axes, info.shape) for name, info in parameters.items()
         }
 
     def describe(self, parameters: Mapping[str, ParameterInfo]) -> Callable[[str], str] | None:
-        """Parameter name -> its mesh axes in words; None on one device, where there are none."""
+        """Returns parameter name -> text about its mesh axes; None on one device."""
         if self.mesh.size == 1:
             return None
         shardings = self.parameter_shardings(parameters)
@@ -122,13 +115,12 @@ class Layout:
         return words
 
     def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
-        """A tree like `abstract_state`: what has a parameter's name and shape lies like it.
+        """Returns a tree like `abstract_state`: moments are sharded like their parameters.
 
-        That covers parameters, moments and momenta of every update rule; the rest (counters,
-        factored moments) is small and lies whole on every device. With `optimizer_state_axis` all
-        of the optimizer's state is split over that axis, too, as far as it can be: stage 1 of ZeRO
-        (Rajbhandari et al. 2020, section 5.1). With `offloads_optimizer` its arrays lie in the
-        host's memory, from where the train step has to fetch them.
+        Everything else (counters, factored moments) is small and replicated. With
+        `optimizer_state_axis` the optimizer state is split over that axis, too: ZeRO stage 1
+        (Rajbhandari et al. 2020, section 5.1). With `offloads_optimizer` it is in host memory, from
+        where the train step fetches it.
         """
         shardings = self.parameter_shardings(parameters)
 
@@ -150,10 +142,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(of, abstract_state)
 
     def _split_besides(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-        """Split over `optimizer_state_axis` as well, along the longest dimension that it divides.
-
-        Dimensions that nothing splits come before those that other axes split already.
-        """
+        """Splits the longest divisible dimension over `optimizer_state_axis`, unsplit first."""
         axis = self.optimizer_state_axis
         spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         axes = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
@@ -169,21 +158,18 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def batch_sharding(self, num_rows: int, num_dims: int = 2) -> NamedSharding:
-        """Rows over the axes of activation_batch.
+        """Returns the sharding of a batch: sequences over the axes of activation_batch.
 
-        Sequences of ids lie whole: they are small beside the hidden states that are made of them.
+        Tokens of a sequence are not split: ids are small next to their hidden states.
         """
         names = ("activation_batch", *[None] * (num_dims - 1))
         return self.sharding(names, (num_rows, *[1] * (num_dims - 1)))
 
     def share_of_batch(self, process: int | None = None) -> tuple[int, int]:
-        """(part, parts): a process reads part `part` of the rows of each batch, cut into `parts`.
+        """Returns (part, parts): a process reads part `part` of the sequences of each batch.
 
-        Processes whose devices hold the same rows, as with tensor parallelism across machines, have
-        the same part, and each of them reads it.
-
-        Args:
-          process: by default this one.
+        Processes whose devices hold the same sequences, as with tensor parallelism across machines,
+        read the same part.
         """
         process = jax.process_index() if process is None else process
         batch_dims = [self.mesh.axis_names.index(axis) for axis in self.batch_axes]
@@ -194,7 +180,7 @@ class Layout:
         return share_of_rows(held, process)
 
     def place(self, batch: Any, num_rows: int) -> Any:
-        """This process's part of the rows, in NumPy, as global arrays of `num_rows` rows."""
+        """Returns this process's part of a batch, in NumPy, as global arrays."""
         sharding = self.batch_sharding(num_rows)
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x, (num_rows, *x.shape[1:])),
@@ -202,7 +188,7 @@ class Layout:
         )
 
     def abstract_batch(self, shapes: Any) -> Any:
-        """Shapes of a batch with the shardings that `place` gives."""
+        """Returns shapes of a batch with the shardings that `place` gives."""
 
         def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = self.batch_sharding(x.shape[0])
@@ -213,11 +199,11 @@ class Layout:
     def abstract_state(
         self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParameterInfo]
     ) -> Any:
-        """Shapes and shardings of what `initialize` makes of a key."""
+        """Returns shapes and shardings of `initialize(key)`."""
         return self.laid_out(jax.eval_shape(initialize, jax.random.key(0)), parameters)
 
     def laid_out(self, shapes: Any, parameters: Mapping[str, ParameterInfo]) -> Any:
-        """Shapes of a state with the shardings of `state_shardings`."""
+        """Returns shapes of a state with the shardings of `state_shardings`."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
@@ -227,7 +213,7 @@ class Layout:
     def draw_state(
         self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
     ) -> Any:
-        """A fresh state, each device drawing its own part."""
+        """Returns a fresh state, each device drawing its own part."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         options = {}
         if self.mesh.devices.flat[0].platform == "cpu":
@@ -236,7 +222,7 @@ class Layout:
         return jax.jit(initialize, out_shardings=shardings, **options)(jax.random.key(seed))
 
     def jit(self, function: Callable, **options: Any) -> Any:
-        """jax.jit of `function`, traced with this layout's rules in force."""
+        """Returns jax.jit of `function`, traced with this layout's rules."""
 
         @functools.wraps(function)
         def traced(*arguments):
@@ -248,9 +234,9 @@ class Layout:
     def compile_step(
         self, train_step: Callable, abstract_state: Any, abstract_batch: Any
     ) -> tuple[Callable, float]:
-        """(state, batch) -> (state, metrics), compiled, and the seconds that took.
+        """Returns the compiled (state, batch) -> (state, metrics), and its seconds.
 
-        The state is donated: its memory becomes the next state's.
+        The state is donated.
         """
         began = time.perf_counter()
         compiled = self.lower_step(train_step, abstract_state, abstract_batch).compile()
@@ -259,24 +245,24 @@ class Layout:
     def lower_step(
         self, train_step: Callable, abstract_state: Any, abstract_batch: Any
     ) -> jax.stages.Lowered:
-        """The train step traced and ready to be compiled; see compile_step."""
+        """Returns the lowered train step; see compile_step."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         jitted = self.jit(train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
         return jitted.lower(abstract_state, abstract_batch)
 
 
 def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
-    """(part, parts) of the rows of a batch that a process reads.
+    """Returns (part, parts) of the sequences of a batch that a process reads.
 
-    The same choice as that of jax.make_array_from_process_local_data, which lays them down.
+    The same choice as that of jax.make_array_from_process_local_data.
 
     Args:
-      held: process -> coordinates, along the axes that split a batch, of the rows it holds.
-      process: which one.
+      held: Process -> coordinates, along the axes that split a batch, of the sequences it holds.
 
     Returns:
-      Parts are counted by their first rows; where processes hold sets of rows that overlap without
-      being the same, (0, 1): each reads all rows and lays down what it holds.
+      Parts are counted by their first sequences; if processes hold overlapping sets, (0, 1): each
+        reads
+      all sequences and places what it holds.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
     sizes = {len(parts) for parts in distinct}
@@ -289,13 +275,10 @@ def share_of_rows(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tup
 def make_layout(
     section: MeshSection, devices: Sequence[Any], pipeline: Pipeline | None = None
 ) -> Layout:
-    """The layout that the keys about the mesh ask for.
-
-    Args:
-      pipeline: of the model that is trained, where the mesh may have stages.
+    """Returns the configured layout; `pipeline` is of a model that may have stages.
 
     Raises:
-      UserError: as make_mesh; or moments shall lie where these devices have no memory.
+      UserError: As make_mesh; or these devices have no host memory for moments.
     """
     offloads = section.optimizer_memory_host_offload
     if offloads:
@@ -324,13 +307,10 @@ def _check_host_memory(device: Any) -> None:
 
 
 def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> int:
-    """Sequences of an update over all devices and microbatches.
+    """Returns the sequences of an update over all devices and microbatches.
 
     Args:
-      per_device: sequences per device and microbatch.
-
-    Raises:
-      UserError: as rows_of_batch.
+      per_device: Sequences per device and microbatch.
     """
     key = "per_device_batch_size"
     rows = _rows(layout, per_device, key)
@@ -338,13 +318,13 @@ def rows_of_update(section: BatchSection, layout: Layout, per_device: float) -> 
 
 
 def rows_of_batch(section: BatchSection, layout: Layout, per_device: float = 0.0) -> int:
-    """Sequences of one microbatch over all devices.
+    """Returns the sequences of one microbatch over all devices.
 
     Args:
-      per_device: sequences per device, 0 for per_device_batch_size; for evaluation.
+      per_device: Sequences per device, 0 for per_device_batch_size; for evaluation.
 
     Raises:
-      UserError: not a whole number, or not divisible by the devices that split the batch.
+      UserError: Not an integer, or not divisible by the devices that split the batch.
     """
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _rows(layout, per_device or section.per_device_batch_size, key)
@@ -368,14 +348,7 @@ def _rows(layout: Layout, per_device: float, key: str) -> int:
 
 
 def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
-    """Whether the mesh divides the sequences of a run.
-
-    Args:
-      longest: max_target_length.
-
-    Raises:
-      UserError: it does not, so that every device would hold them whole.
-    """
+    """Checks that the mesh divides the sequences; otherwise every device would hold them."""
     lengths = {f"max_target_length={longest}": longest}
     for _, length in section.sequence_length_stages:
         lengths[f"a stage of {length} in sequence_length_stages"] = length
@@ -393,10 +366,10 @@ def check_lengths(longest: int, section: BatchSection, layout: Layout) -> None:
 def check_sharding(
     parameters: Mapping[str, ParameterInfo], layout: Layout, tolerance: float
 ) -> float:
-    """The share of parameter elements that lie whole on every device though the mesh could split.
+    """Returns the share of parameters that are replicated although the mesh could split them.
 
     Raises:
-      UserError: the share is above `tolerance`; names the largest such parameters.
+      UserError: The share is above `tolerance`; names the largest such parameters.
     """
     if math.prod(layout.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
@@ -428,7 +401,7 @@ def check_sharding(
 
 
 def _undivided(info: ParameterInfo, layout: Layout) -> str:
-    """The sizes of a parameter that a mesh axis was meant to split and does not divide."""
+    """Returns the sizes of a parameter that a mesh axis should split and does not divide."""
     first_rule: dict[str, Sequence[str]] = {}
     for name, axes in layout.rules:
         first_rule.setdefault(name, axes)

@@ -1,6 +1,6 @@
-"""SIGTERM, Ctrl-C, and notices that this machine goes away: save at the end of a step and stop.
+"""SIGTERM, Ctrl-C and preemption notices: save at the end of a step and stop.
 
-Imports no jax: the handler must be in place before jax starts.
+jax is not imported: the handler must be installed before jax starts.
 """
 
 import contextlib
@@ -17,13 +17,11 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 class StopSignal:
-    """Says, once per update and alike in every process, whether to save and stop.
+    """Decides once per update, alike in every process, whether to save and stop.
 
-    One process: a handler of ours. Several: jax's preemption service, which takes the place of the
-    handler when jax.distributed is initialised; a notice to one of them makes all agree on one
-    update, at most a few later (multihost_utils.reached_preemption_sync_point).
-
-    Use:
+    One process: a handler of ours. Several: jax's preemption service, which replaces the handler
+    when jax.distributed is initialized; a notice to one of them makes all agree on one update, at
+    most a few later (multihost_utils.reached_preemption_sync_point).
 
         stop = StopSignal.install()             # in main(), before anything slow
         ...
@@ -33,16 +31,15 @@ class StopSignal:
                 save(step)                      # if it was not just saved
                 break                           # close checkpoints; exit_codes.PREEMPTED
 
-    The first signal before the first call of `requested` ends the process with `exit_code`: there
-    is nothing to save yet. So does a second one at any time, at once; SIGTERM then with 143. In a
-    run of several processes Ctrl-C is a KeyboardInterrupt.
+    Before the first call of `requested` the first signal ends the process with `exit_code`: there
+    is nothing to save yet. A second one always ends it at once; SIGTERM then with 143. In a run of
+    several processes Ctrl-C is a KeyboardInterrupt.
 
     Attributes:
       exit_code: exit_codes.INTERRUPTED after Ctrl-C, else exit_codes.PREEMPTED.
     """
 
     def __init__(self):
-        """Use `install`."""
         self.exit_code = PREEMPTED
         self._received = 0
         self._in_loop = False
@@ -52,7 +49,7 @@ class StopSignal:
 
     @classmethod
     def install(cls) -> "StopSignal":
-        """Takes over SIGTERM and Ctrl-C, except those that whoever started us ignores.
+        """Handles SIGTERM and Ctrl-C, except those that the parent process ignores.
 
         Call it on the main thread, before `start_up.connect`.
         """
@@ -74,12 +71,9 @@ class StopSignal:
         return stop
 
     def requested(self, step: int) -> bool:
-        """Whether the run shall save and stop now; once true it stays so.
+        """Returns whether to save and stop now; stays true.
 
-        Cheap. Every process calls it once per update, alike.
-
-        Args:
-          step: the update just done, for the message.
+        Cheap. Every process calls it once per update, alike. `step` is the update just done.
         """
         self._in_loop = True
         # Counted here, not taken from `step`: the service compares numbers of calls, and after a
@@ -103,10 +97,9 @@ class StopSignal:
         return True
 
     def is_pending(self) -> bool:
-        """Whether SIGTERM has come to a run of one process, so that waits should end at once.
+        """Whether a single process got SIGTERM, so that waits should end at once.
 
-        Never among several: the others are in an update already, which this one's data end, and
-        nobody can save before that.
+        Never among several: the others are in an update already, which needs this one's data.
         """
         return self._in_loop and self._received > 0
 
@@ -135,16 +128,12 @@ class StopSignal:
             _say(f"{name}: saving and stopping after this step; a second one stops at once")
 
     def _interrupt(self, *_: object) -> None:
-        """Python's handler of Ctrl-C; `_take` has heard of it too."""
+        """Python's handler of Ctrl-C; `_take` gets it as well."""
         if self._several:
             raise KeyboardInterrupt
 
     def summary(self, saved: int | None, run_name: str) -> str:
-        """Says what is saved and how to resume.
-
-        Args:
-          saved: step of the newest checkpoint; None without any.
-        """
+        """Returns what is saved (step, None without) and how to resume."""
         how = "Interrupted" if self.exit_code == INTERRUPTED else "Preempted"
         if saved is None:
             return f"{how}. No checkpoint was saved."
@@ -154,14 +143,14 @@ class StopSignal:
 
 
 def _has_service() -> bool:
-    """Whether jax.distributed is in charge of SIGTERM."""
+    """Returns whether jax.distributed handles SIGTERM."""
     import jax
 
     return jax.distributed.is_initialized()
 
 
 def _say(line: str) -> None:
-    """One write, whatever the main thread is printing."""
+    """Writes in one call, whatever the main thread is printing."""
     # It may be closed, or in use by the thread that was interrupted.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How one process of several ends, so that the others do not wait for it. Imports no jax."""
+"""Exit of one process of several, so that the others do not wait for it."""
 
 import contextlib
 import os
@@ -25,20 +25,20 @@ _leaves_threads = False
 
 
 def begin(num_processes: int) -> None:
-    """Takes note that jax is connected; start_up.connect calls it."""
+    """Notes that jax is connected; called by start_up.connect."""
     global _count
     _count = num_processes
 
 
 def count() -> int:
-    """Processes of the run, 1 before they are connected and after `leave`. Asks no device."""
+    """Returns the processes of the run, 1 before they are connected and after `leave`."""
     return _count
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process without waiting for anything: neither threads nor other processes.
+    """Ends this process without waiting for threads or other processes.
 
-    The usual end waits in jax's shutdown barrier, 5 minutes if another process never gets there.
+    The usual exit waits in jax's shutdown barrier, 5 minutes if another process never gets there.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -47,17 +47,13 @@ def exit_now(code: int) -> NoReturn:
 
 
 def leave_behind() -> None:
-    """Notes that a thread hangs in something that the usual end would wait for; see `run`."""
+    """Notes that a thread hangs in something that the usual exit would wait for; see `run`."""
     global _leaves_threads
     _leaves_threads = True
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with what `main` returns or raises; waits for no thread left behind.
-
-    Args:
-      main: of a program; returns its exit code.
-    """
+    """Ends the process with the result of `main`; waits for no abandoned thread."""
     try:
         sys.exit(main())
     except BaseException as error:
@@ -71,9 +67,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """Ends this process of several after an exception; returns in a run of one process.
 
-    Prints the message of a UserError, else the traceback. Another process that is gone is told from
-    an error of this one: then it prints where each process stands, after a wait in which the dead
-    one's silence shows. Use, before anything that may wait for others:
+    Prints the message of a UserError, else the traceback. If another process is gone, prints where
+    each process stands, after a wait in which the dead one's silence shows. Use before anything
+    that may wait for others:
 
         except BaseException as error:
             processes.fail(error, watchdog)
@@ -81,10 +77,6 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
 
     Exit codes: 2 for a UserError, 76 if another process is gone, 130 for Ctrl-C, that of a
     SystemExit, else 1.
-
-    Args:
-      error: what ended the work.
-      watchdog: of the run, if it has begun.
     """
     if _count == 1:
         return
@@ -108,11 +100,11 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
 
 
 def leave() -> None:
-    """Says goodbye to the other processes; does nothing in a run of one.
+    """Waits for all processes, which then no longer wait for each other.
 
-    Call it at the end of a run that went well, after the last thing that all do together (the last
-    checkpoint, the sample) and before what only one does (trackers, curves, uploads): waits until
-    all get here, and from then on none waits for another or is missed by it.
+    Call it at the end of a run that went well, after the last collective work (the last checkpoint,
+    the sample) and before what only one process does (trackers, curves, uploads). No effect in a
+    run of one.
     """
     global _count
     if _count > 1:
@@ -123,7 +115,7 @@ def leave() -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error, or one that it stems from, says that another process is gone."""
+    """Returns whether an error, or its cause, says that another process is gone."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

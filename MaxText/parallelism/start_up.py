@@ -1,4 +1,4 @@
-"""What must be done before jax starts, and how it starts. Importing this imports no jax."""
+"""Setup before jax starts. Importing this imports no jax."""
 
 import collections
 import faulthandler
@@ -45,14 +45,14 @@ _launched = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
 def launched() -> float:
-    """Unix seconds at which the user started the program, or at which this file was imported."""
+    """Returns the Unix time at which the program started, or this file was imported."""
     return _launched
 
 
 def restart_with_allocator_setting() -> None:
-    """Starts this process again with the allocator setting, which is read only at start.
+    """Restarts this process with an allocator setting that is read only at start.
 
-    Does not without glibc, or when the user's GLIBC_TUNABLES already sets the allocator.
+    Only with glibc, and if the user's GLIBC_TUNABLES does not set the allocator.
     """
     present = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc." in present:
@@ -73,7 +73,7 @@ def restart_with_allocator_setting() -> None:
 
 
 def choose_platform(hardware: str) -> list[str]:
-    """Tells jax which devices to use; returns what is set in the environment, as lines to print."""
+    """Selects jax's devices; returns the environment variables that were set, as lines to print."""
     if hardware != "auto":
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(hardware, hardware)
     names = ("GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -81,22 +81,21 @@ def choose_platform(hardware: str) -> list[str]:
 
 
 def connect(hardware: str, heartbeat_timeout: float) -> list[str]:
-    """Connects the processes of a run with each other, as the environment says (see cluster.py).
+    """Connects the processes of a run, as the environment says (see cluster.py).
 
     Call it in every process, after `preemption.StopSignal.install` and before anything asks jax for
-    devices. Preparing text comes before it: processes may take differently long over that, and wait
-    here for up to six times heartbeat_timeout for each other. From here on jax swallows SIGTERM,
-    which StopSignal.requested then hears of.
+    devices. Text is prepared before: processes may take differently long for that, and wait here
+    for each other for up to six times heartbeat_timeout. From here on jax swallows SIGTERM, which
+    StopSignal.requested then reports.
 
     Args:
-      hardware: the key of that name.
-      heartbeat_timeout: the key of that name, seconds; 0 leaves jax's own limits.
+      heartbeat_timeout: Seconds; 0 keeps jax's own limits.
 
     Returns:
       A line to print; none in a run of one process.
 
     Raises:
-      UserError: the environment is incomplete, or the others did not come.
+      UserError: The environment is incomplete, or the others did not come.
     """
     found = cluster.find(os.environ, hardware)
     if found is None:
@@ -162,11 +161,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def find_devices(hardware: str) -> list[Any]:
-    """The devices to train on, over all processes.
+    """Returns the devices to train on, over all processes.
 
     Raises:
-      UserError: jax finds none of the kind asked for, processes have different numbers of them, or
-        there are not as many as the environment's NUM_DEVICES_VARIABLE asks for.
+      UserError: There are none of the requested kind, processes have different numbers of them, or
+        there are fewer than NUM_DEVICES_VARIABLE asks for.
     """
     import jax
 
@@ -185,7 +184,7 @@ def find_devices(hardware: str) -> list[Any]:
 
 
 def _check_number(devices: list[Any], num_processes: int) -> None:
-    """Refuses devices that are fewer than were meant, which would train another run."""
+    """Refuses fewer devices than requested, which would train another run."""
     of_process = collections.Counter(device.process_index for device in devices)
     numbers = [of_process[process] for process in range(num_processes)]
     if len(set(numbers)) > 1:
@@ -204,16 +203,13 @@ def _check_number(devices: list[Any], num_processes: int) -> None:
 
 
 def check_alike(config_flat: Mapping[str, Any]) -> None:
-    """Refuses processes that were started with different configurations, run names among them.
+    """Refuses processes with different configurations, run names included.
 
-    They would compile different programs and wait for each other for ever, or write into different
-    folders. Does nothing in a run of one process; every process must call it.
-
-    Args:
-      config_flat: value by key.
+    They would compile different programs and wait for each other forever, or write to different
+    folders. Every process must call it.
 
     Raises:
-      UserError: names the keys, and the processes that differ from process 0.
+      UserError: Names the keys, and the processes that differ from process 0.
     """
     if processes.count() == 1:
         return
@@ -244,7 +240,7 @@ def check_alike(config_flat: Mapping[str, Any]) -> None:
 
 
 def in_background(function: Callable[[], Result]) -> Future[Result]:
-    """Starts `function` on a thread; its result is waited for by `.result()`."""
+    """Starts `function` on a thread."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function)
     executor.shutdown(wait=False)

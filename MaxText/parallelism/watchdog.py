@@ -1,7 +1,6 @@
-"""Ends a process that makes no progress, and says where it and the others of the run stand.
+"""Watchdog: ends a process without progress, and reports where all processes stand.
 
-A process whose peer is stuck waits in a collective for ever: neither jax nor the network notices.
-Imports no jax.
+A process whose peer is stuck waits in a collective forever: neither jax nor the network notices.
 """
 
 import contextlib
@@ -43,14 +42,12 @@ _ENDED = "ended"
 
 
 class Watchdog:
-    """Watches over the progress of this process, and tells the others about it.
+    """Watches the progress of this process, and publishes it to the others.
 
     Each process of several writes `<folder>/processes/<process>.json` every few seconds, on a
     thread: {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix
-    seconds. When a process has made no progress for `timeout` seconds it prints these of all, names
-    the slowest, dumps the stack of every thread to stderr and ends with exit_codes.STUCK.
-
-    Use, around everything after jax is connected:
+    seconds. After `timeout` seconds without progress a process prints these of all, names the
+    slowest, dumps the stack of every thread to stderr and ends with exit_codes.STUCK.
 
         with Watchdog(run_folder, timeout, jax.process_index(), jax.process_count()) as watchdog:
             watchdog.enter("compile")
@@ -65,9 +62,9 @@ class Watchdog:
                     ...
             watchdog.enter("finish")
 
-    or between `start` and `close`. Every call of `enter` counts as progress, the same phase again
-    as well. `start_up` is the phase at first; it, `compile` and `finish` may take six times as
-    long, and while one process is in them, so may a step of the others, which wait for it.
+    or between `start` and `close`. Every call of `enter` is progress. The first phase is
+    `start_up`; it, `compile` and `finish` may take six times as long, and meanwhile so may a step
+    of the others, which wait for it.
     """
 
     def __init__(
@@ -83,13 +80,10 @@ class Watchdog:
         """Starts nothing yet.
 
         Args:
-          folder: of the run, shared by its processes; may be gs://. None writes no files.
+          folder: Of the run, shared by its processes; may be gs://. None writes no files.
           timeout: heartbeat_timeout, seconds; 0 never ends the process.
-          process_index: of this one.
-          process_count: of the run; files are written by several only.
-          say: takes lines; by default they go to stderr at once.
-          read_seconds: that reading the files of all processes may take, as the storage may be what
-            is stuck.
+          say: Takes lines; by default they go to stderr at once.
+          read_seconds: Limit for reading the files of all processes: storage may be what is stuck.
         """
         several = folder is not None and process_count > 1
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
@@ -109,7 +103,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> "Watchdog":
-        """Begins to watch. `close` ends it; a `with` block does both."""
+        """Starts watching until `close`; a `with` block does both."""
         self.enter("start_up")
         targets = [self._watch] if self._timeout > 0 else []
         if self._folder is not None:
@@ -126,11 +120,10 @@ class Watchdog:
         self.close(_ENDED if error is None else _failed(error))
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Notes progress: `phase` begins, or goes on. Takes no time.
+        """Reports progress in a phase, cheaply.
 
         Args:
-          phase: one of start_up, compile, data, step, checkpoint, evaluation, finish.
-          step: the update it belongs to.
+          phase: One of start_up, compile, data, step, checkpoint, evaluation, finish.
         """
         before, step_before, since = self._phase
         if (phase, step) != (before, step_before):
@@ -139,7 +132,7 @@ class Watchdog:
         self._progress = time.monotonic()
 
     def each(self, items: Iterable[Item], phase: str, step: int | None = None) -> Iterator[Item]:
-        """The items, each of which counts as progress of a phase."""
+        """Yields the items, each of which is progress of a phase."""
         self.enter(phase, step)
         for item in items:
             yield item
@@ -157,22 +150,17 @@ class Watchdog:
                 thread.join(_MOST_SECONDS)  # storage that hangs shall not keep us
 
     def fail(self, error: BaseException | None) -> None:
-        """Leaves in the status file what went wrong, and goes on watching: see processes.fail.
+        """Leaves an error in the status file, and keeps watching: see processes.fail.
 
-        Args:
-          error: of this process; None if another one is gone.
+        `error` is None if another process is gone.
         """
         self._state = _LOST if error is None else _failed(error)
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
-        """A table of where each process stands by its status file, the slowest one named.
+        """Returns a table of where each process stands, naming the slowest one.
 
-        Args:
-          wait: first wait until the file of a process that has just died is seen to be old.
-
-        Returns:
-          Lines; empty in a run of one process.
+        With `wait`, first waits until the file of a process that has just died is seen to be old.
         """
         if self._folder is None:
             return ""
@@ -184,7 +172,7 @@ class Watchdog:
         return describe(rows, self._silent_seconds)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """What the status files say that can be read in time, in any order."""
+        """Returns the status files that can be read in time."""
         folder = self._folder
         if folder is None:
             return []
@@ -295,15 +283,14 @@ class Watchdog:
 
 
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
-    """Where each process stands, and which one the others wait for.
+    """Describes where each process stands, and which one the others wait for.
 
     That is the first of these: one that is gone or frozen (its file is `silent_seconds` older than
     the newest), one that failed, one that found itself stuck, the lowest step, among equals one
     whose phase needs no other process, and then the one that has been in it longest.
 
     Args:
-      rows: of the status files; {"process": n} alone for one that has none.
-      silent_seconds: see above.
+      rows: Of the status files; {"process": n} alone for one that has none.
     """
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
 
@@ -345,13 +332,7 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 def another_takes_long(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
-    """Whether one of the others is alive and in a phase that may take longer than a step.
-
-    Args:
-      rows: as of `describe`.
-      process: which one asks.
-      silent_seconds: see `describe`.
-    """
+    """Returns whether another process is alive and in a phase that may take longer than a step."""
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
     return any(
         row["process"] != process

@@ -1,4 +1,4 @@
-"""The parts of a train step, made of a configuration for the devices that it will run on."""
+"""Assembly of a train step from a configuration and devices."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,15 @@ from MaxText.training.state import TrainState
 
 
 class Assembled(NamedTuple):
-    """What train.py runs, and what train_compile.py compiles.
+    """What train.py runs, and train_compile.py compiles.
 
     Attributes:
-      model: with what depends on the devices resolved.
-      optimizer: of its parameters; those from before growth may be slowed down.
+      model: With what depends on the devices resolved.
       initialize: key -> the state of a run that begins.
-      state: shapes and shardings of the state.
+      state: Shapes and shardings of the state.
       step: (state, batch) -> (state, metrics), not compiled.
-      whole: share of the parameters that no axis of the mesh divides.
-      choices: one line for each `auto`.
+      whole: Share of the parameters that are replicated.
+      choices: One line for each `auto`.
     """
 
     model: Model
@@ -50,15 +49,15 @@ def assemble(
     old_slots: Mapping[str, int] | None = None,
     old_slots_learning_rate: float = 1.0,
 ) -> Assembled:
-    """Makes them.
+    """Assembles a train step.
 
     Args:
-      old_slots: parameter name -> leading slots that were trained before the run grew.
-      old_slots_learning_rate: multiplies their updates.
+      old_slots: Parameter name -> leading slots that were trained before the run grew.
+      old_slots_learning_rate: Factor of their updates.
 
     Raises:
-      UserError: the mesh divides too few of the parameters, or the sequences unevenly; or a part
-        returns something else than it should.
+      UserError: The mesh divides too few of the parameters, or the sequences unevenly; or a part
+        returns a wrong shape.
     """
     platform = layout.mesh.devices.flat[0].platform
     section, choices = backend_defaults.resolve(config.model, platform, layout)
@@ -77,7 +76,7 @@ def assemble(
 
 
 def _trace(model: Model) -> None:
-    """Traces the model on one sequence; the parts are checked on the way."""
+    """Traces the model on one sequence, which checks the parts."""
     section, shape = model.section, (1, model.section.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 

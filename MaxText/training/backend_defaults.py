@@ -1,4 +1,4 @@
-"""What `auto` means on the device at hand. Every choice is printed and can be overridden."""
+"""Values of `auto` on the current device. Every choice is printed and can be overridden."""
 
 import jax.numpy as jnp
 
@@ -14,11 +14,11 @@ CPU_UNROLLED_WIDTH = 512
 
 
 def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple[Model, list[str]]:
-    """The section without `auto`, and one line for each choice made.
+    """Returns the section without `auto`, and one line for each choice.
 
     Args:
-      backend: "cpu", "gpu" or "tpu", as jax names it.
-      layout: where the model will run; None is one device, on which nothing can be tried.
+      backend: "cpu", "gpu" or "tpu".
+      layout: Where the model will run; None is one device, on which nothing can be tried.
     """
     on_cpu = backend == "cpu"
     lines = []
@@ -84,7 +84,7 @@ def resolve(section: Model, backend: str, layout: Layout | None = None) -> tuple
 
 
 def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str | None:
-    """Why no library's kernel computes attention; None where one does."""
+    """Returns why no library kernel computes attention; None if one does."""
     if backend == "cpu":
         return "fastest on CPU"
     parts, stages = 1, 1
@@ -99,7 +99,7 @@ def _flash_refused(section: Model, backend: str, layout: Layout | None) -> str |
 
 
 def _mixing(section: Model, backend: str, dtype: str, layout: Layout | None) -> tuple[str, str]:
-    """The form of sums over depth, and the reason for it. Figures are in docs/mudd_cost.md."""
+    """Returns the form of depth-wise aggregation, and why. Figures are in docs/mudd_cost.md."""
     dense = section.dense_connections
     asked, on_cpu = dense.dense_mixing, backend == "cpu"
     if not dense.dense_conn or asked not in ("auto", "kernel") or (asked == "kernel" and on_cpu):

@@ -1,4 +1,4 @@
-"""The language-model loss, over the whole sequence at once or in chunks of it.
+"""Language-model loss, over the whole sequence or in chunks.
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks.
 """
@@ -24,10 +24,10 @@ Losses = tuple[dict[str, jax.Array], jax.Array | None]
 
 @jax.custom_vjp
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-log softmax(logits)[target] and log of the normaliser, each float32 [B, T].
+    """Returns -log softmax(logits)[target] and the log of the normalizer, each float32 [B, T].
 
-    Written with its own gradient, softmax(logits) - onehot(target), so that the backward pass is
-    one sweep over [B, T, V]: no scatter, no one-hot array, nothing kept but the logits.
+    Has its own gradient, softmax(logits) - onehot(target), so that the backward pass is one sweep
+    over [B, T, V]: no scatter, no one-hot array, only the logits are saved.
     """
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
@@ -55,14 +55,12 @@ class LossSums(NamedTuple):
     """Sums over a batch, or over a part of one.
 
     Attributes:
-      over_targets: weighted; lm_loss is cross entropy in nats, z_loss is z_loss_multiplier *
-        log(Z)^2 (PaLM, section 5). Other objectives have other names. To be divided by the sum of
-        the weights.
-      over_tokens: losses of layers, such as those of routers. To be divided by `num_tokens`.
-      correct: weight of the targets that are the likeliest id, the first of several; None where
-        nobody asked.
-      log_z: weighted sum of log(Z), the logarithm of the softmax's denominator: it grows when
-        logits drift. None for objectives without such a number.
+      over_targets: Weighted; lm_loss is cross entropy in nats, z_loss is z_loss_multiplier *
+        log(Z)^2 (PaLM, section 5). To be divided by the sum of the weights.
+      over_tokens: Losses of layers, such as those of routers. To be divided by `num_tokens`.
+      correct: Weight of the targets that are the argmax, the first of several; None if not counted.
+      log_z: Weighted sum of log(Z), the log of the softmax's denominator, which grows when logits
+        drift. None for objectives without it.
     """
 
     over_targets: dict[str, jax.Array]
@@ -77,18 +75,18 @@ class LossSums(NamedTuple):
 
     @property
     def in_nats(self) -> jax.Array:
-        """Weighted minus log-probabilities; the total of an objective that has no such loss."""
+        """Weighted negative log-probabilities; the total of an objective without them."""
         return self.over_targets.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        """Every loss by itself; their sum is what is minimised."""
+        """Returns every loss; their sum is minimized."""
         return {name: value / weight for name, value in self.over_targets.items()} | {
             name: value / tokens for name, value in self.over_tokens.items()
         }
 
 
 def num_tokens(batch: Batch) -> jax.Array:
-    """Tokens of a batch that are not padding, at least 1."""
+    """Returns the tokens of a batch that are not padding, at least 1."""
     if batch.segments_BT is None:
         return jnp.float32(batch.tokens_BT.size)
     return jnp.maximum(jnp.sum(batch.segments_BT > 0).astype(jnp.float32), 1.0)
@@ -96,7 +94,7 @@ def num_tokens(batch: Batch) -> jax.Array:
 
 @register("objective", "cross_entropy")
 def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Cross entropy, and z_loss_multiplier * log(Z)^2."""
+    """Returns cross entropy, and z_loss_multiplier * log(Z)^2."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     z_losses_BT = keys.z_loss_multiplier * jnp.square(log_z_BT)
     return {IN_NATS: losses_BT, "z_loss": z_losses_BT}, log_z_BT
@@ -104,7 +102,7 @@ def cross_entropy_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax
 
 @register("objective", "entmax")
 def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """The loss of alpha-entmax; alpha = 1 is softmax."""
+    """Returns the loss of alpha-entmax; alpha = 1 is softmax."""
     if keys.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, keys.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -112,17 +110,18 @@ def entmax_losses(keys: Objective, logits_BTV: jax.Array, targets_BT: jax.Array)
 
 
 def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) -> Losses:
-    """What is minimised at each target, by the registered objective.
+    """Returns the losses of the registered objective at each target.
 
     An objective is a function of its keys (those of the section for one without keys of its own),
     float32 logits [B, T, V] and targets [B, T].
 
     Returns:
-      Losses by name, float32 [B, T] each, whose sum is minimised; and log(Z) [B, T], or None. A
-      loss named lm_loss is in nats per target, so that it has a perplexity.
+      Losses by name, float32 [B, T] each, whose sum is minimized; and log(Z) [B, T], or None. A
+        loss named
+      lm_loss is in nats per target, so that it has a perplexity.
 
     Raises:
-      UserError: the objective returned something else.
+      UserError: The objective returned something else.
     """
     objective = lookup("objective", section.loss_type)
     found = objective(section.parts.of(objective) or section, logits_BTV, targets_BT)
@@ -137,7 +136,7 @@ def losses_of(logits_BTV: jax.Array, targets_BT: jax.Array, section: Objective) 
 
 
 def is_in_nats(section: Objective) -> bool:
-    """Whether a loss is minus a log-probability, so that it has a perplexity."""
+    """Returns whether a loss is a negative log-probability, which has a perplexity."""
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(losses_of, section=section), *shapes)
     return IN_NATS in losses
@@ -152,7 +151,7 @@ def loss_sums(
     training: bool = False,
     count_correct: bool = False,
 ) -> LossSums:
-    """What is minimised, in parts and as sums, so that parts of a batch can be added up."""
+    """Returns the losses as sums, so that parts of a batch can be added up."""
     h_BTD, scalars = decoder.hidden(batch, dropout_key, training=training)
     head_state = decoder.head_state(h_BTD, batch)
     places_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])

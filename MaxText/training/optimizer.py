@@ -1,4 +1,4 @@
-"""Update rules from optax, with decay and learning rate chosen per parameter by name."""
+"""Update rules from optax, with weight decay and learning rate per parameter."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ DIRECTION = 1
 def make_optimizer(
     section: Optimizer, schedule: optax.Schedule, parameters: Names
 ) -> optax.GradientTransformation:
-    """Clipping, then the rule's direction, then decoupled decay, then the learning rate.
+    """Chains clipping, the rule's direction, decoupled decay, and the learning rate.
 
     Args:
-      parameters: name -> facts, of the model to train; regular expressions are matched anywhere
-        in the name ("layers/mlp/wo/kernel").
+      parameters: Name -> facts; regular expressions are matched anywhere in the name
+        ("layers/mlp/wo/kernel").
 
     Raises:
       UserError: trainable_parameters_mask matches no parameter.
@@ -60,7 +60,7 @@ def make_optimizer(
 def _restricted(
     optimizer: optax.GradientTransformation, trained: Names
 ) -> optax.GradientTransformation:
-    """`optimizer` on the trained parameters only; the others get update 0 and have no state."""
+    """Restricts `optimizer` to the trained parameters; the others get update 0 and no state."""
 
     def pick(tree: Any) -> dict:
         return per_parameter(trained, lambda name: _folder(tree, name)[name.rpartition("/")[2]])
@@ -82,13 +82,12 @@ def slow_old_slots(
     old_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
-    """`optimizer` whose updates of old slots, weight decay included, are multiplied by `factor`.
+    """Multiplies updates of old slots, weight decay included, by `factor`.
 
-    Its state is that of `optimizer`, so a checkpoint does not depend on the factor.
+    The state is that of `optimizer`, so a checkpoint does not depend on the factor.
 
     Args:
-      parameters: name -> facts, of the model to train.
-      old_slots: parameter name -> leading slots that are old; None for none.
+      old_slots: Parameter name -> leading slots that are old; None for none.
       factor: 0 freezes them.
     """
     if factor == 1 or not old_slots:
@@ -111,14 +110,14 @@ def slow_old_slots(
 
 
 def _folder(tree: Any, name: str) -> dict:
-    """The dict that holds the leaf of a name like "layers/mlp/wo/kernel"."""
+    """Returns the dict that holds the leaf of a name like "layers/mlp/wo/kernel"."""
     for folder in name.split("/")[:-1]:
         tree = tree[folder]
     return tree
 
 
 def per_parameter(parameters: Names, value_of: Callable[[str], Any]) -> dict:
-    """A nested dict like the parameters, with `value_of(name)` at each leaf."""
+    """Returns a nested dict like the parameters, with `value_of(name)` at each leaf."""
     tree: dict = {}
     for name in parameters:
         *folders, leaf = name.split("/")
@@ -143,7 +142,7 @@ def _decay(section: Optimizer, name: str) -> float:
 
 
 def _add_scaled_parameters(scales: dict) -> optax.GradientTransformation:
-    """Adds scale * parameter to each update (Loshchilov and Hutter 2019, with the rate outside)."""
+    """Adds scale * parameter to each update (Loshchilov and Hutter 2019)."""
     return optax.stateless(
         lambda updates, params: jax.tree.map(
             lambda update, parameter, scale: update + scale * parameter if scale else update,
@@ -164,7 +163,7 @@ def _clipping(section: Optimizer) -> optax.GradientTransformation:
 
 
 def _direction(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
-    """The rule without its learning rate and decay; a gradient descent direction, sign kept."""
+    """Returns the rule without its learning rate and decay, as a descent direction."""
     rule = lookup("optimizer", section.opt_type)
     return rule(section.parts.of(rule) or section, parameters)
 
@@ -221,8 +220,7 @@ def muon(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
 def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransformation:
     """m / (sqrt(v + eps_root) + eps), as BERT's and GPT-Neo's optimizers.
 
-    The first updates are smaller than a unit: (1 - b1) / sqrt(1 - b2). The state is that of
-    optax.scale_by_adam, so that a run may go on with the other rule.
+    The state is that of optax.scale_by_adam, so that a run may switch rules.
     """
     adam = optax.scale_by_adam(b1=section.adam_b1, mu_dtype=section.mu_dtype or None)
 
@@ -243,9 +241,9 @@ def _adam_without_bias_correction(section: Optimizer) -> optax.GradientTransform
 def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransformation:
     """Shazeer and Stern 2018, algorithm 4; the learning rate is relative to a parameter's size.
 
-    The schedule and the decoupled decay hold here as for every rule (GPT-Neo's ignores both, and
-    takes weight_decay for the decay of its second moment). The mean over updates is one before the
-    learning rate. Layers that are stacked count as one parameter.
+    The schedule and decoupled decay hold as for every rule (GPT-Neo's ignores both, and takes
+    weight_decay for the decay of its second moment). The mean over updates precedes the learning
+    rate. Stacked layers count as one parameter.
     """
     rule = (
         optax.scale_by_factored_rms(
@@ -262,12 +260,11 @@ def adafactor(section: Optimizer, parameters: Names) -> optax.GradientTransforma
 
 
 def _muon_dimensions(info: ParameterInfo) -> Any:
-    """Which dimensions form the matrix; None leaves a parameter to Adam.
+    """Returns the dimensions that form the matrix; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
-    dense connections: as the head, it makes numbers that mean something one by one (weights of
-    sums), and no hidden state. None of its dimensions is one of the model's. In a 4-layer
-    MUDDFormer, Muon there ended at a higher validation loss.
+    dense connections, which like the head makes numbers with individual meanings (weights of sums).
+    In a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
     """
     of_coefficients = not any(info.logical_axes)
     if not info.num_in_dims or "vocab" in info.logical_axes or of_coefficients:

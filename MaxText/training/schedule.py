@@ -7,11 +7,11 @@ from MaxText.configuration.training_sections import Schedule
 
 
 def learning_rate_schedule(section: Schedule) -> optax.Schedule:
-    """Warm-up from 0, the body, then 0 or the last value.
+    """Returns warm-up from 0, the body, then 0 or the last value.
 
-    The first update has learning rate 0 when there is a warm-up, as in MaxText. A constant body
-    goes on for ever. The body follows the warm-up, or with `warmup_multiplies_schedule` counts from
-    step 0 and is multiplied by it, as GPT-Neo's does.
+    The first update has learning rate 0 if there is a warm-up, as in MaxText. A constant body
+    continues forever. The body follows the warm-up, or with `warmup_multiplies_schedule` counts
+    from step 0 and is multiplied by it, as GPT-Neo's does.
     """
     peak = section.learning_rate
     total, warmup = section.learning_rate_schedule_steps, section.num_warmup_steps
@@ -29,7 +29,7 @@ def learning_rate_schedule(section: Schedule) -> optax.Schedule:
 
 
 def _body(section: Schedule, length: int) -> list[tuple[optax.Schedule, int]]:
-    """From the peak to the last value in `length` steps, in pieces with their lengths."""
+    """Returns the pieces from the peak to the last value in `length` steps, with their lengths."""
     peak, fraction = section.learning_rate, section.learning_rate_final_fraction
     final = peak * fraction
     if section.lr_schedule_type == "wsd":
