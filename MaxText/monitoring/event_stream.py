@@ -1,4 +1,4 @@
-"""The one stream of a run's events, and the places that it feeds."""
+"""The stream of a run's events, and its sinks."""
 
 import contextlib
 import time
@@ -24,14 +24,14 @@ _SECONDS_WHEN_PREEMPTED = 10.0
 
 
 class EventStream:
-    """Hands each event to every sink.
+    """Sends each event to every sink.
 
-    A run that begins again at step s continues its records: rows of step s and later, which stem
-    from before the crash, are removed first, so that each step stands there once. For none to be
-    missing, the rows of a step must be flushed before its checkpoint is saved.
+    A run that resumes at step s continues its records: older rows of step s and later are removed
+    first, so that each step occurs once. For none to be missing, the rows of a step must be flushed
+    before its checkpoint is saved.
 
     Attributes:
-      lost: what the removed rows had cost: {"steps": n, "seconds": {phase: s}}.
+      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
     """
 
     def __init__(
@@ -43,13 +43,12 @@ class EventStream:
         flush_every: int = 100,
         callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ):
-        """
+        """Takes the sinks in the order in which they get each event.
+
         Args:
-          sinks: in the order in which they get each event.
-          attempt: starts of the program before this one.
-          lost: see the attribute; None for nothing.
-          flush_every: updates between flushes.
-          callbacks: get each event as a row of events.jsonl, after the sinks.
+          attempt: Earlier starts of the program.
+          flush_every: Updates between flushes.
+          callbacks: Get each event as a row of events.jsonl, after the sinks.
         """
         self.lost = lost or {"steps": 0, "seconds": {}}
         self._sinks = sinks
@@ -68,13 +67,13 @@ class EventStream:
         report: Any = None,
         **facts: Any,
     ) -> None:
-        """Notes that something happened just now.
+        """Records an event that just ended.
 
         Args:
-          kind: one of events.PHASES.
-          step: the update it belongs to.
-          seconds: wall time it took.
-          report: what the terminal shows of it.
+          kind: One of events.PHASES.
+          step: The update it belongs to.
+          seconds: Its wall time.
+          report: For the terminal.
           **facts: JSON values, stored with it.
         """
         event = Event(kind, time.time(), self._attempt, step, seconds, facts, report)
@@ -97,11 +96,7 @@ class EventStream:
 
     @contextlib.contextmanager
     def timed(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Emits an event with the seconds that the block took, if it ends well.
-
-        Yields:
-          What `emit` will get besides; the block may add to it.
-        """
+        """Emits an event with the seconds of the block, if it succeeds; yields its facts."""
         began = time.perf_counter()
         yield facts
         self.emit(kind, seconds=time.perf_counter() - began, **facts)
@@ -111,10 +106,7 @@ class EventStream:
             sink.flush()
 
     def flush(self) -> None:
-        """Makes everything emitted so far durable; records that lie far away are waited for.
-
-        A minute at most, and not for trackers, which show the records to people.
-        """
+        """Makes all events durable, waiting for remote records at most a minute."""
         self._ask_flush()
         self._settle(time.monotonic() + self._seconds_to_close)
 
@@ -124,10 +116,7 @@ class EventStream:
                 sink.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes every sink. Safe to call twice.
-
-        All of them together are waited for a minute at most, less after SIGTERM.
-        """
+        """Flushes and closes every sink, within a minute in all. Safe to call twice."""
         until = time.monotonic() + self._seconds_to_close
         trackers = [sink for sink in self._sinks if isinstance(sink, Tracker)]
         for tracker in trackers:
@@ -154,22 +143,18 @@ def open_stream(
     terminal: Sink,
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
 ) -> EventStream:
-    """The stream of a run that begins, or goes on, at an update.
+    """Opens the stream of a run that begins or resumes at an update.
 
     Only process 0 records; on the others the stream feeds the terminal alone.
 
     Args:
-      run_folder: holds the files; may be gs://.
-      monitoring: what to write, and how often to flush.
-      run_name: stands in each metric row, as a metrics_file may be shared by runs.
-      config_flat: the configuration by key.
-      first_step: the update done first; rows of it and later ones are removed.
-      first_evaluation: the update evaluated first, if that is an earlier one.
-      terminal: shows events to people.
-      callbacks: get each event as a row of events.jsonl.
+      run_name: In each metric row, as a metrics_file may be shared by runs.
+      first_step: The first update; rows of it and later ones are removed.
+      first_evaluation: The first evaluated update, if that is an earlier one.
+      callbacks: Get each event as a row of events.jsonl.
 
     Raises:
-      UserError: a package that the configuration asks for is not installed.
+      UserError: A package that the configuration asks for is not installed.
     """
     if jax.process_index() != 0:
         return EventStream([terminal], callbacks=callbacks)

@@ -1,15 +1,15 @@
-"""What happens in a run, as rows of events.jsonl: the one record that everything else is fed from.
+"""Events of a run, as rows of events.jsonl, from which all other records derive.
 
-A row is an object of JSON with these fields, and beside them the facts of its kind:
+A row is a JSON object with these fields and the facts of its kind:
 
-  time     Unix seconds at which what it describes ended
+  time     Unix seconds at which it ended
   event    its kind, see PHASES
   phase    what the program was doing until then, see PHASES
   attempt  0 for the first start of the program in this run folder, 1 for its first restart, ...
-  step     the update it belongs to, counted from 0; null where there is none
-  seconds  wall time it took, to be added up by phase; 0 for what takes none
+  step     the update it belongs to, from 0, or null
+  seconds  wall time, to be added up by phase
 
-docs/report.md says what the facts of each kind are.
+docs/report.md documents the facts of each kind.
 """
 
 import dataclasses
@@ -41,16 +41,11 @@ REPEATED = ("step", "skip", "rewind", "retry", "evaluation", "checkpoint", "samp
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """An event, see above.
 
     Attributes:
-      kind: one of PHASES.
-      time: Unix seconds at its end.
-      attempt: starts of the program in this run folder before this one.
-      step: the update it belongs to, from 0; None where there is none.
-      seconds: wall time it took.
-      facts: JSON values by name; numbers of steps and evaluations under MaxText's tags.
-      report: what a step or an evaluation says on the terminal; not stored.
+      facts: JSON values by name; metrics of steps and evaluations under MaxText's tags.
+      report: For the terminal; not stored.
     """
 
     kind: str
@@ -67,7 +62,7 @@ class Event:
         return PHASES[self.kind]
 
     def row(self) -> dict[str, Any]:
-        """The event as it stands in events.jsonl."""
+        """Returns the event as a row of events.jsonl."""
         return {
             "time": round(self.time, 3),
             "event": self.kind,
@@ -80,32 +75,32 @@ class Event:
 
 
 class Sink(Protocol):
-    """Where events go. Called from one thread."""
+    """A destination of events. Called from one thread."""
 
     def write(self, event: Event) -> None:
-        """Takes an event; must not hold up the training loop."""
+        """Takes an event; must not block the training loop."""
 
     def flush(self) -> None:
-        """Makes what was taken durable, as far as the place allows without a wait."""
+        """Makes events durable, as far as possible without waiting."""
 
     def close(self) -> None:
-        """Flushes and lets go of files and threads. Safe to call twice."""
+        """Flushes and releases files and threads. Safe to call twice."""
 
 
 @runtime_checkable
 class Record(Sink, Protocol):
-    """What a run goes on from: a sink of which no row may be missing beside a checkpoint."""
+    """A sink that resuming needs: no row may be missing next to a checkpoint."""
 
     def settle(self, until: float) -> None:
-        """Waits until what was flushed is durable, or cannot be; `until` of time.monotonic."""
+        """Waits for flushed rows to be durable or to fail, until `until` of time.monotonic."""
 
 
 @runtime_checkable
 class Tracker(Sink, Protocol):
-    """A sink with a thread of its own, which shows a run to people."""
+    """A sink with its own thread, for people to watch a run."""
 
     def end(self) -> None:
-        """Asks for the close, without waiting for it."""
+        """Requests closing, without waiting for it."""
 
     def wait(self, until: float) -> None:
-        """Waits until it has closed after `end`; `until` of time.monotonic."""
+        """Waits until it has closed after `end`, or until `until` of time.monotonic."""

@@ -1,8 +1,8 @@
-"""Goodput: the share of a run's time that went into useful steps, and where the rest went.
+"""Goodput: share of a run's time in useful steps, and where the rest went.
 
 The base is the time in which the program ran, over all its attempts. Time between a kill and the
-next start is reported beside it: it says something about the machine, nothing about the program.
-docs/report.md defines every part.
+next start is reported separately: it says nothing about the program. docs/report.md defines every
+part.
 """
 
 import dataclasses
@@ -30,17 +30,16 @@ NOTHING = 0.0002
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One start of the program in the folder of a run.
+    """A start of the program in a run folder.
 
     Attributes:
-      number: 0 for the first.
-      first_row: its start or resume row.
-      launched: Unix seconds at which the process began.
-      running_before: seconds that earlier attempts ran.
-      seconds: how long it ran; of a killed one at least up to its last row, and as long as the
-        work took of which the next attempt reports the loss.
-      down_after: seconds until the next attempt was launched; 0 for the last.
-      stopped: whether it ended by itself.
+      first_row: Its start or resume row.
+      launched: Unix seconds of the process start.
+      running_before: Seconds that earlier attempts ran.
+      seconds: How long it ran; for a killed one at least up to its last row, and as long as the
+        work took whose loss the next attempt reports.
+      down_after: Seconds until the next attempt; 0 for the last.
+      stopped: Whether it ended by itself.
     """
 
     number: int
@@ -54,11 +53,10 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went.
+    """Time of a run.
 
     Attributes:
-      seconds: for each of PARTS; they add up to the time in which the program ran.
-      attempts: by number.
+      seconds: For each of PARTS; they add up to the running time.
     """
 
     seconds: Mapping[str, float]
@@ -66,25 +64,24 @@ class Goodput:
 
     @property
     def running_seconds(self) -> float:
-        """Time in which the program ran."""
         return sum(self.seconds.values())
 
     @property
     def down_seconds(self) -> float:
-        """Time between attempts, in which nothing ran."""
+        """Time between attempts."""
         return sum(attempt.down_after for attempt in self.attempts)
 
     @property
     def goodput(self) -> float:
-        """Share of the running time in useful steps, from 0 to 1."""
+        """Share of the running time in useful steps."""
         return self.share("useful")
 
     def share(self, part: str) -> float:
-        """Share of the running time in one of PARTS, from 0 to 1."""
+        """Returns the share of the running time in one of PARTS."""
         return self.seconds[part] / self.running_seconds if self.running_seconds else 0.0
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Seconds that the run had been running, down times left out, at each row: float [N]."""
+        """Returns running seconds at each row, without down times: float [N]."""
         before = {each.number: each.running_before - each.launched for each in self.attempts}
         return np.array([row["time"] + before[row["attempt"]] for row in rows], float)
 
@@ -93,8 +90,8 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
     """Adds up the time of a run.
 
     Args:
-      rows: of events.jsonl, all of them and in order.
-      replaced: indices of rows whose work was done again later in the file; their time is lost.
+      rows: All of events.jsonl, in order.
+      replaced: Indices of rows whose work was done again later; their time is lost.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
@@ -122,12 +119,12 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
 
 
 def skips_updates(row: Mapping[str, Any]) -> bool:
-    """Whether a row tells of updates that were not applied, not of records that were not read."""
+    """Returns whether a row is about updates that were not applied, not about unread records."""
     return row["event"] == "skip" and row.get("what") != "record"
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Time of updates that were computed and then not applied."""
+    """Returns the time of updates that were computed but not applied."""
     steps = iter(sorted((row for row in rows if row["event"] == "step"), key=lambda r: r["step"]))
     skips = [row for row in rows if skips_updates(row) and row.get("step") is not None]
     step, total, counted = next(steps, None), 0.0, 0
@@ -145,14 +142,14 @@ def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _lost(first_row: Mapping[str, Any]) -> float:
-    """Seconds of work that earlier attempts had done and this one does again."""
+    """Returns the seconds of work that earlier attempts had done and this one repeats."""
     return sum(((first_row.get("lost") or {}).get("seconds") or {}).values())
 
 
 def _attempts(
     by_attempt: Sequence[tuple[int, Sequence[Mapping[str, Any]]]],
 ) -> tuple[tuple[Attempt, ...], float]:
-    """The attempts, and the time inside them that no row speaks of."""
+    """Returns the attempts, and the time inside them that no row accounts for."""
     found: list[Attempt] = []
     other = pending = 0.0
     next_launch = None

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, that survive a crash and can be cut back to a step."""
+"""Files of JSON lines that survive a crash and can be truncated to a step."""
 
 import json
 import math
@@ -17,11 +17,11 @@ SECONDS_TO_CLOSE = 60.0
 
 
 class JsonLines:
-    """A growing file of JSON rows. Locally a row is on its way to disk when `append` returns.
+    """A growing file of JSON rows. A local row is in the kernel when `append` returns.
 
     Object stores (gs://) cannot append. There the rows go into segments of 4 MiB, `name.jsonl`,
-    `name.1.jsonl`, `name.2.jsonl` and so on: the newest one is kept in memory, and a thread writes
-    it whole after `flush`. Failures there cost a warning, and the next `flush` tries again.
+    `name.1.jsonl` and so on: the newest one is kept in memory, and a thread writes it whole after
+    `flush`. Failures there cost a warning, and the next `flush` tries again.
     """
 
     def __init__(
@@ -30,14 +30,12 @@ class JsonLines:
         keep: Callable[[dict[str, Any]], bool] | None,
         segment_bytes: int = 4 << 20,
     ):
-        """Opens the file; a last line cut off by a crash is dropped, and so is what is no row.
+        """Opens the file; drops a partial last line and anything that is not a row.
 
         Args:
-          path: created if absent, with its folder.
-          keep: rows of an existing file for which it is false are removed, all at once. None
-            changes nothing that is there, for a file that other runs write, too.
-          segment_bytes: an object that has grown so large is left alone, and the rows go on in the
-            next one.
+          keep: Rows for which it is false are removed atomically. None keeps all rows, for a file
+            that other runs write, too.
+          segment_bytes: Size of an object after which the next one begins.
         """
         self.path = epath.Path(path)
         self._segment_bytes = segment_bytes
@@ -64,7 +62,7 @@ class JsonLines:
             self._file.write("\n")
 
     def _begin(self, lines: list[str]) -> None:
-        """Goes on in the segment of the current number, which holds `lines`."""
+        """Continues in the current segment, which holds `lines`."""
         self._lines = lines
         self._last = lines[-1] if lines else ""
         self._bytes = sum(map(len, lines))
@@ -73,11 +71,7 @@ class JsonLines:
         self._full: list[LatestObject] = []  # segments on their way to the storage
 
     def cut_back(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the rows for which `keep` is false, all at once.
-
-        Args:
-          keep: false for the newest rows only.
-        """
+        """Atomically removes the newest rows, for which `keep` is false."""
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
             if kept or self._number == 0:
@@ -100,11 +94,11 @@ class JsonLines:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The last row; empty if there is none, or if a full segment has it."""
+        """Returns the last row; empty if there is none, or if a full segment has it."""
         return json.loads(self._last) if self._last else {}
 
     def amend(self, more: Mapping[str, Any]) -> None:
-        """Adds fields to the newest row, of a file that nobody else writes."""
+        """Adds fields to the newest row of a file with a single writer."""
         old, new = self._last, _line({**self.newest, **more})
         if self._file is None:
             self._lines[-1] = new
@@ -142,17 +136,13 @@ class JsonLines:
             self._full = full
 
     def settle(self, until: float) -> None:
-        """Waits until what was flushed is durable, or could not be written now.
-
-        Args:
-          until: of time.monotonic, when to wait no longer.
-        """
+        """Waits for flushed rows to be durable or to fail, until `until` of time.monotonic."""
         if self._object is not None:
             for segment in (*self._full, self._object):
                 segment.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes; the rows in an object store are waited for. Safe to call twice."""
+        """Flushes and closes, waiting for an object store. Safe to call twice."""
         if self._object is not None:
             self.flush()
             until = time.monotonic() + SECONDS_TO_CLOSE
@@ -172,7 +162,7 @@ def _segment(path: epath.Path, number: int) -> epath.Path:
 
 
 def _segments(path: epath.Path) -> Iterator[epath.Path]:
-    """The segments of a file that there are, oldest first."""
+    """Yields the existing segments of a file, oldest first."""
     number = 0
     while (segment := _segment(path, number)).exists():
         yield segment
@@ -180,7 +170,7 @@ def _segments(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
-    """The lines of a file that are to stay, after all others were removed from it at once."""
+    """Returns the lines that stay, after the others were removed atomically."""
     if not path.exists():
         return []
     content = path.read_bytes()
@@ -201,12 +191,12 @@ def _ends_within_a_line(path: epath.Path) -> bool:
 
 
 def last_change(path: str | epath.Path) -> float:
-    """When the newest segment of a file was written, in Unix seconds; 0 if it does not exist."""
+    """Returns when the newest segment was written, in Unix seconds; 0 if there is none."""
     return max((segment.stat().mtime for segment in _segments(epath.Path(path))), default=0.0)
 
 
 def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
-    """All whole rows of a file, in all its segments; none if it does not exist."""
+    """Returns all complete rows of a file, in all its segments; none if it does not exist."""
     lines = (
         line for file in _segments(epath.Path(path)) for line in file.read_bytes().split(b"\n")
     )
@@ -214,14 +204,13 @@ def read_rows(path: str | epath.Path) -> list[dict[str, Any]]:
 
 
 def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
-    """The same one at a time, without holding the file: that of a long run is large."""
+    """Yields the rows one at a time, without holding the file."""
     for segment in _segments(epath.Path(path)):
         with segment.open("rb") as lines:
             yield from (row for _, row in _rows(lines))
 
 
 def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
-    """Lines with what they hold, one at a time: those of a long run are many."""
     for line in lines:
         try:
             # Left to itself, json guesses the encoding of bytes.
@@ -237,7 +226,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: scalars of NumPy and JAX become numbers."""
+    """Converts scalars of NumPy and JAX to numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A file in an object store that a thread writes whole, again and again, always the newest one."""
+"""An object that a thread rewrites with the newest contents."""
 
 import sys
 import threading
@@ -11,13 +11,12 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 class LatestObject:
-    """Writes contents that are handed over; who does never waits, and skips what is out of date.
+    """Writes contents on a thread without blocking the caller, skipping outdated ones.
 
-    A write that fails is told once and tried again with growing waits.
+    A failed write is reported once and retried with growing waits.
     """
 
     def __init__(self, path: epath.Path):
-        """Starts no thread before the first write."""
         self._path = path
         self._content: Callable[[], bytes] | None = None  # to be written
         self._asked = self._done = self._failed = 0  # numbers of writes
@@ -26,7 +25,7 @@ class LatestObject:
         self._thread: threading.Thread | None = None
 
     def write(self, content: Callable[[], bytes]) -> None:
-        """Takes what gives all bytes of the file; the thread calls it, at each try."""
+        """Takes a function for the contents, which the thread calls at each try."""
         with self._changed:
             self._content = content
             self._asked += 1
@@ -38,15 +37,11 @@ class LatestObject:
 
     @property
     def is_durable(self) -> bool:
-        """Whether the newest content is in the storage."""
+        """Returns whether the newest contents are stored."""
         return self._done >= self._asked
 
     def settle(self, until: float) -> None:
-        """Waits until the newest text is there, or a try to write it has failed.
-
-        Args:
-          until: of time.monotonic, when to wait no longer.
-        """
+        """Waits for the newest contents to be stored or fail, until `until` of time.monotonic."""
         with self._changed:
             asked = self._asked
             self._changed.wait_for(
@@ -55,7 +50,7 @@ class LatestObject:
             )
 
     def close(self, until: float) -> None:
-        """Settles and lets the thread go. Safe to call twice; `write` begins again."""
+        """Settles and ends the thread. Safe to call twice; `write` restarts it."""
         self.settle(until)
         with self._changed:
             self._ends, self._thread = True, None

@@ -1,7 +1,6 @@
-"""Which runs a run descends from, and what it and they have spent: tokens and operations.
+"""Ancestors of a run, and the tokens and operations that all have used.
 
-Saved with each checkpoint, so that a run that begins from one knows its ancestors although their
-folders are gone.
+Saved with each checkpoint, because the ancestors' folders may be gone.
 """
 
 import dataclasses
@@ -14,12 +13,7 @@ from MaxText.monitoring.quantities import Quantities
 
 
 class Spent(NamedTuple):
-    """What training has used.
-
-    Attributes:
-      tokens: seen.
-      flops: operations done, by the rule of monitoring/flops.py.
-    """
+    """Tokens and operations of training, by the rule of monitoring/flops.py."""
 
     tokens: float
     flops: float
@@ -32,13 +26,10 @@ class Ancestor(NamedTuple):
     """A checkpoint that a run was begun from.
 
     Attributes:
-      run_name: of the run that wrote it, if it says so.
-      folder: of the checkpoint.
-      step: the update after which it was saved, if known.
-      how: what was taken from it: "parameters", "full_state", or "growth": parameters that grew.
-      tokens: seen until then, those of its own ancestors included; None if it does not say.
-      flops: the same for operations.
-      growth: how its parameters grew (checkpointing/growth/record.py); None if they did not.
+      step: The update after which it was saved, if known.
+      how: "parameters", "full_state", or "growth" (parameters that grew).
+      tokens, flops: Used until then, with its own ancestors; None if unknown.
+      growth: How its parameters grew (checkpointing/growth/record.py); None if they did not.
     """
 
     run_name: str | None
@@ -52,13 +43,11 @@ class Ancestor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lineage:
-    """Where a run comes from.
+    """Origin of a run.
 
     Attributes:
-      quantities: sizes of the run's updates.
-      ancestors: oldest first.
-      first_step: an update, and
-      spent: what this run, without its ancestors, had used before it.
+      ancestors: Oldest first.
+      first_step, spent: An update, and what this run without its ancestors had used before it.
     """
 
     quantities: Quantities
@@ -68,7 +57,7 @@ class Lineage:
 
     @classmethod
     def of(cls, start: Start, quantities: Quantities) -> "Lineage":
-        """The lineage of a run from its starting point."""
+        """Returns the lineage of a run from its starting point."""
         if start.how == "scratch":
             return cls(quantities)
         if start.how == "resume":
@@ -78,21 +67,21 @@ class Lineage:
         return cls(quantities, line_of(start), start.first_step)
 
     def spent_before(self, step: int) -> Spent:
-        """What this run, without its ancestors, has used before an update."""
+        """Returns what this run, without its ancestors, has used before an update."""
         since = _by_plan(self.quantities, self.first_step, step)
         return Spent(self.spent.tokens + since.tokens, self.spent.flops + since.flops)
 
     def progress(self, step: int) -> dict[str, float]:
-        """What this run has used after an update, by the tags of events."""
+        """Returns what this run has used after an update, by the tags of events."""
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
     def facts(self) -> list[dict[str, Any]]:
-        """The ancestors as JSON, oldest first."""
+        """Returns the ancestors as JSON, oldest first."""
         return [ancestor._asdict() for ancestor in self.ancestors]
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What a checkpoint saved after an update keeps of it."""
+        """Returns what a checkpoint keeps of the lineage."""
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.facts()}
 
 
@@ -101,7 +90,7 @@ def _ancestors(start: Start) -> tuple[Ancestor, ...]:
 
 
 def line_of(start: Start) -> tuple[Ancestor, ...]:
-    """The checkpoint that another run's start names, behind its own ancestors."""
+    """Returns the checkpoint that a run began from, after its own ancestors."""
     ancestors, stored = _ancestors(start), start.metadata.get("spent")
     before = ancestors[-1] if ancestors else None
     parent = Ancestor(

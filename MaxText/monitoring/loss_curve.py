@@ -1,4 +1,4 @@
-"""loss_curve.png: what a person looks at first after a run."""
+"""loss_curve.png of a run."""
 
 from etils import epath
 
@@ -12,16 +12,13 @@ FILE_NAME = "loss_curve.png"
 
 
 def draw_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over updates and tokens from the run's events.
-
-    Args:
-      run_folder: where events.jsonl lies, and where the picture goes.
+    """Draws loss over updates and tokens from the events in a run folder.
 
     Returns:
-      The picture's path, or None if there is nothing to draw.
+      The path of the figure, or None if there is nothing to draw.
 
     Raises:
-      UserError: the folder has no events that can be read.
+      UserError: The folder has no readable events.
     """
     run = read_run(run_folder)
     axes, entries = Axes([run]), arrange([run])

@@ -1,4 +1,4 @@
-"""Whether the training loss of a run ended worse than a model that has learned nothing."""
+"""Detection of runs whose training loss ends worse than that of an untrained model."""
 
 import math
 import statistics
@@ -13,19 +13,19 @@ _MARGIN_SHARE, _LEAST_MARGIN = 0.05, 0.25
 
 
 class LossTrend:
-    """Follows the training loss of a run, in a few numbers that are saved with each checkpoint.
+    """The trend of the training loss, in a few numbers that are saved with each checkpoint.
 
-    A run has diverged if its loss, the median of the last nine reports (of the newer half of fewer
-    than that), is above that of its first update; or if it is above the unigram baseline, the loss
-    of a model that knows token frequencies alone, and had been below that before or above the
-    first loss. A run that is merely short has not.
+    A run has diverged if its loss, the median of the last nine reports (of the newer half of
+    fewer), is above that of its first update; or if it is above the unigram baseline, and had been
+    below it before or is above the first loss. A merely short run has not.
     """
 
     def __init__(self, baseline: float | None = None, state: Mapping[str, Any] | None = None):
-        """
+        """Starts or resumes.
+
         Args:
-          baseline: unigram entropy of the training data, nats per token; None where unknown.
-          state: of `state`, of the checkpoint that the run goes on from.
+          baseline: Unigram entropy of the training data, nats per token; None if unknown.
+          state: From the checkpoint that the run resumes from.
         """
         state = state or {}
         self._baseline = baseline
@@ -53,12 +53,12 @@ class LossTrend:
         return self
 
     def go_back(self) -> None:
-        """Forgets the newest losses, where the run goes back behind them."""
+        """Forgets the newest losses after a rollback."""
         self._last, self._highest = [], -math.inf
 
     @property
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the state as JSON."""
         return {
             "first": self._first,
             "lowest": _finite(self._lowest),
@@ -69,7 +69,7 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """How the loss stands above where it should be; empty if it does not."""
+        """Describes a divergence; empty if there is none."""
         if self._first is None or len(self._last) < 2:
             return ""
         now = self._now()

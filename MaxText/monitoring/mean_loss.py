@@ -1,4 +1,4 @@
-"""Means of the losses between two reports, added up on the device."""
+"""Mean losses between two reports, accumulated on the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,7 @@ _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
 
 class MeanLoss:
-    """The losses of the updates since the last report, each update counted once.
-
-    Updates that the guard skipped are left out, unless all were.
-    """
+    """Losses of the updates since the last report, without skipped ones unless all were."""
 
     def __init__(self):
         self._sums: dict[str, Any] = {}
@@ -35,7 +32,7 @@ class MeanLoss:
         self._updates += 1
 
     def take(self) -> dict[str, float]:
-        """Waits for the means, and begins anew; empty where the last update's losses are they."""
+        """Waits for the means, and restarts; empty if they are the last update's losses."""
         sums, count, updates = jax.device_get((self._sums, self._count, self._updates))
         self.__init__()
         if updates < 2 or count == 0:

@@ -1,4 +1,4 @@
-"""A trace of some steps, to be seen in TensorBoard's profile page."""
+"""Profiler trace of some steps, for TensorBoard."""
 
 import contextlib
 from typing import Any
@@ -9,17 +9,13 @@ from MaxText.configuration.training_sections import Monitoring
 
 
 class StepProfiler:
-    """Traces `profiler_steps` steps after the first `skip_first_n_steps_for_profiler` of a start.
+    """Traces `profiler_steps` steps after `skip_first_n_steps_for_profiler`, on process 0.
 
-    Process 0 only. Does nothing unless `profiler` is set.
+    Does nothing unless `profiler` is set.
     """
 
     def __init__(self, monitoring: Monitoring, folder: Any, first_step: int):
-        """
-        Args:
-          folder: `<run>/tensorboard`; the trace goes to its plugins/profile.
-          first_step: the update done first, whose compilation should be skipped.
-        """
+        """Takes `<run>/tensorboard`, and the first update, whose compilation should be skipped."""
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
         self._start = first_step + monitoring.skip_first_n_steps_for_profiler if active else None
@@ -27,7 +23,7 @@ class StepProfiler:
         self._tracing = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """To be entered around the call of a step; starts the trace when its time has come."""
+        """Returns a context for the call of a step; starts the trace when it is due."""
         if step == self._start:
             jax.profiler.start_trace(self._folder)
             self._tracing = True
@@ -36,13 +32,10 @@ class StepProfiler:
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def finished(self, step: int, results: Any) -> bool:
-        """After a step; ends the trace when its time has come.
+        """Ends the trace after a step when it is due; returns whether it was just written.
 
-        Args:
-          results: arrays of the step; waited for, so that the trace holds the device's work.
-
-        Returns:
-          Whether a trace was just written.
+        `results` are arrays of the step, which are waited for so that the trace has the device's
+        work.
         """
         if not self._tracing or self._start is None or step + 1 < self._start + self._num_steps:
             return False

@@ -1,4 +1,4 @@
-"""What follows from the configuration, the model and the devices, each with its formula."""
+"""Sizes derived from configuration, model and devices, with their formulas."""
 
 import dataclasses
 import functools
@@ -16,12 +16,9 @@ class Quantities:
     """Sizes of a run.
 
     Attributes:
-      model: the model trained.
-      batch: the keys about the batch.
-      plan: sequences of an update over all devices, and their length.
-      num_devices: devices trained on.
-      num_updates: updates of the whole run.
-      peak: what one device can do.
+      plan: Sequences of an update over all devices, and their length.
+      num_updates: Of the whole run.
+      peak: Of one device.
     """
 
     model: Model
@@ -32,28 +29,26 @@ class Quantities:
     peak: PeakFlops
 
     def tokens(self, step: int) -> int:
-        """Tokens an update sees, over all devices."""
+        """Returns the tokens of an update, over all devices."""
         return self.plan.at(step).samples * self.plan.window
 
     def tokens_before(self, step: int) -> int:
-        """Tokens that all updates before `step` see."""
+        """Returns the tokens of all updates before `step`."""
         return self.plan.samples_before(step) * self.plan.window
 
     @property
     def tokens_of_run(self) -> int:
-        """Tokens that all updates see."""
         return self.tokens_before(self.num_updates)
 
     def tokens_per_device(self, step: int) -> float:
-        """Tokens an update sees on one device."""
         return self.tokens(step) / self.num_devices
 
     def flops(self, step: int) -> FlopCount:
-        """Operations on one token of an update."""
+        """Returns the operations per token of an update."""
         return self._flops_of_length[self.plan.at(step).length]
 
     def flops_before(self, step: int) -> float:
-        """Operations of all updates before `step`, over all devices."""
+        """Returns the operations of all updates before `step`, over all devices."""
         total = 0.0
         for stage in self.plan.stages:
             first, end = self.plan.steps_of(stage, step)
@@ -62,24 +57,23 @@ class Quantities:
 
     @property
     def flops_of_run(self) -> float:
-        """Operations of all updates over all devices."""
         return self.flops_before(self.num_updates)
 
     def tflops_per_device(self, step: int) -> float:
-        """1e12 operations of an update on one device."""
+        """Returns 1e12 operations of an update per device."""
         return self.flops(step).tflops(self.tokens_per_device(step))
 
     @functools.cached_property
     def _flops_of_length(self) -> dict[int, FlopCount]:
-        """Counted once: every step asks."""
+        """Cached: every step needs it."""
         lengths = {stage.length for stage in self.plan.stages}
         return {length: count_flops(self.model, length) for length in lengths}
 
     def summary(self, training_bytes: int) -> str:
-        """The sizes of a run in a few lines.
+        """Returns the sizes of a run in a few lines.
 
         Args:
-          training_bytes: of parameters, gradients and optimizer state together.
+          training_bytes: Of parameters, gradients and optimizer state together.
         """
         d, last = self.model.section.shape.dimensions, max(self.num_updates - 1, 0)
         flops, parameters = self.flops(last), self.model.num_parameters
@@ -106,7 +100,7 @@ class Quantities:
         )
 
     def describe(self) -> str:
-        """All of it as lines "name = formula = numbers = value"."""
+        """Returns all sizes as lines "name = formula = numbers = value"."""
         d = self.model.section.shape.dimensions
         batch, last = self.batch, max(self.num_updates - 1, 0)
         stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)

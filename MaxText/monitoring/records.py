@@ -1,4 +1,4 @@
-"""What a run writes about itself, opened in one go when its start is known."""
+"""All records of a run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +32,11 @@ START_FILE = "start.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Everything that a run writes about itself.
+    """All records of a run.
 
     Attributes:
-      events: the stream of what happens.
-      terminal: shows it; also the place for other lines.
-      profiler: traces steps.
-      quantities: sizes of updates and devices.
-      lineage: what the run and its ancestors have spent.
-      trend: how its loss stands to where it began.
+      lineage: What the run and its ancestors have used.
+      trend: Of its loss.
     """
 
     events: EventStream
@@ -53,7 +49,7 @@ class Records:
     def step_log(
         self, config: Config, last_step: int, observe: Callable[[int, Mapping[str, float]], None]
     ) -> StepLog:
-        """What turns the scalars of compiled steps into events; see StepLog for the arguments."""
+        """Returns the StepLog of the run."""
         return StepLog(
             self.events,
             config.guard,
@@ -66,12 +62,11 @@ class Records:
         )
 
     def close(self) -> None:
-        """Ends all of it."""
         self.events.close()
         self.profiler.close()
 
     def tell_of_data(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
-        """Notes reads that were tried again and records that were left out."""
+        """Records retried reads and skipped records."""
         if batches is None:
             return
         for message in batches.retry_log.drain():
@@ -95,22 +90,17 @@ def open_records(
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     show: Callable[[str], None] = print,
 ) -> Records:
-    """Opens the records of a run, continues those of its earlier starts, and notes this start.
+    """Opens the records of a run, continuing those of its earlier starts, and records this start.
 
     Args:
-      start: where the run begins.
-      built: the model, and the state whose optimizer part tells the cost of an update.
-      plan: of the training batches.
-      batches: at their starting point.
-      devices: to train on.
-      last_step: the last update of the run.
-      peak: of a device.
-      details: lines about this start for the file that has all sizes.
-      callbacks: get each event as a row of events.jsonl.
-      show: takes lines about its size.
+      plan: Of the training batches.
+      batches: At their starting point.
+      peak: Of a device.
+      details: Lines about this start for the file that has all sizes.
+      callbacks: Get each event as a row of events.jsonl.
 
     Raises:
-      UserError: a package that the configuration asks for is not installed.
+      UserError: A package that the configuration asks for is not installed.
     """
     run, monitoring, model = config.run, config.monitoring, built.model
     num_steps = last_step + 1

@@ -1,4 +1,4 @@
-"""What the first event of each attempt says about the run."""
+"""Facts of the first event of each attempt."""
 
 import time
 from collections.abc import Mapping
@@ -24,15 +24,7 @@ def start_facts(
     lineage: Lineage,
     batches: BatchIterator,
 ) -> dict[str, Any]:
-    """JSON values: what is trained, on what, on which machine, and at which cost.
-
-    Args:
-      run_name: of the run.
-      quantities: its sizes.
-      cost: of its model.
-      lineage: its ancestors.
-      batches: its data.
-    """
+    """Returns JSON values: what is trained, on what, on which machine, and at which cost."""
     section = quantities.model.section
     vocab_size, objective = section.shape.vocab_size, section.objective
     return {
@@ -58,13 +50,10 @@ def start_facts(
 def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> None:
     """Opens an attempt: "resume" from the run's own checkpoint, else "start".
 
-    A configuration that differs from the checkpoint's is an event of its own, and so is a growth,
-    also one that convert.py did.
+    A configuration that differs from the checkpoint's is an event of its own, as is a growth.
 
     Args:
-      events: of the run.
-      start: where the attempt begins.
-      facts: see start_facts.
+      facts: See start_facts.
     """
     events.emit(
         "resume" if start.how == "resume" else "start",
@@ -82,7 +71,7 @@ def emit_start(events: EventStream, start: Start, facts: Mapping[str, Any]) -> N
 
 
 def _growth_facts(start: Start) -> dict[str, Any]:
-    """What the event of a growth says; empty where none happened on the way to this start."""
+    """Returns the facts of a growth event; empty if none happened before this start."""
     if start.how == "growth":
         assert start.growth is not None
         return event_facts(start.growth, start.folder)

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: events.jsonl and config.yml, read while it runs or afterwards."""
+"""Record of a run, read from its folder while it runs or afterwards."""
 
 import dataclasses
 import os
@@ -42,18 +42,15 @@ _LEAST_REPORTS = 9
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What a run has recorded. Rows are those of events.jsonl; docs/report.md describes them.
+    """Recorded data of a run. Rows are those of events.jsonl; see docs/report.md.
 
     Attributes:
-      folder: of the run; may be a bucket.
-      name: run_name.
-      config: value by key, as config.yml has it; empty if there is none.
-      facts: the newest start or resume row.
-      steps: step rows by ascending step, each step once.
-      evaluations: evaluation rows by ascending step, each once.
-      marks: all other rows in the order in which they were written.
-      state: what the run is doing, or how it ended.
-      goodput: where its time went.
+      folder: May be a bucket.
+      config: Value by key, from config.yml; empty if there is none.
+      facts: The newest start or resume row.
+      steps, evaluations: Rows by ascending step, each once.
+      marks: All other rows in order.
+      state: What the run is doing, or how it ended.
     """
 
     folder: epath.Path
@@ -73,7 +70,7 @@ class RunRecord:
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
-        """Mean training loss of the last updates, nats per token, and how many these are.
+        """Mean training loss of the last updates, nats per token, and their number.
 
         Those of the last 1/25 of the reports, but of nine at least. None without any.
         """
@@ -88,7 +85,7 @@ class RunRecord:
 
     @property
     def loss_kind(self) -> str:
-        """What the losses are of, in words; those of other words are another quantity."""
+        """Text about the losses; losses of other kinds are not comparable."""
         objective = str(self.config.get("loss_type", "cross_entropy"))
         alpha = self.config.get("entmax_alpha")
         words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
@@ -100,12 +97,12 @@ class RunRecord:
 
     @property
     def last_step(self) -> int | None:
-        """The last update that is on record."""
+        """The last recorded update."""
         return self.steps[-1]["step"] if self.steps else None
 
     @property
     def tokens(self) -> float:
-        """Tokens seen by this run, without its ancestors."""
+        """Tokens of this run, without its ancestors."""
         return self._spent("progress/tokens")
 
     @property
@@ -115,12 +112,12 @@ class RunRecord:
 
     @property
     def inherited_tokens(self) -> float:
-        """Tokens that its ancestors had seen until they were taken over; 0 if unknown."""
+        """Tokens of its ancestors; 0 if unknown."""
         return self._inherited("tokens")
 
     @property
     def inherited_flops(self) -> float:
-        """Operations that its ancestors had done until they were taken over; 0 if unknown."""
+        """Operations of its ancestors; 0 if unknown."""
         return self._inherited("flops")
 
     def _spent(self, tag: str) -> float:
@@ -133,13 +130,10 @@ class RunRecord:
 
 
 def read_run(folder: str | PathLike[str]) -> RunRecord:
-    """Reads a run; a last line that is only half written is left out.
-
-    Args:
-      folder: of the run: base_output_directory/run_name. May be gs://.
+    """Reads a run, without a partial last line.
 
     Raises:
-      UserError: there is no such folder, no event file in it, no row of a start, or the file is of
+      UserError: There is no such folder, no event file in it, no start row, or the file is of
         another program or version.
     """
     path = path_of(str(folder), "RUN")
@@ -175,14 +169,14 @@ def read_run(folder: str | PathLike[str]) -> RunRecord:
 
 
 def real_folder(folder: str | PathLike[str]) -> str:
-    """The one name of a folder, links followed, by which it is told from others."""
+    """Returns the canonical name of a folder, links followed."""
     text = str(folder)
     # Buckets have no links; epath.Path.resolve follows none.
     return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
-    """Refuses a file that is not of this program, before a missing field becomes a traceback."""
+    """Refuses a file of another program, before a missing field becomes a traceback."""
     for number, row in enumerate(rows, 1):
         wrong = [
             f"{name}={row.get(name)!r}"
@@ -212,7 +206,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
 
 
 def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Indices of steps and evaluations that the run has gone back behind since."""
+    """Returns indices of steps and evaluations that were rolled back."""
     replaced: set[int] = set()
     standing: dict[str, list[tuple[int, int]]] = {"step": [], "evaluation": []}
 

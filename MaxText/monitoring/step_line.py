@@ -1,4 +1,4 @@
-"""What one step or one evaluation reports: the line people grep, and the row of numbers."""
+"""Reports of a step and of an evaluation: the line and the row of metrics."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def perplexity(lm_loss: float) -> float:
-    """exp(loss in nats per token); infinite instead of an overflow error."""
+    """Returns exp(loss in nats per token), infinite on overflow."""
     try:
         return math.exp(lm_loss)
     except OverflowError:
@@ -18,7 +18,7 @@ def _shown(perplexity: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as h:mm:ss."""
+    """Formats h:mm:ss."""
     if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
@@ -35,20 +35,17 @@ _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One update.
+    """Report of an update.
 
     Attributes:
-      step: the update, from 0.
-      seconds: wall time of the update, with the device's work done.
-      metrics: scalars of the compiled step; needs loss, total_weights (targets in the loss), and
-        lm_loss (nats per token) or entmax_loss, where the objective has them; grad_norm and
+      seconds: Wall time of the update, with the device's work done.
+      metrics: Scalars of the compiled step; needs loss, total_weights (targets in the loss), and
+        lm_loss (nats per token) or entmax_loss, if the objective has them; grad_norm and
         learning_rate are shown if given. Losses are means over `updates`.
-      tokens_per_device: tokens an update sees, over the number of devices.
-      tflops_per_device: 1e12 floating point operations of an update, over the number of devices.
-      peak_tflops: what a device can do per second; 0 if unknown, then no mfu is shown.
-      seconds_left: until the last step, if known.
-      updates: since the last report; `seconds` is their mean.
-      data_seconds: wall time of all of them in which the devices waited for data.
+      peak_tflops: Of a device; 0 if unknown, then no MFU is shown.
+      seconds_left: Until the last step, if known.
+      updates: Since the last report; `seconds` is their mean.
+      data_seconds: Wall time of all of them in which the devices waited for data.
     """
 
     step: int
@@ -78,19 +75,17 @@ class StepReport:
 
     @property
     def has_perplexity(self) -> bool:
-        """False for an objective that is no log-probability, such as entmax."""
+        """False for an objective that is not a log-probability, such as entmax."""
         return "lm_loss" in self.metrics
 
     @property
     def lm_loss(self) -> float:
-        """Mean loss of the targets, without what is added to it; of an objective that has another
-        name for it, all that is minimised.
-        """
+        """Mean loss of the targets without auxiliary losses; the total if it has another name."""
         names = ("lm_loss", "entmax_loss", "loss")
         return float(next(self.metrics[name] for name in names if name in self.metrics))
 
     def line(self) -> str:
-        """MaxText's line, which scripts parse, and then our additions."""
+        """Returns MaxText's line, which scripts parse, followed by our additions."""
         metrics = self.metrics
         parts = [
             f"completed step: {self.step}",
@@ -116,11 +111,7 @@ class StepReport:
         return ", ".join(parts)
 
     def compact_line(self, num_steps: int) -> str:
-        """What a person looks at, in about 90 columns.
-
-        Args:
-          num_steps: updates of the whole run.
-        """
+        """Returns a line of about 90 columns; `num_steps` is of the whole run."""
         metrics, done = self.metrics, self.step + 1
         parts = [
             f"step {done}/{num_steps} ({done / num_steps:.0%})",
@@ -140,7 +131,7 @@ class StepReport:
         return "  ".join(parts)
 
     def row(self) -> dict[str, float]:
-        """The same by MaxText's tags, for metrics.jsonl and TensorBoard."""
+        """Returns the metrics by MaxText's tags."""
         row = {
             f"learning/{_TAGS.get(name, name)}": float(value)
             for name, value in self.metrics.items()
@@ -163,16 +154,14 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """One pass over held-out data.
+    """Report of one pass over held-out data.
 
     Attributes:
-      step: the last update done before it.
-      total_loss: sum over targets, in nats, or as the objective has it.
-      total_weights: targets.
-      num_batches: batches read.
-      seconds: wall time.
-      correct: targets that were the likeliest id; None if they were not counted.
-      has_perplexity: False for an objective that is no log-probability, such as entmax.
+      step: The last update before it.
+      total_loss: Sum over targets, in nats, or as the objective has it.
+      total_weights: Number of targets.
+      correct: Targets that were the argmax; None if they were not counted.
+      has_perplexity: False for an objective that is not a log-probability, such as entmax.
     """
 
     step: int
@@ -190,13 +179,13 @@ class EvaluationReport:
 
     @property
     def masked_accuracy(self) -> float | None:
-        """Share of the hidden tokens that were the likeliest id; None if they were not counted."""
+        """Share of the masked tokens that were the argmax; None if they were not counted."""
         if self.correct is None:
             return None
         return self.correct / self.total_weights if self.total_weights else math.nan
 
     def line(self) -> str:
-        """MaxText's line, then our additions."""
+        """Returns MaxText's line, followed by our additions."""
         shown = f", perplexity={_shown(perplexity(self.loss))}" if self.has_perplexity else ""
         accuracy = self.masked_accuracy
         return (
@@ -207,7 +196,7 @@ class EvaluationReport:
         )
 
     def row(self) -> dict[str, float]:
-        """The same by MaxText's tags."""
+        """Returns the metrics by MaxText's tags."""
         row = {
             "eval/avg_loss": self.loss,
             "eval/total_loss": self.total_loss,

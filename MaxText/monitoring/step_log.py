@@ -1,9 +1,8 @@
-"""Numbers of train steps, from the device to the step line, one step late.
+"""Metrics of train steps, from the device to the step line, one step late.
 
-Losses are means over the updates since the last report; all else is of the newest update.
-
-Reading a step's numbers waits for the device. So they are read after the next step has been handed
-over: the device always has work, and the line of step n appears when step n is done.
+Losses are means over the updates since the last report; other metrics are of the newest update.
+Reading metrics waits for the device, so they are read after the next step was dispatched: the
+device always has work, and the line of step n appears when step n is done.
 """
 
 import contextlib
@@ -41,15 +40,14 @@ class StepLog:
         trend: LossTrend,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
-        """
+        """Starts without a step.
+
         Args:
-          events: receives each report.
-          period: steps between reports; `complete` reports between them.
-          last_step: the last update of the run, for the time left.
-          quantities: sizes of an update and of a device.
-          lineage: what the run had spent when it began.
-          trend: is given the loss of each report.
-          observe: is given the step and the scalars of each report, after it was made.
+          period: Steps between reports; `complete` reports between them.
+          last_step: Of the run, for the time left.
+          lineage: What the run had used when it began.
+          trend: Takes the loss of each report.
+          observe: Takes the step and the scalars of each report, after it was made.
         """
         self._events = events
         self._guard = guard
@@ -69,9 +67,9 @@ class StepLog:
         self._data_seconds = 0.0
 
     def start(self, first_step: int) -> None:
-        """Starts the clock, right before the first step is handed to the device.
+        """Starts the clock, right before the first step is dispatched.
 
-        Also where a run goes back: what waits to be reported is forgotten.
+        Also after a rollback: pending reports are dropped.
         """
         if self._has_reported:
             self._trend.go_back()
@@ -81,7 +79,7 @@ class StepLog:
         self._since = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the scalars of a step just handed over; reports the one before, if it waits."""
+        """Takes the scalars of a step just dispatched; reports the one before, if it is pending."""
         self.flush()
         self._losses.add(metrics)
         self._newest, self._newest_step = metrics, step
@@ -89,19 +87,19 @@ class StepLog:
 
     @property
     def newest_step(self) -> int | None:
-        """The update handed over last; None before the first."""
+        """The last dispatched update, or None."""
         return None if self._newest is None else self._newest_step
 
     @property
     def idle_seconds(self) -> float:
-        """Wall time since the last report, pauses left out."""
+        """Wall time since the last report, without pauses."""
         return time.perf_counter() - self._since
 
     def flush(self) -> None:
-        """Reports what waits, once its step is done.
+        """Reports what is pending, once its step is done.
 
         Raises:
-          Diverged: the loss is not finite and the guard forbids that.
+          Diverged: The loss is not finite and the guard forbids that.
         """
         if not self._waiting:
             return
@@ -151,19 +149,19 @@ class StepLog:
         """Reports the newest step, also between two periods, and waits for it.
 
         Before a checkpoint: no broken state is saved, and the rows account for every update that a
-        restart from it does not do again. At the end of the run: for every update of it.
+        restart does not repeat. At the end of the run: for every update of it.
 
         Raises:
-          Diverged: its loss is not finite and the guard forbids that.
+          Diverged: Its loss is not finite and the guard forbids that.
         """
         self._waiting = self._newest_step > self._reported_step
         self.flush()
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Counts the time spent inside as waiting for data, if the devices had nothing left to do.
+        """Counts the time inside as waiting for data, if the devices had nothing left to do.
 
-        Where they ran dry in the middle of it the whole time counts: an upper bound.
+        If they ran dry in the middle of it, all of it counts: an upper bound.
         """
         began = time.perf_counter()
         yield
@@ -172,12 +170,12 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self, *, complete: bool = False) -> Iterator[None]:
-        """Reports what waits, then keeps the time spent inside out of the step times.
+        """Reports what is pending, then excludes the time inside from the step times.
 
         Waits for the newest step first, else its computation would count as part of the pause.
 
         Args:
-          complete: report the newest step in any case, see `complete`.
+          complete: Report the newest step in any case, see `complete`.
         """
         if complete:
             self.complete()

@@ -1,4 +1,4 @@
-"""Printed tables: parameters, aligned columns, and how derived quantities came about."""
+"""Printed tables of at most 110 columns."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,16 +12,13 @@ WIDTH = 110  # characters of a line
 def parameter_table(
     parameters: Mapping[str, Any], sharding_of: Callable[[str], str] | None = None
 ) -> str:
-    """Every parameter with its shape, format, size and share; repeated layers on one row.
+    """Returns every parameter with its shape, format, size and share; repeated layers on one row.
 
-    Sizes that differ between layers are shown as the least and the greatest, "8..24".
+    Sizes that differ between layers are shown as a range, "8..24".
 
     Args:
-      parameters: name ("layers/0/mlp/wi") -> anything with .shape and .dtype.
-      sharding_of: name -> how it is split over devices; adds a column.
-
-    Returns:
-      Lines of at most 110 characters.
+      parameters: Name ("layers/0/mlp/wi") -> anything with .shape and .dtype.
+      sharding_of: Name -> text about its sharding; adds a column.
     """
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
@@ -60,7 +57,7 @@ def _pattern(name: str) -> str:
 
 
 def _shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """Shapes of as many dimensions in one: "64 x 8..24"."""
+    """Formats shapes of equal rank as one: "64 x 8..24"."""
     spans = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
     words = [str(low) if low == high else f"{low}..{high}" for low, high in spans]
     return " x ".join(words) or "scalar"
@@ -72,14 +69,11 @@ def ruled_table(
     total: Sequence[str],
     right: Collection[int],
 ) -> str:
-    """Columns of aligned cells, with a rule below the header and above the total.
+    """Returns aligned columns, with a rule below the header and above the total.
 
     Args:
-      rows: cells as text; a row may be shorter than the header.
-      right: columns that are aligned to the right.
-
-    Returns:
-      Lines of at most 110 characters; the first column gives way.
+      rows: Cells as text; a row may be shorter than the header.
+      right: Right-aligned columns.
     """
     table = [header, *rows, total]
     widths = [
@@ -102,12 +96,12 @@ def ruled_table(
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole in percent."""
+    """Returns a percentage."""
     return f"{100 * part / max(whole, 1):.1f}%"
 
 
 def short_count(number: float, _position: float | None = None) -> str:
-    """2500000 as "2.5M"; the signature is that of a matplotlib formatter."""
+    """Formats 2500000 as "2.5M"; the signature is that of a matplotlib formatter."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         # 999,600 rounds to a thousand of the smaller unit.
         if abs(number) >= 0.9995 * size:
@@ -116,7 +110,7 @@ def short_count(number: float, _position: float | None = None) -> str:
 
 
 def byte_count(number: int) -> str:
-    """Bytes, and the same in the largest binary unit that gives 1 or more."""
+    """Formats bytes, and the same in the largest binary unit that gives 1 or more."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number:,} bytes ({number / size:,.2f} {unit})"

@@ -1,4 +1,4 @@
-"""What a chart shows, said once: page.js draws it on the page, pictures.py as a PNG."""
+"""Description of charts, drawn by page.js on the page and by pictures.py as PNG."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -46,10 +46,9 @@ class Axis:
     """A horizontal axis.
 
     Attributes:
-      name: what the page calls it.
-      title: with the unit.
-      choice: the word on its button.
-      powers: whether large numbers are written as powers of ten, not as K, M, B, T.
+      title: With the unit.
+      choice: Label of its button.
+      powers: Write large numbers as powers of ten, not as K, M, B, T.
     """
 
     name: AxisName
@@ -63,10 +62,9 @@ class Points:
     """A curve, [N] each.
 
     Attributes:
-      x: along the axis, ascending.
-      y: NaN where the run has no finite number; the curve is interrupted there.
-      low: lower edge of the band of seeds.
-      high: upper edge.
+      x: Ascending.
+      y: NaN interrupts the curve.
+      low, high: Band of the seeds.
     """
 
     x: np.ndarray
@@ -77,14 +75,12 @@ class Points:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve, and where it lies on each axis.
+    """A curve, with its points on each axis.
 
     Attributes:
-      label: in the legend of a picture; empty for none.
-      owner: label of the run or group it belongs to.
-      colour: index that selects colour and dashes.
-      kind: how it is drawn.
-      points: by axis.
+      label: In the legend of a figure; empty for none.
+      owner: Label of its run or group.
+      colour: Index of color and dashes.
     """
 
     label: str
@@ -96,12 +92,11 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that happened during a run, drawn on its curve.
+    """An event during a run, drawn on its curve.
 
     Attributes:
-      kind: one of SYMBOLS.
-      owner: label of the run or group.
-      text: what happened.
+      kind: One of SYMBOLS.
+      owner: Label of the run or group.
       places: (x, y) by axis.
     """
 
@@ -116,15 +111,12 @@ class Chart:
     """Curves over a common axis.
 
     Attributes:
-      name: of its picture, without ending.
-      title: over it.
-      y_title: quantity and unit.
-      series: drawn in this order.
-      marks: on the curves.
+      name: Of its file, without ending.
+      series: In drawing order.
       references: (label, y) of dashed horizontal lines.
-      y_range: shown at first, so that a spike does not flatten everything else; None for all.
-      log_y: whether the vertical axis is logarithmic at first.
-      percent: whether y is a share, written in percent.
+      y_range: Initial range, so that a spike does not flatten everything else; None for all.
+      log_y: Initially logarithmic.
+      percent: y is a share.
     """
 
     name: str
@@ -140,14 +132,11 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One horizontal bar for each run, made of parts whose shares add up to 1, but for the tiniest.
+    """A horizontal bar for each run, of parts whose shares add up to about 1.
 
     Attributes:
-      name: of its picture, without ending.
-      title: over it.
-      labels: of the bars.
-      parts: name of a part -> its share of each bar.
-      colours: by name of the part.
+      name: Of its file, without ending.
+      parts: Name of a part -> its share of each bar.
     """
 
     name: str
@@ -158,10 +147,9 @@ class Bars:
 
 
 def colour_of(index: int) -> str:
-    """The colour of a run."""
     return PALETTE[index % len(PALETTE)]
 
 
 def dash_of(index: int) -> str:
-    """The dashes of a run: another kind when the colours begin again."""
+    """Returns the dashes of a run, which change when the colors repeat."""
     return DASHES[index // len(PALETTE) % len(DASHES)]

@@ -1,7 +1,4 @@
-"""What a page consists of besides charts: sections of paragraphs, tables and texts.
-
-All of it is plain text: nothing in it is read as HTML.
-"""
+"""Contents of a page besides charts: plain text, never read as HTML."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,25 +6,17 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text.
-
-    Attributes:
-      header: of each column.
-      rows: cells; each row as long as the header.
-    """
-
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verbatim:
-    """A text whose spaces and lines are kept.
+    """Preformatted text.
 
     Attributes:
-      text: what is shown.
-      caption: above it; a click on it folds the text away. Without one it is always shown.
-      is_open: whether it is unfolded at first.
+      caption: A click on it folds the text. Without one it is always shown.
+      is_open: Initially unfolded.
     """
 
     text: str
@@ -37,14 +26,7 @@ class Verbatim:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page under a heading of its own.
-
-    Attributes:
-      title: the heading.
-      paragraphs: shown first.
-      table: shown after them.
-      texts: shown last.
-    """
+    """A part of the page: title, paragraphs, table, texts."""
 
     title: str
     paragraphs: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""From the rows of a run to curves: positions on the axes, thinning, smoothing, bands of seeds."""
+"""Curves from rows of a run: axes, thinning, smoothing, bands of seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,18 +19,10 @@ Row = Mapping[str, Any]
 
 
 class Axes:
-    """The horizontal axes of a report, the same for all its runs.
-
-    Attributes:
-      axes: in the order in which they are offered.
-    """
+    """The horizontal axes of a report, the same for all its runs, in the order of the buttons."""
 
     def __init__(self, runs: Sequence[RunRecord]):
-        """Chooses the unit of time and says what is counted.
-
-        Args:
-          runs: of the report.
-        """
+        """Chooses the unit of time and the label of tokens."""
         longest = max(run.goodput.running_seconds for run in runs)
         # Two of the unit at least, so that the axis has labels.
         self._seconds, unit = next(
@@ -46,11 +38,10 @@ class Axes:
         )
 
     def axis(self, name: AxisName) -> Axis:
-        """The axis of a name."""
         return next(axis for axis in self.axes if axis.name == name)
 
     def places(self, run: RunRecord, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
-        """Where rows lie on each axis: float [N], NaN where a row does not say."""
+        """Returns the positions of rows on each axis: float [N], NaN if unknown."""
         return {
             "tokens": _column(rows, "progress/tokens") + run.inherited_tokens,
             "flops": _column(rows, "progress/flops") + run.inherited_flops,
@@ -68,19 +59,16 @@ def curve(
     label: str,
     smooth: bool,
 ) -> list[Series]:
-    """The series of a quantity for a run or a group.
+    """Returns the series of a quantity for a run or a group.
+
+    For a run: the faint single steps and their running median, or the values alone. For a group: a
+    thin line for each seed, and their mean with its band.
 
     Args:
-      entry: the run or group.
-      axes: of the report.
-      rows_of: the rows of a run that hold the quantity.
-      value: (run, rows) -> float [N], NaN where there is none.
-      label: in the legend.
-      smooth: whether steps scatter, so that a running median is drawn over them.
-
-    Returns:
-      Nothing if no run has the quantity. For a run: the faint single steps and their median, or
-      the values alone. For a group: a thin line for each seed, and their mean with its band.
+      rows_of: Rows of a run that hold the quantity.
+      value: (run, rows) -> float [N], NaN for none.
+      label: In the legend.
+      smooth: Draw a running median over scattered steps.
     """
     raw: list[Series] = []
     lines: list[dict[AxisName, Points]] = []
@@ -122,7 +110,7 @@ def curve(
 
 
 def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Series]:
-    """The validation losses of a run; of a group their mean where all seeds have evaluated."""
+    """Returns the validation losses of a run, or their mean over the seeds of a group."""
     measured: list[dict[int, tuple[dict[AxisName, float], float]]] = []
     for run in averaged(entry):
         rows = run.evaluations
@@ -149,7 +137,7 @@ def evaluations(entry: Entry, axes: Axes, colour: int, label: str) -> list[Serie
 
 
 def _mean_of_lines(lines: Sequence[Points]) -> Points:
-    """The mean of curves over the stretch of the axis that all of them cover."""
+    """Returns the mean of curves over the range that all of them cover."""
     whole = [_finite(line) for line in lines]
     if not all(x.size for x, _ in whole):
         return Points(np.zeros(0), np.zeros(0))
@@ -162,7 +150,7 @@ def _mean_of_lines(lines: Sequence[Points]) -> Points:
 
 
 def _mean_and_band(x: np.ndarray, y_SN: np.ndarray) -> Points:
-    """Mean, smallest and largest over the seeds S; without a band for one seed."""
+    """Returns mean, minimum and maximum over the seeds S; without a band for one seed."""
     if len(y_SN) == 1:
         return Points(x, y_SN[0])
     return Points(x, y_SN.mean(0), y_SN.min(0), y_SN.max(0))
@@ -174,10 +162,10 @@ def _finite(line: Points) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """A field of each row; NaN where it is absent or null."""
+    """Returns a field of each row; NaN if it is absent or null."""
     return np.array([row.get(name) for row in rows], float)
 
 
 def column(name: str) -> Callable[[RunRecord, Sequence[Row]], np.ndarray]:
-    """A quantity that stands in the rows as it is."""
+    """Returns a function for a field of rows."""
     return lambda _run, rows: _column(rows, name)

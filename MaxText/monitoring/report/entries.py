@@ -1,4 +1,4 @@
-"""What a report compares: single runs, and groups of runs that differ in their seed only."""
+"""Compared items of a report: runs, and groups of runs that differ in their seed only."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from MaxText.monitoring.run_record import RunRecord, real_folder
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One run, or the runs of a group.
+    """A run, or the runs of a group.
 
     Attributes:
-      label: how the page calls it; no other entry has it.
-      colour: index that selects its colour and dashes.
-      runs: name of each run -> its record. A run alone has the label as its name.
-      is_group: whether the runs are seeds of the same thing; a group may have one run so far.
+      label: Unique on the page.
+      colour: Index of color and dashes.
+      runs: Name of each run -> its record.
+      is_group: Whether the runs are seeds of the same thing; a group may have one run so far.
     """
 
     label: str
@@ -26,15 +26,13 @@ class Entry:
 def arrange(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[Entry]:
-    """Puts runs into their groups and gives everything a name of its own.
+    """Groups runs and labels everything uniquely.
 
     Args:
-      runs: in the order in which they are shown.
-      groups: label -> folders of its runs. Folders of other runs are passed over, as a group may
-        be larger than what was read.
+      groups: Label -> folders of its runs; folders of other runs are ignored.
 
     Returns:
-      Groups first, then the runs that are in none.
+      Groups first, then the other runs.
     """
     names = dict(zip((real_folder(run.folder) for run in runs), _names(runs), strict=True))
     by_folder = {real_folder(run.folder): run for run in runs}
@@ -61,12 +59,12 @@ def arrange(
 
 
 def all_runs(entries: Sequence[Entry]) -> dict[str, RunRecord]:
-    """The runs of all entries by name."""
+    """Returns the runs of all entries by name."""
     return {name: run for entry in entries for name, run in entry.runs.items()}
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """The name of each run, with as many of its folders before it as make it the only one."""
+    """Returns the name of each run, with as many parent folders as make it unique."""
     paths = [real_folder(run.folder).split("/") for run in runs]
     names = []
     for run, path in zip(runs, paths, strict=True):
@@ -90,17 +88,17 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def averaged(entry: Entry) -> list[RunRecord]:
-    """The runs of an entry that its means contain: those that did not diverge, or its only run."""
+    """Returns the runs in an entry's means: those that did not diverge, or its only run."""
     if not entry.is_group:
         return [*entry.runs.values()]
     return [run for run in entry.runs.values() if run.state != "diverged"]
 
 
 def differing_peaks(entries: Sequence[Entry]) -> list[float]:
-    """Peaks of devices, TFLOP/s, if they differ and one of them was measured; else none.
+    """Returns peaks of devices, TFLOP/s, if they differ and one of them was measured; else none.
 
-    MFU is then not compared: of two equal runs the one whose machine was busy while its peak was
-    measured would show the higher share. Shares of data sheets' peaks are.
+    MFU is not compared then: of two equal runs the one whose machine was busy while its peak was
+    measured would show the higher share.
     """
     facts = [run.facts for run in all_runs(entries).values() if run.facts.get("peak_tflops")]
     peaks = sorted({float(fact["peak_tflops"]) for fact in facts})

@@ -1,4 +1,4 @@
-"""Finding the runs that a command line names: run folders, and folders that hold some."""
+"""Runs that a command line names: run folders, and folders of runs."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ COMPARISON_FILE = "comparison.json"
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Runs, and what belongs together.
+    """Runs and their groups.
 
     Attributes:
-      runs: each folder once, in the order in which they were named.
-      groups: label -> folders of its seeds, from the comparisons among what was named.
-      problems: one line for each run inside a named folder that cannot be read.
+      runs: Each folder once, in the order of the command line.
+      groups: Label -> folders of its seeds, from comparisons.
+      problems: One line for each unreadable run inside a named folder.
     """
 
     runs: list[RunRecord]
@@ -35,11 +35,11 @@ def find_runs(places: Sequence[str]) -> Found:
     """Reads the runs of a command line.
 
     Args:
-      places: folders of runs, or folders that hold runs at any depth; one with a comparison.json
-        says which of its runs differ in their seed only.
+      places: Folders of runs, or folders with runs at any depth; a comparison.json names runs that
+        differ in their seed only.
 
     Raises:
-      UserError: there is no such folder, no run in it, or a run that was named cannot be read.
+      UserError: There is no such folder, no run in it, or a run that was named cannot be read.
     """
     found = Found([], {}, [])
     for place in places:
@@ -53,7 +53,6 @@ def find_runs(places: Sequence[str]) -> Found:
 
 
 def _add(place: str, found: Found) -> None:
-    """Adds the runs of one word of the command line."""
     folder = path_of(str(place), "RUN")
     if not folder.exists():
         raise UserError(f"{place}: there is no such folder. Give the folder of a run.")
@@ -86,10 +85,9 @@ def _add(place: str, found: Found) -> None:
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
-    """Folders with records below a folder, by name; what lies inside a run is not searched.
+    """Yields run folders below a folder, by name, without searching inside runs.
 
-    Args:
-      visited: real folders that are not entered again, as links may lead back; grows.
+    `visited` grows by real folders, as links may lead back.
     """
     real = real_folder(folder)
     if real in visited:
@@ -104,13 +102,13 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
 
 
 def _natural_order(path: epath.Path) -> list[int | str]:
-    """Sorts numbers inside names by value: run_2 before run_10."""
+    """Sort key for numbers in names by value: run_2 before run_10."""
     # Text and numbers alternate, so that like is compared with like.
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
-    """The groups of a comparison, with whole paths; none without comparison.json."""
+    """Returns the groups of a comparison, with full paths; none without comparison.json."""
     file = folder / COMPARISON_FILE
     if not file.exists():
         return {}

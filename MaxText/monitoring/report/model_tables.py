@@ -1,4 +1,4 @@
-"""The tables about what was trained: configuration, cost, memory, lineage, samples."""
+"""Tables about the model: configuration, cost, memory, lineage, samples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _MOST_OPEN_SAMPLES = 4
 
 
 def configuration(entries: Sequence[Entry]) -> list[Section]:
-    """The keys in which runs differ; nothing for a single run."""
+    """Returns the keys in which runs differ; nothing for a single run."""
     runs = all_runs(entries)
     if len(runs) < 2:
         return []
@@ -46,7 +46,7 @@ def configuration(entries: Sequence[Entry]) -> list[Section]:
 
 
 def cost(entries: Sequence[Entry]) -> list[Section]:
-    """Parameters and operations of each part of the model."""
+    """Returns parameters and operations of each part of the model."""
     costs = _alike(entries, lambda run: run.facts.get("cost"))
     if not costs:
         return []
@@ -79,7 +79,7 @@ def _peak(run: RunRecord) -> tuple[float, str] | None:
 
 
 def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
-    """A part: (parameters, operations per token) with the shares of those of the whole model."""
+    """Returns a part's parameters and operations per token, with their shares."""
     return [
         name,
         wording.whole(own[0]),
@@ -90,7 +90,7 @@ def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -
 
 
 def memory(entries: Sequence[Entry]) -> list[Section]:
-    """Memory of the state, of the compiled step, and of the cache of keys and values."""
+    """Returns memory of the state, of the compiled step, and of the KV cache."""
     runs = all_runs(entries)
     columns = [_memory_of(run) for run in runs.values()]
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -127,7 +127,7 @@ def _memory_of(run: RunRecord) -> dict[str, str]:
 
 
 def lineage(entries: Sequence[Entry]) -> list[Section]:
-    """From which runs the runs descend, as a tree; nothing where all began from scratch."""
+    """Returns the ancestry of the runs as a tree; nothing if all began from scratch."""
     runs = all_runs(entries)
     if not any(run.facts.get("lineage") for run in runs.values()):
         return []
@@ -164,7 +164,7 @@ def _branches(tree: Mapping[str, Any], indent: str = "", is_top: bool = True) ->
 
 
 def samples(entries: Sequence[Entry]) -> list[Section]:
-    """Texts that the models wrote, of a few runs with the newest unfolded."""
+    """Returns texts that the models wrote, the newest of a few runs unfolded."""
     texts, runs = [], all_runs(entries)
     for name, run in runs.items():
         rows = [row for row in run.marks if row["event"] == "sample" and row.get("text")]
@@ -177,7 +177,7 @@ def samples(entries: Sequence[Entry]) -> list[Section]:
 
 
 def warnings(entries: Sequence[Entry]) -> list[str]:
-    """Why the losses of the runs cannot be compared, or only with care."""
+    """Returns why the losses of the runs cannot be compared, or only with care."""
     found = []
     for key, what, consequence in (
         (
@@ -205,7 +205,7 @@ def warnings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _alike(entries: Sequence[Entry], fact) -> list[tuple[str, Any]]:
-    """(names of the runs, value) for each value that a fact has; runs without it are left out."""
+    """Returns (names of the runs, value) for each value of a fact."""
     values: list[tuple[list[str], Any]] = []
     for name, run in all_runs(entries).items():
         value = fact(run)
@@ -225,6 +225,6 @@ def _part(number: float, total: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Hashes are long; their beginning tells them apart."""
+    """Shortens hashes."""
     text = str(value)
     return text if len(text) <= 16 else f"{text[:12]}..."

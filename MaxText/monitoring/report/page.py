@@ -1,4 +1,4 @@
-"""report.html: one file with everything in it, which loads nothing."""
+"""report.html: one self-contained file."""
 
 import base64
 import dataclasses
@@ -18,20 +18,16 @@ _LONG = 44
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What stands on the page, from top to bottom.
+    """Contents of the page, from top to bottom.
 
     Attributes:
-      title: of the page.
-      made: how and when it was made.
-      warnings: shown before anything else.
-      overview: one row for each run.
-      before_runs: sections of the caller.
-      charts_json: for page.js; empty if there is nothing to draw.
-      bars: where the time went.
-      goodput: the same in numbers.
-      sections: the rest.
-      colours: label of a run or group -> its colour, shown beside the label in tables.
-      refresh: seconds until the page loads itself again; 0 for never.
+      made: How and when it was made.
+      overview: One row for each run.
+      before_runs: Sections of the caller.
+      charts_json: For page.js; empty if there is nothing to draw.
+      bars: Goodput, and `goodput` the same in numbers.
+      colours: Label of a run or group -> its color in tables.
+      refresh: Seconds until the page reloads; 0 for never.
     """
 
     title: str
@@ -48,7 +44,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
+    """Returns the page as HTML."""
     style, program = _own("page.css"), _own("page.js")
     library = _plotly()
     # Only these very scripts may run and nothing may be loaded, whatever a sample says.
@@ -165,7 +161,7 @@ def _table(table: Table, colours: Mapping[str, str]) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """The attribute of a column's cells: numbers stand at the right, long texts are wrapped."""
+    """Returns the attribute of a column's cells: numbers are right-aligned, long texts wrapped."""
     filled = [text for text in cells if text]
     if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return ' class="number"'
@@ -182,14 +178,14 @@ def _own(name: str) -> str:
 
 @functools.cache
 def _plotly() -> str:
-    """The program of plotly.js, as the package of the same name ships it."""
+    """Returns plotly.js, as shipped by the package plotly."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _hash(script: str) -> str:
-    """The name of a script by its content, as a content security policy has it."""
+    """Returns the hash of a script for the content security policy."""
     # Browsers read a file's line ends as single line feeds before they hash.
     plain = script.replace("\r\n", "\n").replace("\r", "\n")
     return f"'sha256-{base64.b64encode(hashlib.sha256(plain.encode()).digest()).decode()}'"

@@ -20,9 +20,9 @@ from MaxText.monitoring.report.entries import Entry
 
 
 def page_json(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
-    """Everything that page.js needs, as JSON that can stand inside a script element.
+    """Returns everything that page.js needs, as JSON for a script element.
 
-    No character of it can end the element: "<" is written as an escape.
+    "<" is escaped, so that nothing can end the element.
     """
     data = {
         "axes": [vars(axis) for axis in axes.axes],
@@ -75,7 +75,7 @@ def _series(series: Series) -> dict[str, Any]:
 
 
 def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
-    """y, and the edges of the band: once where all axes share them, else by axis."""
+    """Returns y and the band: once if all axes share them, else by axis."""
     found: dict[str, Any] = {}
     for part in ("y", "low", "high"):
         values = {name: getattr(each, part) for name, each in points.items()}
@@ -90,5 +90,5 @@ def _heights(points: Mapping[AxisName, Points]) -> dict[str, Any]:
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
-    """Seven significant digits, more than a screen shows; null where there is no number."""
+    """Rounds to seven significant digits; null for no number."""
     return [float(f"{v:.7g}") if np.isfinite(v) else None for v in values.tolist()]

@@ -1,4 +1,4 @@
-"""Charts as PNGs, for papers and chats."""
+"""Charts as PNG."""
 
 import io
 import warnings
@@ -40,13 +40,11 @@ def draw_chart(
     """Draws a chart over one of its axes.
 
     Args:
-      chart: what to draw.
-      axis: the horizontal axis.
-      title: over the picture, beside the chart's own.
-      above: a second axis, at the top; left out where it is not proportional to the first.
+      title: Next to the chart's own.
+      above: A second axis, at the top, if it is proportional to the first.
 
     Returns:
-      A PNG; None if no curve has a place on this axis.
+      A PNG; None if no curve has points on this axis.
     """
     if not any(np.isfinite(each.points[axis.name].x).any() for each in chart.series):
         return None
@@ -79,7 +77,7 @@ def draw_chart(
 
 
 def draw_bars(bars: Bars, title: str = "") -> bytes:
-    """Draws where the time went, a bar for each run."""
+    """Draws the goodput of each run as a bar."""
     figure, axes = _figure(1.9 + 0.42 * len(bars.labels))
     left = np.zeros(len(bars.labels))
     places = np.arange(len(bars.labels))
@@ -118,7 +116,7 @@ def _draw_marks(axes, kind: str, marks: Sequence[Mark], axis: Axis) -> None:
 
 
 def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
-    """Marks the values of another axis, which those of every curve must allow."""
+    """Draws another axis, if all curves allow it."""
     lines = [each.points for each in chart.series if each.kind == "line"]
     x = np.concatenate([points[axis.name].x for points in lines] or [np.zeros(0)])
     values = np.concatenate([points[above.name].x for points in lines] or [np.zeros(0)])

@@ -1,4 +1,4 @@
-"""The charts of a report: loss, learning rate, gradient norm, speed, and where the time went."""
+"""Charts of a report: loss, learning rate, gradient norm, speed, goodput."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ _MOST_MARKS = 300
 
 
 def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Training and validation loss: a chart for each kind of loss that runs have recorded."""
+    """Returns training and validation loss, a chart for each kind of loss."""
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
@@ -51,7 +51,7 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
 
 
 def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
-    """Training and validation loss of runs of one kind; None if no run has recorded any."""
+    """Returns the loss of runs of one kind; None if no run has recorded any."""
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
@@ -80,10 +80,7 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Learning rate, gradient norm, speed and MFU; those that no run has recorded are left out.
-
-    So is MFU where the runs' peaks differ: see differing_peaks.
-    """
+    """Returns learning rate, gradient norm, speed and, for equal peaks, MFU, if recorded."""
     charts = []
     for name, title, y_title, value, smooth in (
         ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), False),
@@ -115,7 +112,6 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
 
 
 def goodput_bars(entries: Sequence[Entry]) -> Bars:
-    """Where the time of each run went."""
     runs = all_runs(entries)
     parts = {
         words: [run.goodput.share(part) for run in runs.values()]
@@ -131,7 +127,7 @@ def _steps(run: RunRecord) -> Sequence[Mapping[str, Any]]:
 
 
 def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Over all devices, of which each attempt may have had another number."""
+    """Returns tokens per second over all devices, whose number may differ between attempts."""
     devices = {
         attempt.number: attempt.first_row.get("num_devices") or 1
         for attempt in run.goodput.attempts
@@ -141,14 +137,14 @@ def _tokens_per_second(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> np.
 
 
 def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
-    """Where the loss of predicting by frequency alone lies, if it is the same for all runs."""
+    """Returns the unigram baseline, if it is the same for all runs."""
     found = {run.facts.get("unigram_entropy") for run in all_runs(entries).values()}
     level = found.pop()
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 
 
 def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -> list[Mark]:
-    """What happened during a run, placed on the curve of its entry."""
+    """Returns the events of a run, placed on the curve of its entry."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
     if line is None or not run.steps:
         return []
@@ -177,7 +173,7 @@ def _marks(entry: Entry, run: RunRecord, axes: Axes, series: Sequence[Series]) -
 
 
 def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(kind of mark or None, what to say about it)."""
+    """Returns (kind of mark or None, text)."""
     kind = row["event"]
     if kind == "checkpoint":
         return "checkpoint", "checkpoint"
@@ -197,7 +193,7 @@ def _described(row: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:
-    """From the lowest to the highest loss, without spikes and without the very beginning."""
+    """Returns the range of losses without spikes and without the beginning."""
     shown: list[float] = []
     for each in series:
         y = each.points["step"].y
@@ -217,7 +213,6 @@ def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[
 
 
 def _range_from_zero(series: Sequence[Series]) -> tuple[float, float]:
-    """From zero to the highest of the smooth curves."""
     tops = [
         float(np.nanmax(each.points["step"].y))
         for each in series

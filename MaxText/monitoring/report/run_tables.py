@@ -1,4 +1,4 @@
-"""The tables about how runs went: overview, where the time went, and what happened."""
+"""Tables about runs: overview, goodput, events."""
 
 import datetime
 import math
@@ -21,7 +21,7 @@ _MOST_LISTED = 40
 
 
 def overview(entries: Sequence[Entry]) -> Table:
-    """One row for each run; for a group its mean and standard deviation before its runs."""
+    """Returns one row for each run; for a group mean and standard deviation before its runs."""
     header = [
         "run",
         "state",
@@ -100,7 +100,7 @@ def _with_inherited(own: float, inherited: float, words) -> str:
 
 
 def _state(run: RunRecord, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
-    """The state; of a run that goes on with the time its updates still take."""
+    """Returns the state, with the remaining time of a run in progress."""
     seconds = _median(recent, "perf/step_time_seconds")
     planned = run.facts.get("num_steps")
     if run.state != "running" or seconds is None or not planned:
@@ -114,7 +114,7 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def goodput_table(entries: Sequence[Entry]) -> Table:
-    """Seconds and share of each part of the time; of a single run a row for each part."""
+    """Returns seconds and share of each part of the time; for a single run a row for each part."""
     runs = all_runs(entries)
     present = {
         part: words
@@ -155,7 +155,7 @@ def _goodput_of_one(present: Mapping[str, str], run: RunRecord) -> Table:
 
 
 def happenings(entries: Sequence[Entry]) -> list[Section]:
-    """Starts and ends, skipped updates, and everything else that is no daily business."""
+    """Returns starts and ends, skipped updates, and other unusual events."""
     rows, left_out = [], 0
     for name, run in all_runs(entries).items():
         told = [(row, words) for row in run.marks if (words := _told(row))]

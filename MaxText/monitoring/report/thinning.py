@@ -1,4 +1,4 @@
-"""Fewer points that look the same: thinning that keeps spikes, and a smooth curve through noise."""
+"""Thinning that keeps spikes, and smoothing."""
 
 import itertools
 import math
@@ -16,12 +16,11 @@ _WINDOWS = 25
 
 
 def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Indices of the points to draw: of each of many equal stretches the lowest and the highest.
+    """Returns the indices of points to draw: minimum and maximum of each of many equal ranges.
 
     Args:
-      values_N: float, NaN where there is none; the first NaN of a stretch is kept, so that the gap
-        shows.
-      most: indices returned at most.
+      values_N: float; the first NaN of a range is kept, so that the gap shows.
+      most: Maximum number of indices.
 
     Returns:
       Ascending int64 indices, with the first and the last.
@@ -43,21 +42,15 @@ def thin(values_N: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
 
 
 def median_window(count: int) -> int:
-    """How many of so many values a running median spans: 1/25 of them, but nine at least."""
+    """Returns the window of a running median: 1/25 of the values, but nine at least."""
     return 2 * max(count // (2 * _WINDOWS), _LEAST_HALF) + 1
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A smooth curve through noisy values: medians over a window, see `median_window`.
+    """Returns (indices [M], medians [M]) with M at most 600; NaN where a whole window is absent.
 
-    A median, since a spike of one step should not bend the curve; a centred window, since an
-    average of the past lags behind a falling loss.
-
-    Args:
-      values_N: float; NaN counts as absent.
-
-    Returns:
-      (indices [M], medians [M]) with M at most 600; NaN where a whole window is absent.
+    A spike of one step does not bend a median, and a centered window does not lag behind a falling
+    loss. NaN counts as absent.
     """
     count = values_N.size
     half = median_window(count) // 2

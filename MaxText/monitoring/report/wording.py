@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Number formats."""
 
 import math
 
@@ -28,7 +28,7 @@ def share(value: float | None) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in the largest unit of 1024 that fits."""
+    """Bytes in the largest binary unit that fits."""
     if num_bytes is None:
         return ABSENT
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -1,4 +1,4 @@
-"""The report of one or several runs: report.html with everything in it, and its pictures."""
+"""Report of one or several runs: report.html and its figures."""
 
 import datetime
 import os
@@ -42,24 +42,22 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes report.html and the pictures; each file appears whole or not at all.
+    """Writes report.html and the figures, each file atomically.
 
     Args:
-      runs: at least one.
-      output: the folder for all files; created if absent.
-      title: of the page; by default the names of the runs.
-      groups: label -> folders of the runs that differ in their seed only. They are drawn in one
-        colour, with their mean and the band from smallest to largest. A run that is in no group
-        stands for itself.
-      sections: of the caller, shown before the table of runs.
-      warnings: of the caller, shown at the top beside those of `warnings_about`.
-      refresh: seconds after which the page loads itself again; 0 for never.
+      output: Folder for all files; created if absent.
+      title: Of the page; by default the names of the runs.
+      groups: Label -> folders of the runs that differ in their seed only. They are drawn in one
+        color, with mean and band. Other runs stand for themselves.
+      sections: Shown before the table of runs.
+      warnings: Shown at the top with those of `warnings_about`.
+      refresh: Seconds after which the page reloads; 0 for never.
 
     Returns:
       The path of report.html.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: The folder cannot be written.
     """
     entries = arrange(runs, groups)
     title = title or _title(entries)
@@ -106,7 +104,7 @@ def write_report(
 def warnings_about(
     runs: Sequence[RunRecord], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Why the losses of these runs cannot be compared, or only with care; also on the page."""
+    """Returns why the losses of these runs cannot be compared, or only with care."""
     return model_tables.warnings(arrange(runs, groups))
 
 
@@ -141,7 +139,7 @@ def _colours(entries: Sequence[Entry]) -> dict[str, str]:
 def _pictures(
     charts: Sequence[Chart], bars: Bars, axes: Axes, title: str
 ) -> Iterator[tuple[str, bytes | None]]:
-    """(file name, picture or None where there is nothing to draw)."""
+    """Yields (file name, figure or None)."""
     by_name = {chart.name: chart for chart in charts}
     for file, (name, axis) in _PICTURES.items():
         chart = by_name.get(name)
@@ -150,7 +148,7 @@ def _pictures(
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Writes a file at once: who looks at it meanwhile sees the old one."""
+    """Writes a file atomically."""
     temporary = path.with_name(f"{path.name}.writing")
     temporary.write_bytes(content)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""A sink behind a thread of its own, so that a slow one never holds up the run."""
+"""A sink on a thread, so that a slow one never blocks the run."""
 
 import collections
 import sys
@@ -17,9 +17,9 @@ _FLUSH = "flush"
 
 
 class Background:
-    """Hands events to a sink in their order; what it raises is told once and ends it alone.
+    """Passes events to a sink in order; its errors are reported once and end it alone.
 
-    When as many events wait as may, later ones are left out there, which is told once too.
+    If its queue is full, later events are dropped, which is reported once, too.
     """
 
     def __init__(
@@ -28,10 +28,9 @@ class Background:
         """Starts the thread.
 
         Args:
-          sink: used by the thread alone.
-          name: of it, for messages.
-          remedy: what brings it the events that it did not get, for messages.
-          most_waiting: events that may wait for it.
+          name: Of the sink, for messages.
+          remedy: How to get it the events that it missed, for messages.
+          most_waiting: Size of the queue.
         """
         self._sink = sink
         self._name = name
@@ -44,25 +43,20 @@ class Background:
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Takes an event."""
         self._ask(event)
 
     def flush(self) -> None:
-        """Asks for what was taken to be made durable, without waiting for it."""
+        """Requests a flush, without waiting for it."""
         self._ask(_FLUSH)
 
     def end(self) -> None:
-        """Asks the sink to close when it has what was taken, without waiting for it."""
+        """Requests closing, without waiting for it."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
 
     def wait(self, until: float) -> None:
-        """Waits until it has closed after `end`.
-
-        Args:
-          until: of time.monotonic, when to wait no longer.
-        """
+        """Waits until it has closed after `end`, or until `until` of time.monotonic."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             # At the interpreter's end libraries would wait for what the thread waits for.
@@ -70,7 +64,7 @@ class Background:
             self._give_up("it was still busy at the end of the run")
 
     def close(self) -> None:
-        """Ends and waits, a minute at most. Safe to call twice."""
+        """Ends and waits, at most a minute. Safe to call twice."""
         self.end()
         self.wait(time.monotonic() + SECONDS_TO_CLOSE)
 

@@ -12,18 +12,12 @@ class EventFile:
     """Appends each event as a row.
 
     Attributes:
-      attempt: starts of the program that the file knew when it was opened.
-      lost: what the removed rows had cost: {"steps": n, "seconds": {phase: s}}.
+      attempt: Earlier starts of the program.
+      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
     """
 
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
-        """Opens the file and removes what the run is about to do again.
-
-        Args:
-          folder: of the run.
-          first_step: the update done first.
-          first_evaluation: the update evaluated first, if that is an earlier one.
-        """
+        """Opens the file and removes rows from the first update, or first evaluated one, on."""
         first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
         self.attempt = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
@@ -46,17 +40,13 @@ class EventFile:
         self._rows = JsonLines(folder / EVENTS_FILE, keep)
 
     def write(self, event: Event) -> None:
-        """Appends the event."""
         self._rows.append(event.row())
 
     def flush(self) -> None:
-        """Makes the rows durable."""
         self._rows.flush()
 
     def settle(self, until: float) -> None:
-        """See events.Record."""
         self._rows.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes. Safe to call twice."""
         self._rows.close()

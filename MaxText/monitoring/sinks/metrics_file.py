@@ -13,21 +13,19 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends the numbers of each report, with the time in Unix seconds.
+    """Appends the metrics of each report, with the time in Unix seconds.
 
-    Those of an evaluation are added to the row of its update, where that was reported and nobody
-    else writes the file; else they are a row of their own.
+    Those of an evaluation are added to the row of its update, if that was reported and the file has
+    a single writer; else they are a row of their own.
     """
 
     def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
-        """Opens the file and removes this run's rows that it is about to write again.
+        """Opens the file and removes this run's rows from `first_step` on.
 
         Args:
-          folder: of the run.
-          metrics_file: another place than the run folder, which other runs may be writing to:
-            nothing that stands there is changed, so a step that is done again stands there twice.
-          run_name: stands in each row.
-          first_step: the update done first.
+          metrics_file: Another file than that of the run folder, which other runs may write: its
+            rows are never removed, so a repeated step occurs twice.
+          run_name: In each row.
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
@@ -38,7 +36,7 @@ class MetricsFile:
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
-        """Appends a row if the event is an update; one that goes back removes rows."""
+        """Appends a row for an update; a rollback removes rows."""
         if event.kind == "rewind":
             if not self._is_shared:
                 self._rows.cut_back(self._before(event.facts["to"]))
@@ -57,13 +55,10 @@ class MetricsFile:
         self._rows.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
 
     def flush(self) -> None:
-        """Makes the rows durable."""
         self._rows.flush()
 
     def settle(self, until: float) -> None:
-        """See events.Record."""
         self._rows.settle(until)
 
     def close(self) -> None:
-        """Flushes and closes. Safe to call twice."""
         self._rows.close()

@@ -1,7 +1,7 @@
-"""Which rows of a run stand in the files that W&B keeps on this machine, and how they are numbered.
+"""Rows of a run in W&B's local files, and their numbers.
 
-W&B's own process writes them in the background and loses what it still buffers when the machine or
-the training program is killed. So what was handed over says little; the files say what is there.
+W&B's own process writes them in the background and loses its buffer when the machine or the
+training program is killed, so only the files tell what was kept.
 
 A file is a log of protobuf records in LevelDB's format (leveldb/doc/log_format.md) with 7 bytes of
 W&B's own at the start of the first block. Blocks have 32 KiB and hold chunks: a 4-byte checksum, a
@@ -21,18 +21,19 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 class RowNumbers:
-    """Numbers of W&B's rows, which only grow, for steps that a run may do another time.
+    """Numbers of W&B's rows, which only grow, for steps that a run may repeat.
 
     Attributes:
-      lacking: the first step that W&B does not have in its valid version.
+      lacking: The first step that W&B does not have in its valid version.
     """
 
     def __init__(self, shifts: list[list[int]], next_row: int):
-        """
+        """Restores the numbering.
+
         Args:
-          shifts: [first step, what is added to it and later ones], in the order in which they were
-            begun; the last one holds. `begin_again` adds to the list.
-          next_row: the first row that W&B does not have; what came before may have been lost.
+          shifts: [first step, what is added to it and later ones], in order; the last one holds.
+            `begin_again` adds to the list.
+          next_row: The first row that W&B does not have.
         """
         self._shifts = shifts
         self._next_row = next_row
@@ -45,7 +46,7 @@ class RowNumbers:
         self.lacking = min(firsts)
 
     def row(self, step: int) -> int:
-        """The number of the row of a step, which is about to be sent."""
+        """Returns the number of the row of a step, which is about to be sent."""
         number = step + self._shifts[-1][1]
         self._next_row = max(self._next_row, number + 1)
         return number
@@ -58,13 +59,12 @@ class RowNumbers:
 
 
 def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
-    """The number of the first row that the files of a run lack; 0 if they hold none.
+    """Returns the number of the first row that the files of a run lack; 0 if they hold none.
 
-    Numbers only grow from one attempt of a run to the next, so the newest file with a row decides.
+    Numbers only grow between attempts, so the newest file with a row decides.
 
     Args:
-      wandb_folder: holds a folder for each attempt, such as `offline-run-20261121_124740-1f0c`.
-      run_id: W&B's id of the run.
+      wandb_folder: With a folder for each attempt, such as `offline-run-20261121_124740-1f0c`.
     """
     files = wandb_folder.glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
     for file in sorted(files, key=lambda file: file.parent.name.partition("run-")[2], reverse=True):
@@ -75,12 +75,12 @@ def next_step(wandb_folder: pathlib.Path, run_id: str) -> int:
 
 
 def history_steps(file: pathlib.Path) -> list[int]:
-    """The numbers of all rows in a file, W&B's steps, in their order."""
+    """Returns the numbers of all rows in a file, W&B's steps, in their order."""
     return [record.history.step.num for record in records(file) if record.HasField("history")]
 
 
 def records(file: pathlib.Path) -> Iterator[Any]:
-    """The whole records of a file, as messages `Record` of W&B, which this imports."""
+    """Yields the complete records of a file, as messages `Record` of W&B, which this imports."""
     from wandb.proto import wandb_internal_pb2
 
     for data in _payloads(file):
@@ -89,7 +89,7 @@ def records(file: pathlib.Path) -> Iterator[Any]:
 
 
 def _payloads(file: pathlib.Path) -> Iterator[bytes]:
-    """What the records of a file hold; one that was cut off by a crash ends it."""
+    """Yields the contents of records, up to a truncated one."""
     record = b""
     with file.open("rb") as stream:
         place = _FILE_HEADER

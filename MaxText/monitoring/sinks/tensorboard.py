@@ -1,4 +1,4 @@
-"""TensorBoard: scalars under MaxText's tags, the configuration as text and as hyperparameters."""
+"""TensorBoard: scalars under MaxText's tags, the configuration as text and HParams."""
 
 import logging
 import pathlib
@@ -22,19 +22,14 @@ _COMPARED = ("eval/avg_loss", "learning/loss")
 
 
 class TensorBoard:
-    """Writes event files under `<run>/tensorboard`, from the first numbers on.
+    """Writes event files under `<run>/tensorboard`.
 
-    In a bucket, which cannot append, each is a copy of a file in a temporary folder, made anew by a
-    thread after each flush.
+    For a bucket, which cannot append, they are in a temporary folder, and a thread copies them
+    after each flush.
     """
 
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
-        """
-        Args:
-          folder: of the run.
-          config_flat: the configuration by key.
-          first_step: the update done first; points of it and later ones are hidden.
-        """
+        """Describes the run; points from `first_step` on are hidden."""
         self._folder = folder / TENSORBOARD_FOLDER
         self._first_step = first_step
         self._config = config_flat
@@ -44,7 +39,7 @@ class TensorBoard:
         self._copy: LatestObject | None = None  # of the writer's file
 
     def write(self, event: Event) -> None:
-        """Adds the numbers of an update or an evaluation; keeps the size of the model as text."""
+        """Adds the metrics of an update or evaluation, and the size of the model as text."""
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.facts.get('num_parameters', 0):,}"
         elif event.kind == "rewind" and self._writer is not None:
@@ -58,7 +53,7 @@ class TensorBoard:
                     writer.add_scalar(name, value, event.step, walltime=event.time)
 
     def flush(self) -> None:
-        """Hands what was written to the operating system, or begins to copy it to the bucket."""
+        """Flushes to the operating system, or starts the copy to the bucket."""
         if self._writer is not None:
             self._writer.flush()
             self._copy_file()
@@ -85,7 +80,7 @@ class TensorBoard:
             self._copy.write(pathlib.Path(self._writer.logdir, self._file_name()).read_bytes)
 
     def _file_name(self) -> str:
-        """The only file of the writer's folder in the temporary one."""
+        """Returns the only file of the temporary folder."""
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
         return file.name
 
@@ -97,7 +92,7 @@ class TensorBoard:
         return tempfile.mkdtemp(dir=self._temporary.name)
 
     def _opened(self) -> Any:
-        """The writer. Not before the first numbers: its import is not worth delaying a step."""
+        """Returns the writer, whose import is delayed until the first metrics."""
         if self._writer is None:
             from tensorboardX import SummaryWriter
 

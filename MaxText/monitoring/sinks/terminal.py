@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: lines on stdout, and a bar in the last line of stderr."""
+"""Terminal output: lines on stdout, and a progress bar in the last line of stderr."""
 
 import sys
 from collections.abc import Callable
@@ -18,17 +18,18 @@ _SOURCES = {
 
 
 class Terminal:
-    """Shows updates, evaluations and compilations; without a terminal lines go out as they are."""
+    """Shows updates, evaluations and compilations."""
 
     def __init__(
         self, num_steps: int, show: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
-        """
+        """Shows nothing yet.
+
         Args:
-          num_steps: updates of the whole run.
-          show: where lines go that are not part of the bar.
-          step_line: "full" for MaxText's line, "compact" for one of half the length; "auto" for
-            the compact one on a terminal.
+          num_steps: Updates of the whole run.
+          show: Takes lines that are not part of the bar.
+          step_line: "full" for MaxText's line, "compact" for a shorter one; "auto" for the compact
+            one on a terminal.
         """
         on_terminal = step_line == "auto" and sys.stdout.isatty()
         self._compact = step_line == "compact" or on_terminal
@@ -38,7 +39,7 @@ class Terminal:
         self._task: Any = None
 
     def write(self, event: Event) -> None:
-        """Shows the line of an event, and moves the bar to a finished update."""
+        """Shows the line of an event, and advances the bar."""
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
         if event.kind == "compile":
@@ -70,7 +71,7 @@ class Terminal:
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
-        """Shows a line; above the bar if there is one."""
+        """Shows a line, above the bar if there is one."""
         if self._bar is not None and sys.stdout.isatty():
             # Both streams are the terminal: written past the bar, the line would tear it.
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -78,7 +79,7 @@ class Terminal:
             self._show(text)
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        pass
 
     def close(self) -> None:
         """Removes the bar. Safe to call twice."""

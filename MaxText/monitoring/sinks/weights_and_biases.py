@@ -1,17 +1,16 @@
-"""Weights & Biases: the numbers of a run under one id, over all its restarts.
+"""Weights & Biases: the metrics of a run under one id, over all its restarts.
 
-W&B is never worth a run: its package is imported, connects and uploads in the thread of the
-`Background` that the sink stands behind.
+W&B must never block a run: its package is imported, connects and uploads in the thread of the
+`Background` in front of this sink.
 
 events.jsonl is the record of a run; W&B gets a copy. At a restart W&B says which row it lacks
 first: the server when online, the files on this machine when offline. Steps from there to the
-restart are read from events.jsonl and sent again, steps before it that the run does again are not
-sent, since they repeat what W&B has. So there every step stands once, whatever was killed and when.
+restart are read from events.jsonl and sent again; repeated steps that W&B has are not sent. So
+every step occurs once, whatever was killed and when.
 
-W&B numbers rows upwards and takes none back (its `rewind` is a preview that servers may lack). So
-the column `step` is the axis of all charts, and where a run goes back, or begins again with another
-configuration, the steps that it does another time are further rows: W&B has both, the later one
-being the valid one (offline_history.RowNumbers).
+W&B's row numbers only grow (its `rewind` is a preview that servers may lack). So the column `step`
+is the axis of all charts, and after a rollback or a changed configuration the repeated steps are
+further rows, of which the later one is valid (offline_history.RowNumbers).
 """
 
 import functools
@@ -57,14 +56,11 @@ class WeightsAndBiases:
         """Connects to nothing yet.
 
         Args:
-          monitoring: the keys wandb_*.
-          run_folder: W&B's files go to its folder `wandb`; of a gs:// folder, to ./wandb.
-          run_name: what W&B shows.
-          config_flat: the configuration by key.
-          first_step: the update done first; 0 begins a new run in W&B if the last one had steps.
+          run_folder: W&B's files go to its folder `wandb`; for gs://, to ./wandb.
+          first_step: The first update; 0 begins a new run in W&B if the last one had steps.
 
         Raises:
-          UserError: the package wandb is not installed.
+          UserError: The package wandb is not installed.
         """
         package = importlib.util.find_spec("wandb")
         # A folder named wandb, such as W&B itself makes, looks like a package without an origin.
@@ -82,14 +78,13 @@ class WeightsAndBiases:
 
     @property
     def remedy(self) -> str:
-        """What brings the numbers to W&B that it did not get."""
+        """How to send W&B the metrics that it missed."""
         return (
             "a restart of the unfinished run sends what W&B lacks, and `wandb sync` what is in "
             f"{self._local_folder() / 'wandb'}"
         )
 
     def write(self, event: Event) -> None:
-        """Sends an event."""
         run, state = self._run, self._kept
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.facts))
@@ -110,7 +105,7 @@ class WeightsAndBiases:
             self._exit_code = 0 if reason == "completed" else 1
 
     def flush(self) -> None:
-        """Notes in wandb.json how far the run is."""
+        """Records the progress of the run in wandb.json."""
         self._save(self._kept)
 
     def close(self) -> None:
@@ -121,12 +116,11 @@ class WeightsAndBiases:
 
     @functools.cached_property
     def _kept(self) -> dict[str, Any]:
-        """What wandb.json holds."""
         return self._state()
 
     @functools.cached_property
     def _numbers(self) -> RowNumbers:
-        """Which rows of W&B's are which steps."""
+        """Returns the mapping from steps to W&B's rows."""
         if self._monitoring.wandb_mode == "online":
             next_row = self._connection.starting_step
         else:
@@ -142,7 +136,7 @@ class WeightsAndBiases:
 
     @functools.cached_property
     def _run(self) -> Any:
-        """The run in W&B, which has been sent what it lacked of earlier attempts."""
+        """Returns the run in W&B, after sending what it lacked of earlier attempts."""
         run = self._connection
         rewinds = self._rewinds_before_restart()
         for rewind in rewinds:
@@ -192,13 +186,13 @@ class WeightsAndBiases:
         )
 
     def _local_folder(self) -> pathlib.Path:
-        """Where the folder wandb is made; W&B's process writes to local disks only."""
+        """Returns the parent of the folder wandb; W&B's process writes to local disks only."""
         if str(self._folder).startswith("gs://"):
             return pathlib.Path.cwd()
         return pathlib.Path(self._folder)
 
     def _state(self) -> dict[str, Any]:
-        """What wandb.json holds, with a new id where this is a new run."""
+        """Returns the contents of wandb.json, with a new id for a new run."""
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text()) if path.exists() else None
         # Training that begins at 0 again may have other numbers, and W&B cannot take rows back.
@@ -213,7 +207,7 @@ class WeightsAndBiases:
         temporary.replace(self._folder / STATE_FILE)
 
     def _rewinds_before_restart(self) -> list[dict[str, Any]]:
-        """Where earlier attempts went back, of which some may have been killed before W&B knew."""
+        """Returns the rollbacks of earlier attempts, which W&B may not know."""
         if self._first_step == 0:
             return []
         rows = stream_rows(self._folder / EVENTS_FILE)
@@ -224,7 +218,7 @@ class WeightsAndBiases:
     def _rows_before_restart(
         self, lacking: int, rewinds: Sequence[Mapping[str, Any]]
     ) -> Iterator[dict[str, Any]]:
-        """Rows of earlier attempts that W&B lacks, read line by line as there may be many."""
+        """Yields rows of earlier attempts that W&B lacks."""
         if lacking >= self._first_step:
             return
         for row in stream_rows(self._folder / EVENTS_FILE):
@@ -238,13 +232,13 @@ class WeightsAndBiases:
 
 
 def _history(step: int, facts: Mapping[str, Any], time: float) -> dict[str, Any]:
-    """A row of W&B's history: the numbers under MaxText's tags, and when they were made."""
+    """Returns a row of W&B's history: metrics under MaxText's tags, and their time."""
     tags = {name: value for name, value in _scalars(facts).items() if "/" in name}
     return {**tags, _AXIS: step, "_timestamp": time}
 
 
 def _scalars(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What W&B can put into a column; null, lists and tables are left out."""
+    """Returns what fits into a column of W&B."""
     plain = {
         name: value.item() if hasattr(value, "item") else value for name, value in facts.items()
     }
