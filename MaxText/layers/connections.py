@@ -22,7 +22,6 @@ from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.dense import Dense
 from MaxText.layers.depth_mixing import (
     NO_NORMS,
-    Left,
     Norms,
     mix,
     normalizes,
@@ -42,12 +41,10 @@ class Source(NamedTuple):
       inverse_rms_BT1: float32, 1 / sqrt(mean(x^2) + eps) if sums are over normalized states.
         Computed for the first sum that reads the state; from then on gradients are those of scale *
         x (depth_mixing.to_be_scaled).
-      left: Of the sum whose last source this is, if the next sum leaves gradients to it.
     """
 
     x_BTD: jax.Array
     inverse_rms_BT1: jax.Array | None = None
-    left: Left | None = None
 
 
 Sources = tuple[Source, ...]
@@ -77,7 +74,6 @@ class DenseConnections(Connection):
                 if section.stands_after(depth)
             }
         )
-        self._pair()
         # What the sum after the last layer gives is read outside of layers, and so kept anyway.
         made_again = [one for one in self.after.values() if one.depth < num_layers]
         for one in made_again[max(0, len(made_again) - section.dense_kept_sums) :]:
@@ -85,16 +81,6 @@ class DenseConnections(Connection):
         self.source_norm = (
             SourceScales((num_layers + 1, D), building, rngs) if section.mudd_prenorm else None
         )
-
-    def _pair(self) -> None:
-        """Makes every second sum, from the last one, leave gradients to the one before it."""
-        depths = [int(depth) for depth in self.after]
-        while len(depths) > 1:
-            later, earlier = (self.after[str(depths.pop())] for _ in range(2))
-            if later.can_leave_to(earlier):
-                later.left_to, earlier.num_later_ways = earlier.depth, len(later.ways)
-            else:
-                depths.append(earlier.depth)
 
     @classmethod
     def flops(cls, keys: ModelSection, dimensions: Dimensions, length: int) -> dict[str, Flops]:
@@ -176,8 +162,6 @@ class DepthSum(nnx.Module):
         self.depth = depth
         self.epsilon = epsilon
         self.sources = section.sources(depth)
-        self.left_to: int | None = None  # depth of the sum that gradients are left to
-        self.num_later_ways = 0  # of the sum that leaves its gradients to this one
         self.kept = False  # whether its results are kept for the backward pass
         self.ways = _ways(section, depth, num_layers)
         C, S = len(self.ways), len(self.sources)
@@ -211,14 +195,6 @@ class DepthSum(nnx.Module):
         if not self.section.adds:
             identity[:, -1] = 1.0
         return identity
-
-    def can_leave_to(self, earlier: "DepthSum") -> bool:
-        """Returns whether leaving gradients to the sum before is possible and cheaper.
-
-        That saves a read and a write of each source, and costs those of this sum's gradients.
-        """
-        num_left, num_ways = len(earlier.sources), len(self.ways)
-        return self.sources[:num_left] == earlier.sources and 2 * num_left > 2 * num_ways
 
     def fixed(self) -> jax.Array:
         """Returns the static weights, float32 [C, S]; without learned ones, the identity."""
@@ -267,15 +243,12 @@ class DepthSum(nnx.Module):
             scales_SD=scales_SD,
             norms=fused,
             factors_MD=factors_MD,
-            num_later_ways=self.num_later_ways,
-            left=None if self.left_to is None else sources[self.left_to].left,
         )
         factors = {way: norm.factors() for way, norm in self.post_norms.items()}
         outputs = self.outputs(mixed.sums, x_BTD, factors, fused)
         handed_on = list(sources)
         for place, source, state_BTD in zip(self.sources, chosen, mixed.sources, strict=True):
-            handed_on[place] = source._replace(x_BTD=state_BTD, left=None)
-        handed_on[self.depth] = handed_on[self.depth]._replace(left=mixed.left)
+            handed_on[place] = source._replace(x_BTD=state_BTD)
         return outputs, tuple(handed_on)
 
     def outputs(

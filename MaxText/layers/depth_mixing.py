@@ -2,12 +2,10 @@
 
 Its cost is the memory traffic of the sources, so gradients are written by hand. Each aggregation
 passes its sources on, and their gradients come back through the same chain: those of an aggregation
-are added to what later layers left, one read and one write for all streams. Of two aggregations
-over the same sources the later one may leave these gradients to the earlier one, which adds both at
-once.
+are added to those of later ones, one read and one write for all streams.
 
-Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources, E streams of the next
-aggregation; N = B * T, K = C * S, M streams with a norm.
+Legend: B sequences, T tokens, D emb_dim, C streams (ways), S sources; N = B * T, K = C * S, M
+streams with a norm.
 """
 
 import functools
@@ -70,20 +68,6 @@ class Norms(NamedTuple):
 NO_NORMS = Norms()
 
 
-class Left(NamedTuple):
-    """Cotangents that an aggregation defers to the previous one.
-
-    Zeros in the forward pass, which are eliminated as dead code.
-
-    Attributes:
-      of_sums: [B, T, D] of each stream, before its norm.
-      weights_BTES: float32; S are the sources of the previous aggregation.
-    """
-
-    of_sums: list[jax.Array]
-    weights_BTES: jax.Array
-
-
 def normalizes(form: str, state_BTD: jax.Array) -> bool:
     """Returns whether `mix` can fuse the norms of its sums.
 
@@ -102,12 +86,10 @@ class Mixed(NamedTuple):
     Attributes:
       sums: y_BTD of each stream, in the format of the sources.
       sources: To be read by later layers instead of those given.
-      left: To be passed to the next aggregation if that leaves gradients to this one.
     """
 
     sums: list[jax.Array]
     sources: list[jax.Array]
-    left: Left | None
 
 
 def mix(
@@ -118,8 +100,6 @@ def mix(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,
     factors_MD: jax.Array | None = None,
-    num_later_ways: int = 0,
-    left: Left | None = None,
 ) -> Mixed:
     """y_c = sum_s weights[..., c, s] * scale_s * source_s for each stream c, in float32.
 
@@ -131,18 +111,12 @@ def mix(
       scales_SD: float32, None is 1. Their gradient is that of `to_be_scaled`.
       norms: Of sums, if `normalizes` allows it.
       factors_MD: float32, of these norms.
-      num_later_ways: E of the next aggregation if that leaves gradients to this one, else 0.
-      left: Result of the previous aggregation if gradients are left to it: the first sources are
-        then all of its sources.
     """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form != "kernel" or batch * length < KERNEL_TOKENS:
-        form, num_later_ways = "sum", 0
-    num_left = 0 if left is None else left.weights_BTES.shape[-1]
-    assert form == "kernel" or left is None
-    arrays = (weights_BTCS, list(sources), scales_SD, factors_MD, left)
-    mixed: Any = _mix(form, norms, num_left, num_later_ways, *arrays)
+        form = "sum"
+    mixed: Any = _mix(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
     return Mixed(*mixed)
 
 
@@ -171,59 +145,39 @@ def _to_be_scaled_backward(kept, gradient_BTD):
 to_be_scaled.defvjp(_to_be_scaled_forward, _to_be_scaled_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _mix(form, norms, num_left, num_later_ways, weights_BTCS, sources, scales_SD, factors_MD, left):
-    del num_left, left
-    if form != "kernel":
-        assert not norms.ways
-        # Without a barrier the compiler makes a sum again inside each operation that reads it.
-        return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources, None
-    sums = _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD)
-    if not num_later_ways:
-        return sums, sources, None
-    shape = (*weights_BTCS.shape[:2], num_later_ways, weights_BTCS.shape[3])
-    place = Left([jnp.zeros_like(sources[0])] * num_later_ways, jnp.zeros(shape))
-    return sums, sources, place
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mix(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
+    if form == "kernel":
+        return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
+    assert not norms.ways
+    # Without a barrier the compiler makes a sum again inside each operation that reads it.
+    return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources
 
 
-def _mix_forward(form, norms, num_left, num_later_ways, *arguments):
+def _mix_forward(form, norms, *arguments):
     # With symbolic zeros, arguments come with the question whether they are differentiated.
     arguments = jax.tree.map(lambda x: x.value, arguments)
-    mixed = _mix(form, norms, num_left, num_later_ways, *arguments)
-    return mixed, arguments[:-1]  # nothing reads `left`
+    return _mix(form, norms, *arguments), arguments
 
 
-def _mix_backward(form, norms, num_left, num_later_ways, kept, gradients):
-    del num_later_ways
+def _mix_backward(form, norms, kept, gradients):
     weights_BTCS, sources, scales_SD, factors_MD = kept
-    of_sums, accumulated, later = gradients
+    of_sums, accumulated = gradients
     of_sums = [_array(g) for g in of_sums]
-    added = None if _all_zero(accumulated[num_left:]) else [*map(_array, accumulated[num_left:])]
+    added = None if all(map(is_zero, accumulated)) else [*map(_array, accumulated)]
     if form != "kernel":
         differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
         of_sums = jax.lax.optimization_barrier(of_sums)
         found = differentiate(weights_BTCS, sources, scales_SD, of_sums, added)
-        return *found, None, None, None
-    later = (None, None) if _all_zero(later) else jax.tree.map(_array, later, is_leaf=is_zero)
+        return *found, None, None
     given = _given(weights_BTCS, sources, scales_SD, factors_MD) | {"of_sums": of_sums}
-    more = {"accumulated": added, "later_sums": later[0], "later_weights": later[1]}
-    given |= {name: x for name, x in more.items() if x is not None}
-    found = _kernel_gradients(norms, num_left, given)
-    passed_on = [None if is_zero(a) else a for a in accumulated[:num_left]]
-    left = None
-    if num_left:
-        for place, g_BTD in zip(norms.ways, found["of_unnormalized"], strict=True):
-            of_sums[place] = g_BTD
-        left = Left(of_sums, weights_BTCS[..., :num_left])
-    of_sources = [*passed_on, *found["of_sources"]]
-    return found["of_weights"], of_sources, None, found.get("of_factors"), left
+    if added is not None:
+        given["accumulated"] = added
+    found = _kernel_gradients(norms, given)
+    return found["of_weights"], found["of_sources"], None, found.get("of_factors")
 
 
 _mix.defvjp(_mix_forward, _mix_backward, symbolic_zeros=True)
-
-
-def _all_zero(gradients: Any) -> bool:
-    return all(map(is_zero, jax.tree.leaves(gradients, is_leaf=is_zero)))
 
 
 def _array(gradient: Any) -> jax.Array:
@@ -302,11 +256,11 @@ def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     return _on_each_device(run, lambda state, _: state, given)
 
 
-def _kernel_gradients(norms, num_left, given):
+def _kernel_gradients(norms, given):
     from MaxText.layers import mixing_kernel
 
     def run(given, of_tokens=(), of_dims=()):
-        found = mixing_kernel.backward(_flat(given), _target(), norms, num_left)
+        found = mixing_kernel.backward(_flat(given), _target(), norms)
         # A device that holds some of the dimensions, or some of the tokens, has that part of
         # what is summed over them.
         if of_dims:
@@ -314,14 +268,11 @@ def _kernel_gradients(norms, num_left, given):
         if norms.ways and of_tokens:
             found["of_factors"] = jax.lax.psum(found["of_factors"], of_tokens)
         found["of_weights"] = found["of_weights"].reshape(given["weights"].shape)
-        states = {"of_sources": found["of_sources"]}
-        if num_left:
-            states["of_unnormalized"] = found["of_unnormalized"]
-        return found | jax.tree.map(lambda x: x.reshape(given["sources"][0].shape), states)
+        shape = given["sources"][0].shape
+        return found | {"of_sources": [x.reshape(shape) for x in found["of_sources"]]}
 
     def specs(state, weights):
         specs = {"of_weights": weights, "of_sources": state}
-        specs |= {"of_unnormalized": state} if num_left else {}
         return specs | ({"of_factors": PartitionSpec()} if norms.ways else {})
 
     return _on_each_device(run, specs, given)
@@ -351,7 +302,7 @@ def _on_each_device(run, result_specs, given: dict[str, Any]) -> Any:
     batch, length, dims = state = sharding.spec
     of_tokens = (*split_axes(sharding, 0), *split_axes(sharding, 1))
     weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
-    specs = {"weights": weights, "later_weights": weights, "scales": rows, "factors": rows}
+    specs = {"weights": weights, "scales": rows, "factors": rows}
     return jax.shard_map(
         functools.partial(run, of_tokens=of_tokens, of_dims=split_axes(sharding, 2)),
         mesh=sharding.mesh,

@@ -4,7 +4,7 @@ Each source is an operand of its own, so nothing is stacked. A program owns a fe
 their dimensions, reads each source once for all streams, and may normalize sums before writing.
 
 Legend: N tokens of all sequences, D emb_dim, C streams (ways), S sources, M normalized streams;
-K = C * S weights of a token; E streams of a later aggregation, L = E * S.
+K = C * S weights of a token.
 """
 
 import functools
@@ -53,9 +53,7 @@ def forward(given: Given, target: Target, norms: Norms = NO_NORMS) -> list[jax.A
     )["sums"]
 
 
-def backward(
-    given: Given, target: Target, norms: Norms = NO_NORMS, num_left: int = 0
-) -> dict[str, Any]:
+def backward(given: Given, target: Target, norms: Norms = NO_NORMS) -> dict[str, Any]:
     """Gradients of `forward`, accumulated in place into those of the sources.
 
         of_weights_cs = sum_D g_c * scale_s * x_s      of_sources_s += sum_c w_cs g_c
@@ -64,34 +62,25 @@ def backward(
     are on the chip anyway.
 
     Args:
-      given: Arguments of `forward`, and `of_sums`, gradients of its results; `accumulated` of each
-        source that is not left, unless 0 (its memory is reused); `later_sums`, gradients before
-        their norms of the E streams of a later aggregation over all these sources, and its
-        `later_weights` [N, L], if that one left the gradients of sources to this call.
-      num_left: Number of first sources whose gradients are left to another call.
+      given: Arguments of `forward`, and `of_sums`, gradients of its results; `accumulated`, those
+        of each source so far, unless 0 (its memory is reused).
 
     Returns:
       `of_weights` [N, K] float32; `of_sources`, [N, D] each, of scale * x for scaled sources
-      (depth_mixing.to_be_scaled); with norms `of_factors` [M, D] float32; if gradients were left,
-      `of_unnormalized`, [N, D] of each normalized stream before its norm.
+      (depth_mixing.to_be_scaled); with norms `of_factors` [M, D] float32.
     """
-    weights, sources = given["weights"], given["sources"]
-    num_made = len(sources) - num_left
-    num_ways, num_later = len(given["of_sums"]), len(given.get("later_sums", ()))
+    weights, sources, num_ways = given["weights"], given["sources"], len(given["of_sums"])
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
-        "of_sources": [state] * num_made,
+        "of_sources": [state] * len(sources),
         "of_weights": jax.ShapeDtypeStruct(weights.shape, jnp.float32),
     }
-    if num_left:
-        results["of_unnormalized"] = [state] * len(norms.ways)
     found = _call(
         functools.partial(_backward_body, norms),
         given,
         results,
         norms=norms,
-        flops_per_number=2 * (num_ways + len(norms.ways)) * len(sources)
-        + 2 * (num_ways + num_later) * num_made,
+        flops_per_number=2 * (2 * num_ways + len(norms.ways)) * len(sources),
         target=target,
     )
     if norms.ways:
@@ -320,11 +309,7 @@ def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> N
             results[_PART_OF_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
                 g * y, axis=0, keepdims=True
             )
-            unnormalized = g * factors[pl.ds(m, 1), columns] - shares[m] * y
-            normed[m, token, columns] = unnormalized
-            if "of_unnormalized" in results:
-                ref = results["of_unnormalized"][m]
-                ref[token, columns] = unnormalized.astype(ref.dtype)
+            normed[m, token, columns] = g * factors[pl.ds(m, 1), columns] - shares[m] * y
 
     tile.for_columns(differentiate)
 
@@ -332,8 +317,6 @@ def _through_norms(tile: Tile, norms: Norms, given, results, normed, token) -> N
 def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
     tile = Tile(given["sources"][0].shape, chunk, target)
     num_sources, of_sums = len(given["sources"]), given["of_sums"]
-    num_left = num_sources - len(results["of_sources"])
-    later_sums = given.get("later_sums", [])
     if norms.ways:
         part = results[_PART_OF_FACTORS]
         part[...] = jnp.zeros(part.shape, jnp.float32)
@@ -348,28 +331,16 @@ def _backward_body(norms, chunk, target, given, results, scratch: Any = None):
             _through_norms(tile, norms, given, results, scratch, token)
         for s in range(num_sources):
             places = [c * num_sources + s for c in range(len(of_sums))]
-            makes = s >= num_left
-            weights, later_weights = [], []
-            if makes:
-                weights = [given["weights"][token, pl.ds(k, 1)] for k in places]
-                later_weights = [
-                    given["later_weights"][token, pl.ds(e * num_sources + s, 1)]
-                    for e in range(len(later_sums))
-                ]
+            weights = [given["weights"][token, pl.ds(k, 1)] for k in places]
 
-            def products(columns, s=s, weights=weights, later_weights=later_weights):
+            def products(columns, s=s, weights=weights):
                 x = _source(given, s, token, columns)
                 ways = [gradient(c, columns) for c in range(len(of_sums))]
-                if weights:
-                    terms = [weight * g for weight, g in zip(weights, ways, strict=True)]
-                    for weight, ref in zip(later_weights, later_sums, strict=True):
-                        terms.append(weight * ref[token, columns].astype(jnp.float32))
-                    place = s - num_left
-                    if "accumulated" in given:
-                        old = given["accumulated"][place][token, columns]
-                        terms.append(old.astype(jnp.float32))
-                    new = results["of_sources"][place]
-                    new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
+                terms = [weight * g for weight, g in zip(weights, ways, strict=True)]
+                if "accumulated" in given:
+                    terms.append(given["accumulated"][s][token, columns].astype(jnp.float32))
+                new = results["of_sources"][s]
+                new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
                 return [g * x for g in ways]
 
             for k, total in zip(places, tile.sums(products, len(places)), strict=True):

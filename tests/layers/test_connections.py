@@ -11,10 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from MaxText.configuration.dense_connections_section import DenseConnections
 from MaxText.layers.connections import product_of_normalized
-from MaxText.layers.decoder import Decoder
 from MaxText.layers.model import Model
 from MaxText.layers.stack import rematerialized
-from MaxText.layers.weights import ShapesOnly
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import per_parameter
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
@@ -171,31 +169,6 @@ def test_a_model_has_the_sums_that_its_keys_name():
     }
 
 
-@pytest.mark.parametrize(
-    ("keys", "left"),
-    [
-        # From the last sum on, as long as there are more sources to be left than ways.
-        ({"dense_ways": ["q", "r"]}, {8: 7, 6: 5, 4: 3}),
-        ({"dense_ways": ["q", "k", "v", "r"]}, {8: 7, 6: 5}),
-        ({"dense_sources": "dilated", "dense_dilation": 2, "dense_period": 2}, {8: 6, 4: 2}),
-        # Where the sum before has other sources, it cannot.
-        ({"dense_sources": "dilated", "dense_dilation": 2}, {}),
-        ({"dense_sources": "window", "dense_window": 3}, {3: 2}),
-        ({"dense_after_layers": [4, 8]}, {8: 4}),
-    ],
-    ids=str,
-)
-def test_sums_that_leave_gradients_to_the_one_before(keys, left):
-    config = tiny_config(
-        "llama2", **(SIZES | DENSE | {"base_num_decoder_layers": 8, "dense_ways": ["r"]} | keys)
-    )
-    decoder: Any = Decoder(config.model, ShapesOnly())
-    sums = decoder.connections.after
-    found = {int(depth): one.left_to for depth, one in sums.items() if one.left_to is not None}
-    assert found == left
-    assert {int(depth) for depth, one in sums.items() if one.num_later_ways} == set(left.values())
-
-
 def dense_config(**keys):
     return tiny_config("muddformer", **(SIZES | DENSE | WIDTHS | keys))
 
@@ -237,7 +210,7 @@ def test_sums_that_are_made_again(kept, again):
     ids=str,
 )
 def test_a_model_by_kernel_is_that_by_sums(keys):
-    """Rows of 16 tokens, so that kernels do the layers' norms and leave gradients to each other."""
+    """Rows of 16 tokens, so that kernels do the layers' norms."""
     given = {"base_num_decoder_layers": 3, "remat_policy": "full", "max_target_length": 16} | keys
     given |= {"dense_conn": True}
     model, run = built("llama2", given | {"dense_mixing": "sum"})

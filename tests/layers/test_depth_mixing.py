@@ -138,54 +138,6 @@ def test_gradients_are_added_in_the_memory_of_those_before():
     assert sorted(handed_over(program)) == sorted(["()", "()", "()", each])
 
 
-def two_sums(leaves, wraps, weights, factors, sources, scales):
-    """A sum over all sources after one of the same without the last, whose gradients are left."""
-    num_later_ways = C if leaves else 0
-    options = {"form": "kernel", "norms": NORMS, "factors_MD": factors}
-    if scales is not None:
-        sources = [to_be_scaled(x, scale) for x, scale in zip(sources, scales, strict=True)]
-
-    def first(weights, sources):
-        rows = None if scales is None else scales[: S - 1]
-        return mix(
-            weights[..., : S - 1], sources, scales_SD=rows, num_later_ways=num_later_ways, **options
-        )
-
-    def second(weights, sources, left):
-        return mix(weights, sources, scales_SD=scales, left=left, **options)
-
-    before = wraps(first)(0.5 * weights, sources[: S - 1])
-    after = wraps(second)(weights, [*before.sources, sources[-1]], before.left)
-    return of_sums(before.sums, 0) + of_sums(after.sums, 1)
-
-
-def test_gradients_left_to_the_sum_before():
-    weights, _, sources, scales = given(jnp.float32)
-    arguments = (weights, FACTORS, sources, scales)
-    alone = differentiated(functools.partial(two_sums, False, lambda f: f), arguments)
-    # Gradients that are left pass from one rematerialised region to the one before.
-    near(differentiated(functools.partial(two_sums, True, jax.checkpoint), arguments), alone)
-
-
-def test_gradients_that_are_left_are_not_added_up_twice():
-    """The later sum adds up those of its own last source, the earlier one all others."""
-    weights, _, sources, _ = given(jnp.float32)
-
-    def kernels(leaves):
-        def loss(sources):
-            again = mix(weights[..., : S - 1], sources[: S - 1], "kernel")
-            rest = [*again.sources, sources[-1]]
-            return of_sums(again.sums, 2) + two_sums(
-                leaves, lambda f: f, weights, FACTORS, rest, None
-            )
-
-        return handed_over(jax.make_jaxpr(jax.grad(loss))(sources))
-
-    none, all_but_last = "()", "(" + ", ".join(f"({s}, {s})" for s in range(S - 1)) + ")"
-    assert sorted(kernels(False)) == sorted([none] * 4 + [all_but_last] * 2)
-    assert sorted(kernels(True)) == sorted([none] * 5 + [all_but_last])
-
-
 def handed_over(program):
     """(operand, result) that share memory, of each kernel in a program."""
     return [part.split("\n")[0] for part in str(program).split("input_output_aliases=")[1:]]
@@ -203,7 +155,6 @@ def test_kernels_lower():
     def both(weights, states, scales, ways, old):
         given: dict = {"weights": weights, "sources": states, "scales": scales}
         of = given | {"of_sums": ways}
-        after = {"accumulated": old, "later_sums": ways, "later_weights": weights}
         full: dict = {"weights": weights[:32], "sources": [x[:32] for x in states]}
         full |= {"factors": FACTORS}
         of_full = full | {"of_sums": [x[:32] for x in ways]}
@@ -211,16 +162,14 @@ def test_kernels_lower():
         return (
             mixing_kernel.forward(given, "tpu"),
             mixing_kernel.backward(of, "tpu"),
-            mixing_kernel.backward(of | {"accumulated": old[1:]}, "tpu", num_left=1),
-            mixing_kernel.backward(of | after, "tpu"),
+            mixing_kernel.backward(of | {"accumulated": old}, "tpu"),
             mixing_kernel.forward(full, "tpu", NORMS),
             mixing_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
-            mixing_kernel.backward(of_full, "tpu", NORMS, num_left=S),
         )
 
     traced = jax.jit(both).trace(weights, states, scales, ways, states)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("custom_call") >= 7
+    assert text.count("custom_call") >= 5
 
 
 # Ways 1 and 3 are normalised, ways 0 and 2 are not.
@@ -343,18 +292,7 @@ def normalized_on(mesh, rules, sources):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize(
-    ("ours", "alone"),
-    [
-        (
-            functools.partial(two_sums, True, jax.checkpoint),
-            functools.partial(two_sums, False, lambda f: f),
-        ),
-        (kernel_norms, naive_norms),
-    ],
-    ids=["gradients left to the sum before", "norms"],
-)
-def test_tokens_on_several_devices(ours, alone):
+def test_norms_on_several_devices():
     """Gradients of norms' factors are added over the devices that have other tokens."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     rules = [("activation_batch", ("data",)), ("activation_length", ()), ("activation_embed", ())]
@@ -363,7 +301,7 @@ def test_tokens_on_several_devices(ours, alone):
 
     def sharded(*arguments):
         with axis_rules(mesh, rules):
-            return ours(*arguments)
+            return kernel_norms(*arguments)
 
     arguments = (weights, FACTORS, sources, scales)
-    near(differentiated(sharded, arguments), differentiated(alone, arguments))
+    near(differentiated(sharded, arguments), differentiated(naive_norms, arguments))
