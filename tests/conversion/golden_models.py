@@ -67,7 +67,7 @@ class Golden(NamedTuple):
         if self.source == "fattorib":
             path.write_bytes(msgpack_serialize(nested(tensors)))
             return path
-        items = "state" if "muddformer" in self.arguments[0] else "items"
+        items = "state" if any("muddformer" in one for one in self.arguments) else "items"
         save_tree(path / "checkpoints" / "20" / items, {"params": nested(tensors)} | MORE)
         return path
 
